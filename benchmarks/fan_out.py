@@ -25,8 +25,7 @@ from typing import Final
 from benchmarks.common.cpu import cpu_name
 from benchmarks.common.planes import run
 from benchmarks.control_plane.report import quantile
-from kvplane import ControlClient, LayerGroup, Layout, Session, Tensor, ops
-from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
+from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 
 NUM_LAYERS: Final = 4
 NUM_KV_HEADS: Final = 8
@@ -68,7 +67,7 @@ def planes(folder: Path, counts: list[int]) -> Iterator[str]:
 class Engine:
     """One session of one pool, which decodes ``num_tokens`` sequences."""
 
-    def __init__(self, session: Session, execution: ShardedExecution, num_tokens: int) -> None:
+    def __init__(self, session: Session, execution: Execution, num_tokens: int) -> None:
         self._session = session
         self._execution = execution
         self._ids = range(1, num_tokens + 1)
@@ -91,24 +90,18 @@ class Engine:
         began_s = time.perf_counter()
         plan = (await self._session.step(operations)).plan
         planned_s = time.perf_counter()
-        num_tokens = (await self._execution.start(plan)).num_tokens
+        await self._execution.start(plan)
+        num_tokens = self._execution.num_tokens
         started_s = time.perf_counter()
-        query = zeros(num_tokens, NUM_HEADS)
-        key = zeros(num_tokens, NUM_KV_HEADS)
+        query = Tensor.zeros("float32", (num_tokens, NUM_HEADS, HEAD_SIZE))
+        key = Tensor.zeros("float32", (num_tokens, NUM_KV_HEADS, HEAD_SIZE))
         for layer in self._execution.layers:
             layer_s = time.perf_counter()
             await self._execution.layer(layer, query, key, key)
             times["layer"].append((time.perf_counter() - layer_s) * 1e6)
         assert self._execution.has_run
-        for receipt in self._execution.receipts:
-            self._session.add_receipt(receipt)
         times["step"].append((planned_s - began_s) * 1e6)
         times["start"].append((started_s - planned_s) * 1e6)
-
-
-def zeros(num_tokens: int, num_heads: int) -> Tensor:
-    shape = (num_tokens, num_heads, HEAD_SIZE)
-    return Tensor("float32", shape, bytes(Tensor.size_bytes("float32", shape)))
 
 
 async def measure(address: str, counts: list[int], num_steps: int, num_tokens: int) -> None:
@@ -118,11 +111,9 @@ async def measure(address: str, counts: list[int], num_steps: int, num_tokens: i
         engines = {}
         for count in counts:
             await control.wait_ready(f"pool-{count}", timeout_s=180)
-            session = await control.open_session(f"pool-{count}", LAYOUT)
-            await stack.enter_async_context(session)
-            client = ShardedDataClient(session.shards, LAYOUT)
-            await stack.enter_async_context(client)
-            engines[count] = Engine(session, await client.open(session.grant), num_tokens)
+            opening = control.open_session(f"pool-{count}", LAYOUT)
+            session = await stack.enter_async_context(opening)
+            engines[count] = Engine(session, await session.open_execution(), num_tokens)
             await engines[count].prefill()
         times: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in counts}
         for _ in range(num_steps):

@@ -5,7 +5,7 @@
 The same blocks, by turns:
 
     files alone        read from the folder, and their checksums compared, by this process
-    loaded             LoadFileBlocks, from the call to the receipt
+    loaded             the plan and LoadFileBlocks, from the call to the receipt
     written            keys and values sent by a client on this machine: what computing them again
                        costs without the model's own arithmetic
 
@@ -24,7 +24,7 @@ from benchmarks.common.block_rates import Rates, report_rates
 from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES, read_data, read_header
-from kvplane import ControlClient, DataClient, Session, Tensor, ops
+from kvplane import ControlClient, Execution, Session, Tensor, ops
 
 POOL = "files"
 SEQUENCE = 1
@@ -34,9 +34,11 @@ WAYS = ("files alone", "loaded", "written")
 class Bench:
     """One prompt of ``num_blocks`` blocks."""
 
-    def __init__(self, session: Session, data: DataClient, folder: Path, num_blocks: int) -> None:
+    def __init__(
+        self, session: Session, execution: Execution, folder: Path, num_blocks: int
+    ) -> None:
         self._session = session
-        self._data = data
+        self._execution = execution
         self._folder = folder
         self._num_blocks = num_blocks
         self._tokens = [i % 1000 for i in range(num_blocks * LAYOUT.block_size_tokens)]
@@ -48,10 +50,8 @@ class Bench:
         await self.written(skip_prefix_lookup=False)
         await self._session.submit_receipts()
         plan = (await self._session.run(ops.admit(SEQUENCE, [*self._tokens, 0]))).plan
-        row = Tensor("float32", (1, 8, 64), bytes(8 * 64 * 4))
-        for layer in range(4):
-            done = await self._data.reshape_and_cache(self._session.grant, plan, layer, row, row)
-        await self._free(done.receipt)
+        await self._write(plan, Tensor.zeros("float32", (1, 8, 64)))
+        await self._free()
         while len(self._paths()) < self._num_blocks:
             await asyncio.sleep(0.05)
 
@@ -67,24 +67,25 @@ class Bench:
         """Load the files once; return the seconds."""
         plan = await self._admit(skip_prefix_lookup=True)
         begin_s = time.perf_counter()
-        answer = await self._data.load_file_blocks(
-            self._session.grant, plan, SEQUENCE, self._tokens
-        )
+        await self._execution.start(plan)
+        await self._execution.load_files(SEQUENCE, self._tokens)
         took_s = time.perf_counter() - begin_s
-        await self._free(answer.receipt)
+        await self._free()
         return took_s
 
     async def written(self, *, skip_prefix_lookup: bool = True) -> float:
         """Write the prompt once; return the seconds."""
         plan = await self._admit(skip_prefix_lookup=skip_prefix_lookup)
         begin_s = time.perf_counter()
-        async with await self._data.open(self._session.grant) as execution:
-            await execution.start(plan)
-            for layer in range(4):
-                await execution.layer(layer, None, self._key, self._key)
-            took_s = time.perf_counter() - begin_s
-            await self._free(execution.receipt)
+        await self._write(plan, self._key)
+        took_s = time.perf_counter() - begin_s
+        await self._free()
         return took_s
+
+    async def _write(self, plan: Any, key: Tensor) -> None:
+        await self._execution.start(plan)
+        for layer in self._execution.layers:
+            await self._execution.layer(layer, None, key, key)
 
     def _paths(self) -> list[Path]:
         return [*self._folder.rglob("*.block")]
@@ -93,11 +94,9 @@ class Bench:
         operation = ops.admit(SEQUENCE, self._tokens, **options)
         return (await self._session.run(operation)).plan
 
-    async def _free(self, receipt: Any) -> None:
-        self._session.add_receipt(receipt)
-        plan = (await self._session.run(ops.free(SEQUENCE))).plan
-        ran = await self._data.copy_blocks(self._session.grant, plan)
-        self._session.add_receipt(ran.receipt)
+    async def _free(self) -> None:
+        assert self._execution.has_run
+        await self._execution.start((await self._session.run(ops.free(SEQUENCE))).plan)
         await self._session.submit_receipts()
 
 
@@ -106,9 +105,11 @@ async def measure(address: str, files: Path, num_blocks: int, num_rounds: int) -
     rates: Rates = {name: [] for name in WAYS}
     async with ControlClient(address, timeout_s=60) as control:
         await control.wait_ready(POOL, timeout_s=180)
-        session = await control.open_session(POOL, LAYOUT)
-        async with session, DataClient(session.shards[0].address, timeout_s=60) as data:
-            bench = Bench(session, data, files, num_blocks)
+        async with (
+            control.open_session(POOL, LAYOUT) as session,
+            session.open_execution() as execution,
+        ):
+            bench = Bench(session, execution, files, num_blocks)
             await bench.fill()
             for number in range(num_rounds + 1):
                 for name, way in zip(

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.planes import Planes
-from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor, ops
+from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.wire.v1 import session_pb2 as pb
 
 BLOCK_SIZE_TOKENS = 16
@@ -74,14 +74,13 @@ class Bench:
             if num_tokens:
                 await self._execution.begin(result.plan, num_tokens)
             else:
-                num_tokens = (await self._execution.start(result.plan)).num_tokens
+                await self._execution.start(result.plan)
+                num_tokens = self._execution.num_tokens
             if num_tokens:
                 tensor = Tensor(
                     "float32", (num_tokens, 1, HEAD_SIZE), bytes(num_tokens * HEAD_SIZE * 4)
                 )
                 await self._execution.layer(0, query=None, key=tensor, value=tensor)
-            if self._execution.receipt is not None:
-                self._session.add_receipt(self._execution.receipt)
         return stepped - began, time.perf_counter() - stepped
 
     async def decode(self, num_sequences: int, num_steps: int) -> Latencies:
@@ -121,13 +120,13 @@ def prompt(seed: int, num_tokens: int) -> bytes:
     return ops.pack_tokens([seed, *range(1, num_tokens)])
 
 
-async def measure(control: str, data: str, num_steps: int) -> list[Latencies]:
+async def measure(control: str, num_steps: int) -> list[Latencies]:
     """Time all kinds of steps, in one session."""
-    async with ControlClient(control) as metadata, DataClient(data, shared_memory=False) as memory:
-        await metadata.wait_ready("default", 60.0)
+    async with ControlClient(control, shared_memory=False) as client:
+        await client.wait_ready("default", 60.0)
         async with (
-            await metadata.open_session("default", LAYOUT) as session,
-            await memory.open(session.grant) as execution,
+            client.open_session("default", LAYOUT) as session,
+            session.open_execution() as execution,
         ):
             bench = Bench(session, execution)
             latencies = [await bench.decode(n, num_steps) for n in DECODE_BATCHES]
@@ -187,7 +186,7 @@ def main() -> None:
         flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
         with Planes(Path(folder), [*flags, "--num-host-blocks", "1"]) as planes:
             num_steps = 100 if arguments.quick else 1000
-            latencies = asyncio.run(measure(planes.control.address, planes.data.address, num_steps))
+            latencies = asyncio.run(measure(planes.control.address, num_steps))
     print_table(latencies)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(as_json(latencies), indent=2) + "\n")

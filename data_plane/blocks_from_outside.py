@@ -33,7 +33,7 @@ from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.serving.callers.identity import caller, payer
 from kvplane.serving.config import ServingConfig
 from kvplane.serving.observability.metrics import Declaration, Samples
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import types_pb2 as pb
 
 __all__ = ["BlockRange", "BlocksFromOutside", "Lane", "PlugIn", "StartedPlan"]
@@ -54,7 +54,7 @@ class BlocksFromOutside:
         executor: Executor,
         worker: WorkerThread,
         serving: ServingConfig,
-        peer_tls: TlsOptions | None,
+        peer_tls: Tls | None,
     ) -> None:
         """``serving``: how the data plane serves, also on any port of a plug-in. ``peer_tls``: how
         to reach other data planes, with the identity that this one has at the control plane; None

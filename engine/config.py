@@ -14,7 +14,7 @@ from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
 
 if TYPE_CHECKING:
-    from kvplane.transport.tls import TlsOptions
+    from kvplane.transport.tls import Tls
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DTYPES: Final = ("float32", "bfloat16", "float16")
@@ -180,13 +180,13 @@ class EngineConfig:
         return min(self.timeout_s, self.recovery_timeout_s / 2 or self.timeout_s)
 
     @property
-    def client_tls(self) -> TlsOptions | None:
+    def client_tls(self) -> Tls | None:
         """How to reach the planes; None for plain text."""
         if not self.planes_tls:
             return None
-        from kvplane.transport.tls import TlsOptions  # gRPC must not be imported before it is tuned
+        from kvplane.transport.tls import Tls  # gRPC must not be imported before it is tuned
 
-        return TlsOptions(
+        return Tls(
             self.planes_ca,
             self.planes_certificate,
             self.planes_key,

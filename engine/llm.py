@@ -15,12 +15,12 @@ import torch
 from kvplane.errors import InternalError, InvalidRequestError, UnavailableError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
+from kvplane.results import PoolInfo
 from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
 from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
 from .config import EngineConfig
@@ -159,7 +159,7 @@ class LLM:
         """Totals so far."""
         return self._core.stats
 
-    def get_pool(self) -> pool_pb2.GetPoolResponse:
+    def get_pool(self) -> PoolInfo:
         """Ask the control plane for the pool's layout, shards and usage."""
         return self._link.get_pool()
 

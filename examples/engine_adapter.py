@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvplane import Layout, Tensor, ops
-from kvplane.sync import ControlClient, DataClient, Execution, Session
+from kvplane.results import Signed
+from kvplane.sync import ControlClient, Execution, Session
 from kvplane.wire.v1.session_pb2 import Operation
-from kvplane.wire.v1.types_pb2 import SignedPayload
 
 VOCABULARY = 64
 NUM_NEW_TOKENS = 24
@@ -41,7 +41,7 @@ class Step:
     them. ``refused``: sequences without room now.
     """
 
-    plan: SignedPayload | None
+    plan: Signed | None
     batch: list[tuple[Sequence, int]] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
 
@@ -128,8 +128,8 @@ class Engine:
         self.running: list[Sequence] = []
         self.num_preempted = 0
 
-    def step(self) -> SignedPayload | None:
-        """Compute a token of each sequence that can continue. Return the receipt, if it ran."""
+    def step(self) -> bool:
+        """Compute a token of each sequence that can continue. Return whether there was a plan."""
         for sequence in self.running:
             self.manager.append(sequence)
         for sequence in self.waiting:
@@ -145,7 +145,7 @@ class Engine:
             self.waiting.append(self.running.pop())
             self.manager.free(self.waiting[-1])
             self.num_preempted += 1
-        return None if step.plan is None else self.execution.receipt
+        return step.plan is not None
 
     def _compute(self, batch: list[tuple[Sequence, int]]) -> None:
         if not batch:
@@ -172,21 +172,16 @@ def main(address: str, pool_id: str = "default", num_prompts: int = 3) -> list[l
     starts = [[*range(20)] if i < 2 else [] for i in range(num_prompts)]
     prompts = [[*start, 30 + i, 7, 1 + i] for i, start in enumerate(starts)]
     served = [Sequence(i, p, len(p) + NUM_NEW_TOKENS) for i, p in enumerate(prompts, 1)]
-    with ControlClient(address) as control:
-        layout = Layout.from_proto(control.wait_ready(pool_id).layout)
-        with (
-            control.open_session(pool_id, layout, "adapter") as session,
-            DataClient(session.shards[0].address) as data,
-            data.open(session.grant) as execution,
-        ):
-            engine = Engine(Model(layout), BlockManager(session), execution)
-            engine.waiting = [*served]
-            while engine.waiting or engine.running:
-                receipt = engine.step()
-                if receipt is None:
-                    time.sleep(0.01)  # others have all the room
-                else:
-                    session.add_receipt(receipt)
+    with (
+        ControlClient(address) as control,
+        control.open_session(pool_id, client_name="adapter") as session,
+        session.open_execution() as execution,
+    ):
+        engine = Engine(Model(session.layout), BlockManager(session), execution)
+        engine.waiting = [*served]
+        while engine.waiting or engine.running:
+            if not engine.step():
+                time.sleep(0.01)  # others have all the room
     for sequence in served:
         print(f"sequence {sequence.id}: {sequence.tokens}")
     print(f"started again for lack of room: {engine.num_preempted}")

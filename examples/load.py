@@ -16,16 +16,14 @@ from dataclasses import dataclass, field
 from kvplane import (
     AttentionOptions,
     ControlClient,
-    DataClient,
     Execution,
-    Layout,
     Session,
     Tensor,
     ops,
 )
 from kvplane.errors import DeadlineExceededError, NotFoundError, StaleError, UnavailableError
 from kvplane.layout import LATENT
-from kvplane.wire.v1.types_pb2 import SignedPayload
+from kvplane.results import Signed
 
 LOST = (StaleError, NotFoundError, UnavailableError, DeadlineExceededError)
 
@@ -67,13 +65,11 @@ class Load:
 
     async def run(self, control: ControlClient, pool_id: str) -> None:
         """Step until the end. Raises KvplaneError when a plane stays away."""
-        layout = Layout.from_proto((await control.wait_ready(pool_id)).layout)
-        session = await control.open_session(pool_id, layout, "load")
+        session = await control.open_session(pool_id, client_name="load")
         until_s = time.monotonic() + self.duration_s
         while time.monotonic() < until_s:
             try:
-                data = DataClient(session.shards[0].address)
-                async with session, data, await data.open(session.grant) as execution:
+                async with session, session.open_execution() as execution:
                     while time.monotonic() < until_s:
                         await self.step(session, execution)
                         await asyncio.sleep(self.pause_s)
@@ -131,22 +127,16 @@ class Load:
         self.num_cached_tokens += num_cached_tokens
 
 
-async def execute(session: Session, execution: Execution, plan: SignedPayload) -> None:
+async def execute(session: Session, execution: Execution, plan: Signed) -> None:
     """Run a plan, with tensors of zeros."""
-    num_tokens = (await execution.start(plan)).num_tokens
+    await execution.start(plan)
     dtype, groups = session.layout.dtype, session.layout.groups
-
-    def zeros(num_heads: int, size: int) -> Tensor:
-        shape = (num_tokens, num_heads, size)
-        return Tensor(dtype, shape, bytes(Tensor.size_bytes(dtype, shape)))
-
-    for layer in execution.layers if num_tokens else []:
+    for layer in [] if execution.has_run else execution.layers:
         group = next(group for group in groups if layer in group.layers)
-        key = zeros(group.num_kv_heads, group.head_size)
+        key = Tensor.zeros(dtype, execution.key_shape(layer))
         is_latent = group.cache_kind == LATENT  # whose value is a part of its key
-        value = None if is_latent else zeros(group.num_kv_heads, group.value_size)
+        value = None if is_latent else Tensor.zeros(dtype, (*key.shape[:2], group.value_size))
         await execution.layer(layer, key, key, value, options=AttentionOptions(scale=1.0))
-    session.add_receipt(execution.receipt)
 
 
 async def main() -> None:

@@ -1,7 +1,7 @@
 """kvplane: a paged KV cache as a pair of gRPC services, and this, the client of both.
 
-    async with ControlClient("127.0.0.1:50051") as control, DataClient("127.0.0.1:50052") as data:
-        async with await control.open_session("pool", layout) as session:
+    async with ControlClient("127.0.0.1:50051") as control, control.open_session("pool") as session:
+        async with session.open_execution() as execution:
             ...
 
 Names are imported when they are first used, so that ``kvplane.errors`` or ``kvplane.layout`` alone
@@ -17,25 +17,20 @@ from typing import TYPE_CHECKING, Any, Final
 __version__: str
 
 if TYPE_CHECKING:
-    from kvplane import ops, sync
+    from kvplane import errors, ops, sync
     from kvplane.attention_options import AttentionOptions
     from kvplane.clients.control_client import ControlClient
     from kvplane.clients.data_client import DataClient
-    from kvplane.clients.execution import Execution, PlanStarted
-    from kvplane.clients.prefix_loader import Loaded, PrefixLoader
-    from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
     from kvplane.errors import KvplaneError
+    from kvplane.execution.execution import Execution
     from kvplane.layout import LayerGroup, Layout
     from kvplane.models.hf import layout_from_hf
-    from kvplane.results import SequenceState, StepResult
-    from kvplane.session import AbandonedResult, AbortResult, ReadmitResult, Session
-    from kvplane.shard import Shard
+    from kvplane.results import StepResult
+    from kvplane.session import Session
     from kvplane.tensor import Tensor
-    from kvplane.transport.tls import TlsOptions
+    from kvplane.transport.tls import Tls
 
 __all__ = [
-    "AbandonedResult",
-    "AbortResult",
     "AttentionOptions",
     "ControlClient",
     "DataClient",
@@ -43,45 +38,29 @@ __all__ = [
     "KvplaneError",
     "LayerGroup",
     "Layout",
-    "Loaded",
-    "PlanStarted",
-    "PrefixLoader",
-    "ReadmitResult",
-    "SequenceState",
     "Session",
-    "Shard",
-    "ShardedDataClient",
-    "ShardedExecution",
     "StepResult",
     "Tensor",
-    "TlsOptions",
+    "Tls",
+    "errors",
     "layout_from_hf",
     "ops",
     "sync",
 ]
 
+_MODULES: Final = ("errors", "ops", "sync")
 _HOMES: Final = {
     "AttentionOptions": "kvplane.attention_options",
     "ControlClient": "kvplane.clients.control_client",
     "DataClient": "kvplane.clients.data_client",
-    "Execution": "kvplane.clients.execution",
+    "Execution": "kvplane.execution",
     "KvplaneError": "kvplane.errors",
     "LayerGroup": "kvplane.layout",
     "Layout": "kvplane.layout",
-    "Loaded": "kvplane.clients.prefix_loader",
-    "PrefixLoader": "kvplane.clients.prefix_loader",
-    "ReadmitResult": "kvplane.session",
-    "AbortResult": "kvplane.session",
-    "SequenceState": "kvplane.results",
     "Session": "kvplane.session",
-    "Shard": "kvplane.shard",
-    "ShardedDataClient": "kvplane.clients.sharded_execution",
-    "ShardedExecution": "kvplane.clients.sharded_execution",
-    "PlanStarted": "kvplane.clients.execution",
     "StepResult": "kvplane.results",
     "Tensor": "kvplane.tensor",
-    "TlsOptions": "kvplane.transport.tls",
-    "AbandonedResult": "kvplane.session",
+    "Tls": "kvplane.transport.tls",
     "layout_from_hf": "kvplane.models.hf",
 }
 
@@ -89,7 +68,7 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    if name in ("ops", "sync"):
+    if name in _MODULES:
         return import_module(f"kvplane.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvplane' has no attribute {name!r}")

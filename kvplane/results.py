@@ -1,23 +1,54 @@
-"""Answers of the control plane: failed items as errors, and columns as values."""
+"""Answers of the planes: failed items as errors, and columns as values."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, MutableSequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from operator import attrgetter
+from typing import Final, NamedTuple, Protocol
 
-from kvplane.errors import InternalError, KvplaneError, NeverFitsError, PoolFullError
+from google.protobuf.message import DecodeError
+
+from kvplane.errors import (
+    InternalError,
+    InvalidRequestError,
+    KvplaneError,
+    NeverFitsError,
+    PoolFullError,
+)
+from kvplane.layout import Layout
+from kvplane.shard import Shard
+from kvplane.tensor import Tensor
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
+from kvplane.wire.v1 import execution_pb2 as dpb
+from kvplane.wire.v1 import pool_pb2, types_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
-from kvplane.wire.v1 import types_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 HASH_BYTES: Final = 16
 """Bytes of a block's chained hash."""
+
+
+class Signed(Protocol):
+    """A plan, a receipt or a grant, which callers pass on unread. At run time it is the message
+    that came, so that it costs nothing.
+    """
+
+    def SerializeToString(self) -> bytes:
+        """Return its bytes, for ``read_signed`` in another process."""
+        ...
+
+
+def read_signed(data: bytes) -> Signed:
+    """Read what ``Signed.SerializeToString`` returned. Raises InvalidRequestError."""
+    try:
+        return SignedPayload.FromString(data)
+    except DecodeError as error:
+        raise InvalidRequestError("is no plan, receipt or grant", field="data") from error
 
 
 class StepResult:
@@ -39,14 +70,14 @@ class StepResult:
         return self._results
 
     @property
-    def plan(self) -> SignedPayload | None:
+    def plan(self) -> Signed | None:
         """For the data plane; None when there is nothing to carry out."""
         return self._message.plan if self._message.HasField("plan") else None
 
     @property
-    def usage(self) -> MutableSequence[types_pb2.TierUsage]:
+    def usage(self) -> tuple[TierUsage, ...]:
         """Usage of the pool's blocks after the step, for each tier of each layer group."""
-        return self._message.usage
+        return tier_usages(self._message.usage)
 
     @property
     def revision(self) -> int:
@@ -155,6 +186,126 @@ def total_of(counters: Mapping[str, int], name: str) -> int:
     "evictions_total".
     """
     return sum(value for sample, value in counters.items() if sample.partition("{")[0] == name)
+
+
+class TierUsage(NamedTuple):
+    """How the blocks of one tier of one layer group are used; the message of the same name.
+    ``tier``: a ``types_pb2.Tier``. A tuple, because an engine reads some after each step.
+    """
+
+    group: int
+    tier: int
+    num_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_held_blocks: int
+    num_retired_blocks: int
+
+
+_fields_of_usage: Final = attrgetter(*TierUsage._fields)
+
+
+def tier_usages(messages: Iterable[types_pb2.TierUsage]) -> tuple[TierUsage, ...]:
+    """Read messages."""
+    return tuple([TierUsage._make(_fields_of_usage(each)) for each in messages])
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """A registered data plane; the message of the same name. ``epoch``: the run of its process."""
+
+    shard: Shard
+    epoch: int
+    address: str
+    connected: bool
+    has_file_tier: bool
+
+    @classmethod
+    def from_proto(cls, message: types_pb2.ShardInfo) -> ShardInfo:
+        """Read a message."""
+        return cls(
+            Shard.from_proto(message.shard),
+            message.epoch,
+            message.address,
+            message.connected,
+            message.has_file_tier,
+        )
+
+    def to_proto(self) -> types_pb2.ShardInfo:
+        """Return the message."""
+        return types_pb2.ShardInfo(
+            shard=self.shard.to_proto(),
+            epoch=self.epoch,
+            address=self.address,
+            connected=self.connected,
+            has_file_tier=self.has_file_tier,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """A pool. ``shards``: those registered, by index. ``ready``: whether sessions can be opened."""
+
+    layout: Layout
+    shards: tuple[ShardInfo, ...]
+    ready: bool
+    usage: tuple[TierUsage, ...]
+
+    @classmethod
+    def from_proto(cls, message: pool_pb2.GetPoolResponse) -> PoolInfo:
+        """Read a message. Raises InvalidRequestError for a layout that cannot be."""
+        return cls(
+            Layout.from_proto(message.layout),
+            tuple(map(ShardInfo.from_proto, message.shards)),
+            message.ready,
+            tier_usages(message.usage),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A plane. ``version``: its release. ``incarnation``: the control plane's run, 0 if a data
+    plane has registered with none. Of a data plane ``pool_id``, ``shard`` and ``device``: its part
+    of a pool, and where its device tier is, "cpu" or "cuda:N".
+    """
+
+    version: str
+    incarnation: int
+    pool_id: str
+    shard: ShardInfo | None
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """An open session; the message of the same name. ``time_to_live_s``: how long its lease still
+    runs. ``incarnation``: of the control plane that opened it.
+    """
+
+    incarnation: int
+    session_id: int
+    client_name: str
+    namespace: str
+    num_sequences: int
+    num_held_blocks: int
+    num_plans_in_flight: int
+    last_number: int
+    time_to_live_s: float
+
+    @classmethod
+    def from_proto(cls, message: pool_pb2.SessionSummary) -> SessionSummary:
+        """Read a message."""
+        return cls(
+            message.session.incarnation,
+            message.session.session_id,
+            message.client_name,
+            message.namespace,
+            message.num_sequences,
+            message.num_held_blocks,
+            message.num_plans_in_flight,
+            message.last_number,
+            message.time_to_live.ToTimedelta().total_seconds(),
+        )
 
 
 _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}
@@ -350,6 +501,25 @@ def news_of(news: pb.News) -> SessionNews:
         deadline_s=seconds_of(news.asked_within),
         sequences_asked=tuple(columns.read(INT64, news.asked_sequence_ids, "asked_sequence_ids")),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBlocks:
+    """Whole blocks of one shard, in the canonical order (``BlockService`` in the contract).
+    ``layout_fingerprint``: of the pool where they were read, empty if it is not known.
+    """
+
+    blocks: Tensor
+    layout_fingerprint: bytes = b""
+
+
+def shard_blocks(message: dpb.ReadBlocksResponse) -> ShardBlocks:
+    """Read the blocks of an answer. Raises InternalError for a malformed tensor."""
+    try:
+        blocks = Tensor.from_proto(message.blocks, field="blocks")
+    except InvalidRequestError as error:
+        raise InternalError(f"the data plane's answer is malformed: {error}") from error
+    return ShardBlocks(blocks, message.layout_fingerprint)
 
 
 def error_of(failure: pb.ItemFailure) -> KvplaneError:

@@ -63,6 +63,13 @@ class Tensor:
             )
 
     @classmethod
+    def zeros(cls, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of zeros. Raises as the constructor does."""
+        if dtype not in ELEMENT_BYTES or any(extent < 0 for extent in shape):
+            return cls(dtype, shape, b"")  # which raises
+        return cls(dtype, shape, bytes(cls.size_bytes(dtype, shape)))
+
+    @classmethod
     def from_array(cls, array: Any) -> Tensor:
         """Copy an array of numpy, torch or another library that speaks DLPack.
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from benchmarks.replay.cache import Cache, Prompts
 from benchmarks.replay.traces import Request
-from kvplane.clients.prefix_feed import PrefixEvent
+from kvplane.prefixes import PrefixEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from benchmarks.replay.cache import BLOCK_SIZE_TOKENS, Prompts
 from benchmarks.replay.traces import Request
 from benchmarks.routing.fleet import Shape
-from kvplane.clients.prefix_feed import PrefixEvent
 from kvplane.integrations.router.picker import Pick, Picker
 from kvplane.integrations.router.pool_index import PoolIndex
+from kvplane.prefixes import PrefixEvent
 
 POLICIES = (
     *("round-robin", "least-loaded", "longest-prefix", "longest-prefix-least-loaded"),

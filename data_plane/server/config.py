@@ -17,7 +17,7 @@ from kvplane.serving.config import (
     metrics_port_setting,
 )
 from kvplane.serving.settings import setting
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
 PROGRAM: Final = "data_plane"
@@ -233,13 +233,13 @@ class DataPlaneConfig(ServingConfig):
             raise InvalidRequestError(f"must be one of {BLOCK_SIZES}", field="block_size_tokens")
 
     @property
-    def peer_tls(self) -> TlsOptions | None:
+    def peer_tls(self) -> Tls | None:
         """How to reach other data planes, with the identity that this one has at the control plane;
         None for plain text.
         """
         if self.tls is None:
             return None
-        return TlsOptions(
+        return Tls(
             ca_file=self.control_plane_ca,
             cert_file=self.tls_certificate,
             key_file=self.tls_key,
@@ -247,13 +247,13 @@ class DataPlaneConfig(ServingConfig):
         )
 
     @property
-    def control_tls(self) -> TlsOptions | None:
+    def control_tls(self) -> Tls | None:
         """How to reach the control plane; None for plain text. The server's own certificate, if
         there is one, identifies this process to the control plane.
         """
         if not self.control_plane_tls:
             return None
-        return TlsOptions(
+        return Tls(
             ca_file=self.control_plane_ca,
             cert_file=self.tls_certificate,
             key_file=self.tls_key,

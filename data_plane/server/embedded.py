@@ -13,13 +13,14 @@ from types import TracebackType
 
 from data_plane.execution.executor import Executor
 from data_plane.server.config import DataPlaneConfig
+from data_plane.server.embedded_execution import EmbeddedExecution, ExecutedSession
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import PoolNotReadyError
 from kvplane.serving import event_loop
 
 
 class EmbeddedDataPlane:
-    """``with EmbeddedDataPlane(config) as plane: plane.executor.start(...)``.
+    """``with EmbeddedDataPlane(config) as plane: plane.open_execution(session)``.
 
     Executor calls may come from any thread. A call that runs when the plane stops is finished.
     When the device fails for good, or a later process takes the shard over, the plane ends its
@@ -71,6 +72,12 @@ class EmbeddedDataPlane:
         if self._server is None:
             raise PoolNotReadyError("the data plane has not been started: call start")
         return self._server.executor
+
+    def open_execution(self, session: ExecutedSession) -> EmbeddedExecution:
+        """Open an execution, which runs the plans of a ``kvplane.sync.Session`` and adds each
+        plan's receipt to it. Raises what ``Executor.open`` does.
+        """
+        return EmbeddedExecution(self.executor, session)
 
     @property
     def address(self) -> str:

@@ -36,7 +36,7 @@ from kvplane.errors import (
 )
 from kvplane.release import release
 from kvplane.transport.connection import BROKEN_CALL
-from kvplane.transport.tls import TlsOptions, open_channel
+from kvplane.transport.tls import Tls, open_channel
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.plane.v1 import registration_pb2_grpc
@@ -69,7 +69,7 @@ class RegistrationClient:
         control_plane: str,
         *,
         address: str,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         on_change: Callable[[bool], Awaitable[None]],
         files: FileTier | None = None,
     ) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
+from kvplane.results import ShardInfo, Signed
 from kvplane.runtime.backend import DataBackend, OpenedSession, RemoteBackend
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.transport.tls import Tls
 
 from ..config import EngineConfig
 
@@ -59,7 +59,7 @@ class RankBackend(RemoteBackend):
         self,
         loop: LoopThread,
         timeout_s: float,
-        tls: TlsOptions | None,
+        tls: Tls | None,
         rank: int,
         num_ranks: int,
     ) -> None:
@@ -73,7 +73,7 @@ class RankBackend(RemoteBackend):
         """
         own = session.shards[self._rank :][:1]
         shard = Shard.of_heads(session.layout, self._rank, self._num_ranks)
-        if [Shard.from_proto(info.shard) for info in own] != [shard]:
+        if [info.shard for info in own] != [shard]:
             raise InvalidRequestError(
                 "must be the number of the pool's shards, which divide its KV heads evenly",
                 field="tensor_parallel",
@@ -85,6 +85,6 @@ class RankBackend(RemoteBackend):
 class _OfShard:
     """A session for the client of one shard only."""
 
-    grant: pb.SignedPayload
-    shards: Sequence[pb.ShardInfo]
+    grant: Signed
+    shards: Sequence[ShardInfo]
     layout: Layout

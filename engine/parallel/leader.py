@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
+from kvplane.results import Signed
 from kvplane.runtime.backend import DataBackend, OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.wire.v1 import types_pb2 as pb
 
 from ..config import EngineConfig
 from . import rank as ranks
@@ -74,7 +74,7 @@ class ParallelBackend:
     has_passes = False
 
     def start(
-        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+        self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         """Start a plan on all ranks."""
         self._tell(ranks.START + plan.SerializeToString())
@@ -97,7 +97,7 @@ class ParallelBackend:
             raise InternalError("no forward pass has begun")
         return self._step.layer(index, query, key, value, options=options)
 
-    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return the receipts of all ranks, after the last layer."""
         step, self._step = self._step, None
         if step is None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
+from kvplane.results import ShardInfo, Signed, read_signed
 from kvplane.runtime.backend import DataBackend
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.wire.error_messages import from_wire, to_wire
 from kvplane.wire.v1 import session_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
 from kvplane.wire.v1.execution_pb2 import ExecuteResponse, RunLayerResponse, StartPlanResponse
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from ..config import EngineConfig
 from ..models import loader
@@ -51,19 +52,22 @@ STOP: Final = b"Q"
 class SharedSession:
     """A session that rank 0 opened, as other ranks need it."""
 
-    grant: tpb.SignedPayload
-    shards: Sequence[tpb.ShardInfo]
+    grant: Signed
+    shards: Sequence[ShardInfo]
     layout: Layout
 
     def encode(self) -> bytes:
         """Encode the session for ``decode`` of another rank."""
-        return cpb.OpenSessionResponse(grant=self.grant, shards=self.shards).SerializeToString()
+        return cpb.OpenSessionResponse(
+            grant=cast(SignedPayload, self.grant), shards=[each.to_proto() for each in self.shards]
+        ).SerializeToString()
 
     @classmethod
     def decode(cls, message: bytes, layout: Layout) -> SharedSession:
         """Decode the result of ``encode``."""
         response = cpb.OpenSessionResponse.FromString(message)
-        return cls(response.grant, list(response.shards), layout)
+        shards = [ShardInfo.from_proto(each) for each in response.shards]
+        return cls(response.grant, shards, layout)
 
 
 class DeferredErrorStep:
@@ -102,7 +106,8 @@ class DeferredErrorStep:
         """Return the receipt of this rank."""
         if self._error is not None:
             raise self._error
-        return ExecuteResponse(output=RunLayerResponse(receipt=self._backend.finish()[0]))
+        receipt = cast(SignedPayload, self._backend.finish()[0])
+        return ExecuteResponse(output=RunLayerResponse(receipt=receipt))
 
 
 def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> list[ExecuteResponse]:
@@ -125,10 +130,10 @@ def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> lis
     return answers
 
 
-def start(backend: DataBackend, plan: tpb.SignedPayload) -> ExecuteResponse:
+def start(backend: DataBackend, plan: Signed) -> ExecuteResponse:
     """Start a plan on this rank; return how many tokens it computes, or its receipt."""
     started = backend.start(plan)
-    receipt = started.receipts[0] if started.receipts else None
+    receipt = cast(SignedPayload, started.receipts[0]) if started.receipts else None
     response = StartPlanResponse(num_tokens=started.num_tokens, receipt=receipt)
     return ExecuteResponse(started=response)
 
@@ -199,7 +204,7 @@ class _Follower:
         if kind == OPEN:
             self._backend.open(SharedSession.decode(body, self._assignment.layout))
         elif kind == START:
-            return start(self._backend, tpb.SignedPayload.FromString(body))
+            return start(self._backend, read_signed(body))
         elif kind == FORWARD:
             tokens, positions = torch.frombuffer(bytearray(body), dtype=torch.int64).view(2, -1)
             step = DeferredErrorStep(self._backend)

@@ -35,13 +35,12 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
-from kvplane.results import StepResult
+from kvplane.results import Signed, StepResult
 from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import Pending, wait
 from kvplane.transformers import attention
 from kvplane.transformers.models.packed import packed_logits
-from kvplane.wire.v1 import types_pb2 as types
 
 from ..models.loader import LoadedModel
 from ..request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
@@ -81,7 +80,7 @@ class _Asked:
 class _Pass:
     """The part of a plan to compute next. ``index``: None for the whole plan."""
 
-    plan: types.SignedPayload
+    plan: Signed
     plan_spans: Sequence[Span]
     index: int | None
 
@@ -385,7 +384,7 @@ class EngineCore:
             answer = self._link.begin_step(operations or [ops.free([])])
         return _Asked(intents, answer, span)
 
-    def _take_answer(self, asked: _Asked) -> tuple[Outcome, types.SignedPayload | None]:
+    def _take_answer(self, asked: _Asked) -> tuple[Outcome, Signed | None]:
         """Wait for a step's answer and apply it."""
         self._asked = None
         result = wait(asked.answer)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Final
 
-from kvplane.clients.prefix_loader import Loaded
+from kvplane.prefixes import Loaded
 
 from .intents import Intent
 from .scheduler import Scheduler

@@ -23,7 +23,14 @@ from typing import Final, Protocol
 
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
-from kvplane.results import Granted, OperationResult, SequenceState, SessionNews, StepResult
+from kvplane.results import (
+    Granted,
+    OperationResult,
+    SequenceState,
+    SessionNews,
+    StepResult,
+    TierUsage,
+)
 from kvplane.wire.v1 import types_pb2 as types
 
 from .intents import Counts, Failures, Intent, Kind, Outcome, Span
@@ -59,7 +66,7 @@ class _Room:
         self.num_host_blocks = 0
         self._num_device_blocks: int | None = None  # None: not known yet
 
-    def note(self, usage: Iterable[types.TierUsage]) -> None:
+    def note(self, usage: Iterable[TierUsage]) -> None:
         """Note it from a step's answer."""
         for tier in usage:
             if tier.tier == types.TIER_DEVICE:

@@ -26,7 +26,7 @@ import grpc.aio
 
 from control_plane.server.election import RETRY_DELAY_S, Elector, has_died, next_incarnation
 from kvplane.errors import InvalidRequestError
-from kvplane.transport.tls import TlsOptions, open_channel
+from kvplane.transport.tls import Tls, open_channel
 
 from . import etcd_pb2 as pb
 
@@ -49,7 +49,7 @@ def elector_of(election: str, address: str, *, ttl_s: int) -> Elector:
         Path(path) if (path := os.environ.get(f"KVPLANE_ETCD_{each}")) else None
         for each in ("CA", "CERTIFICATE", "KEY")
     )
-    tls = None if ca is None else TlsOptions(ca, certificate, key)
+    tls = None if ca is None else Tls(ca, certificate, key)
     return EtcdElector(parts.netloc, name, address, ttl_s=ttl_s, tls=tls)
 
 
@@ -65,7 +65,7 @@ class EtcdElector(Elector):
         address: str,
         *,
         ttl_s: int = 5,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._address = address
         self._ttl_s = ttl_s

@@ -9,16 +9,16 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 from kvplane import ops
-from kvplane.clients.data_client import DataClient
-from kvplane.clients.sharded_execution import all_of
 from kvplane.errors import InvalidRequestError, KvplaneError, LayoutMismatchError
-from kvplane.results import StepResult
+from kvplane.execution.execution import all_of
+from kvplane.results import Signed, StepResult
 from kvplane.session.session import Session
 from kvplane.transport.connection import Connection
 from kvplane.transport.retry import Deadline
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from . import push_pb2 as pb
@@ -30,9 +30,7 @@ class PushClient:
     call.
     """
 
-    def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, target: str, *, tls: Tls | None = None, timeout_s: float = 10.0) -> None:
         self._connection = Connection(target, tls=tls, timeout_s=timeout_s)
 
     async def __aenter__(self) -> PushClient:
@@ -48,8 +46,8 @@ class PushClient:
 
     async def receive_blocks(
         self,
-        grant: SignedPayload,
-        plan: SignedPayload,
+        grant: Signed,
+        plan: Signed,
         sequence_id: int,
         *,
         timeout_s: float | None = None,
@@ -59,7 +57,11 @@ class PushClient:
 
         Each call gives another ticket. Raises QuotaExceededError for too many.
         """
-        request = pb.ReceiveBlocksRequest(grant=grant, plan=plan, sequence_id=sequence_id)
+        request = pb.ReceiveBlocksRequest(
+            grant=cast(SignedPayload, grant),
+            plan=cast(SignedPayload, plan),
+            sequence_id=sequence_id,
+        )
         receive = method(self._connection.channel, "ReceiveBlocks")
         response: pb.ReceiveBlocksResponse = await self._connection.call(
             receive, request, timeout_s
@@ -68,7 +70,7 @@ class PushClient:
 
     async def send_blocks(
         self,
-        grant: SignedPayload,
+        grant: Signed,
         sequence_id: int,
         ticket: pb.PushTicket,
         *,
@@ -80,7 +82,9 @@ class PushClient:
         Tried once: a ticket serves once. Raises PlanOutOfOrderError while the blocks are computed,
         and what the other data plane refuses.
         """
-        request = pb.SendBlocksRequest(grant=grant, sequence_id=sequence_id, ticket=ticket)
+        request = pb.SendBlocksRequest(
+            grant=cast(SignedPayload, grant), sequence_id=sequence_id, ticket=ticket
+        )
         send = method(self._connection.channel, "SendBlocks")
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard():
@@ -117,7 +121,7 @@ class PrefixMover:
         here: Session,
         there: Session,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         if len(here.shards) != len(there.shards):
@@ -133,9 +137,6 @@ class PrefixMover:
             [PushClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards]
             for session in (here, there)
         )
-        self._undoing = [
-            DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in there.shards
-        ]
 
     async def __aenter__(self) -> PrefixMover:
         return self
@@ -183,8 +184,6 @@ class PrefixMover:
         """Ends every call."""
         for client in (*self._sources, *self._targets):
             await client.close()
-        for undoing in self._undoing:
-            await undoing.close()
 
     async def _send(self, result: StepResult, sequence_id: int, new_id: int) -> int:
         plan = result.plan
@@ -200,10 +199,10 @@ class PrefixMover:
         self,
         source: PushClient,
         target: PushClient,
-        plan: SignedPayload,
+        plan: Signed,
         sequence_id: int,
         new_id: int,
-    ) -> tuple[SignedPayload, int]:
+    ) -> tuple[Signed, int]:
         answer = await target.receive_blocks(self._there.grant, plan, new_id)
         if answer.HasField("receipt"):
             return answer.receipt, 0
@@ -218,7 +217,6 @@ class PrefixMover:
             await self._there.abort_plans(number)
             plan = (await self._there.run(ops.free(sequence_id))).plan
             if plan is not None:
-                for target in self._undoing:
-                    ran = await target.copy_blocks(self._there.grant, plan)
-                    self._there.add_receipt(ran.receipt)
+                async with self._there.open_execution() as execution:
+                    await execution.start(plan)
                 await self._there.submit_receipts()

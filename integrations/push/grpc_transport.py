@@ -10,7 +10,7 @@ import grpc
 from data_plane.blocks_from_outside import BlockRange
 from kvplane.errors import KvplaneError, PlaneUnavailableError
 from kvplane.transport.renewed import Renewed
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls, credentials_of
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.protocol import CHANNEL_OPTIONS
 
@@ -23,8 +23,8 @@ Chunks = Iterator[tuple[BlockRange, memoryview]]
 class PushChannels:
     """Connections to receivers, one for each push. ``tls``: None for in the clear."""
 
-    def __init__(self, tls: TlsOptions | None) -> None:
-        self._credentials = None if tls is None else Renewed(tls.credentials, tls.files)
+    def __init__(self, tls: Tls | None) -> None:
+        self._credentials = None if tls is None else Renewed(lambda: credentials_of(tls), tls.files)
         self._options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
         if tls is not None and tls.server_name:
             self._options.append(("grpc.ssl_target_name_override", tls.server_name))

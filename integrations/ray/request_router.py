@@ -15,7 +15,7 @@ from pathlib import Path
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvplane.clients.control_client import ControlClient
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 
 from ..router.feeds import PoolFeeds
 from ..router.picker import HIT_BIAS, TOKENS_PER_S, Picker
@@ -39,7 +39,7 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         tls: dict[str, str] | None = None,
     ) -> None:
         """Take the settings of ``python -m kvplane.integrations.router``. ``tls``: the fields of
-        TlsOptions; None for plain text. ``tokens_per_s`` stays fixed: Serve does not report when an
+        Tls; None for plain text. ``tokens_per_s`` stays fixed: Serve does not report when an
         answer begins.
 
         Raises InvalidRequestError when there is no tokenizer in the folder.
@@ -107,7 +107,7 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         self.replica_picker.sent(request_id, future.result().replica_id.unique_id, time.monotonic())
 
 
-def _tls(fields: Mapping[str, str]) -> TlsOptions:
+def _tls(fields: Mapping[str, str]) -> Tls:
     server_name = fields.get("server_name", "")
     files = {name: Path(value) for name, value in fields.items() if name != "server_name"}
-    return TlsOptions(server_name=server_name, **files)
+    return Tls(server_name=server_name, **files)

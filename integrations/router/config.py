@@ -12,7 +12,7 @@ from kvplane.serving.config import check_address, is_loopback
 from kvplane.serving.limits.open_requests import share_of_one
 from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import setting
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 
 from .picker import HIT_BIAS, TOKENS_PER_S
 
@@ -177,11 +177,11 @@ class RouterConfig:
         return _read(self.engine_key_file, "engine_key_file").strip()
 
     @property
-    def control_tls(self) -> TlsOptions | None:
+    def control_tls(self) -> Tls | None:
         """How to reach the control plane; None for plain text."""
         if not self.control_plane_tls:
             return None
-        return TlsOptions(
+        return Tls(
             ca_file=self.control_plane_ca,
             cert_file=self.control_plane_certificate,
             key_file=self.control_plane_key,

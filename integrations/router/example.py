@@ -12,8 +12,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from kvplane import ControlClient, Layout
-from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, IndexCleared
+from kvplane import ControlClient
+from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, IndexCleared
 
 NO_PARENT = bytes(16)
 
@@ -67,7 +67,7 @@ class Router:
         """Follow every pool there is; returns when all are known."""
         for pool_id in await self._control.list_pools():
             pool = await self._control.wait_ready(pool_id)
-            layout = Layout.from_proto(pool.layout)
+            layout = pool.layout
             index = self._pools[pool_id] = PoolIndex(layout.block_size_tokens)
             self._tasks.append(asyncio.create_task(index.follow(self._control, pool_id)))
         await asyncio.gather(*(index.caught_up.wait() for index in self._pools.values()))

@@ -8,9 +8,8 @@ from collections.abc import Iterable, MutableMapping, MutableSet
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
-from kvplane.clients.prefix_feed import CaughtUp
 from kvplane.errors import KvplaneError, PoolNotFoundError
-from kvplane.layout import Layout
+from kvplane.prefixes import CaughtUp
 
 from .pool_index import PoolIndex
 
@@ -104,7 +103,7 @@ class PoolFeeds:
 
     async def _follow_once(self, pool: str) -> None:
         description = await self._control.wait_ready(pool)
-        layout = Layout.from_proto(description.layout)
+        layout = description.layout
         index = PoolIndex(layout.block_size_tokens)
         async for event in self._control.watch_prefixes(pool, self._namespace):
             index.apply(event)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvplane.clients.prefix_feed import (
+from kvplane.prefixes import (
     BlocksRemoved,
     BlocksStored,
     CaughtUp,

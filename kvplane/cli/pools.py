@@ -10,11 +10,11 @@ from rich.console import Console
 from kvplane.cli.values import Context, only_pool, print_json, share, table_of
 from kvplane.clients.control_client import ControlClient
 from kvplane.errors import NotPermittedError
-from kvplane.wire.v1 import pool_pb2 as pb
+from kvplane.results import PoolInfo
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
-Pools = dict[str, pb.GetPoolResponse]
+Pools = dict[str, PoolInfo]
 
 
 async def _pools(client: ControlClient) -> Pools:
@@ -98,14 +98,14 @@ async def sessions(context: Context, pool: str) -> int:
         rows = [
             {
                 "pool": pool_id,
-                "session": str(session.session.session_id),
+                "session": str(session.session_id),
                 "client": session.client_name,
                 "namespace": session.namespace,
                 "sequences": session.num_sequences,
                 "held_blocks": session.num_held_blocks,
                 "plans_in_flight": session.num_plans_in_flight,
                 "last_number": session.last_number,
-                "lease_s": round(session.time_to_live.ToTimedelta().total_seconds(), 1),
+                "lease_s": round(session.time_to_live_s, 1),
             }
             for pool_id in pool_ids
             for session in await client.list_sessions(pool_id)
@@ -119,8 +119,8 @@ async def sequences(context: Context, session_id: int, pool: str) -> int:
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         listed = await client.list_sessions(pool_id)
-        found = [each for each in listed if each.session.session_id == session_id]
-        states = [s for each in found for s in await client.list_sequences(each.session)]
+        found = [each for each in listed if each.session_id == session_id]
+        states = [s for each in found for s in await client.list_sequences(each)]
     rows = [
         {
             "sequence": state.sequence_id,
@@ -144,7 +144,7 @@ def _num_sequences(counters: Mapping[str, int]) -> int | str:
     return sum(counters[f'sequences{{state="{tier}"}}'] for tier in _TIERS.values())
 
 
-def _used(pool: pb.GetPoolResponse) -> tuple[int, int]:
+def _used(pool: PoolInfo) -> tuple[int, int]:
     """Count device blocks: those held or retired, and all of them."""
     for tier in pool.usage:
         if tier.tier == tpb.TIER_DEVICE:
@@ -152,5 +152,5 @@ def _used(pool: pb.GetPoolResponse) -> tuple[int, int]:
     return 0, 0
 
 
-def _num_shards(pool: pb.GetPoolResponse) -> int:
+def _num_shards(pool: PoolInfo) -> int:
     return max((info.shard.num_shards for info in pool.shards), default=0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from kvplane.cli.values import Context, only_pool, print_json
-from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent
-from kvplane.clients.prefixes import ForgetScope
+from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, ForgetScope, PrefixEvent
 from kvplane.wire.v1 import types_pb2 as tpb
 
 

@@ -21,11 +21,11 @@ from kvplane import __version__
 from kvplane.cli import pools as of_pools
 from kvplane.cli import prefixes
 from kvplane.cli.values import Context, read_tokens
-from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.release import release
 from kvplane.transport.health import check
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_OPTIONS: Final = 2
@@ -67,8 +67,8 @@ def cli(
     as_json: bool,
 ) -> None:
     """Look at the pools of a control plane, and at what they have cached."""
-    options = TlsOptions(tls_ca, tls_cert, tls_key, tls_name, token_file)
-    tls = options if with_tls or options != TlsOptions() else None
+    options = Tls(tls_ca, tls_cert, tls_key, tls_name, token_file)
+    tls = options if with_tls or options != Tls() else None
     context.obj = Context(address, timeout_s, tls, as_json)
 
 

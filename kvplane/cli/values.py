@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvplane.clients.control_client import ControlClient
 from kvplane.errors import InvalidRequestError
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 
 _MAX_TOKENS_FILE_BYTES: Final = 1 << 28
 
@@ -25,7 +25,7 @@ class Context:
 
     address: str
     timeout_s: float
-    tls: TlsOptions | None
+    tls: Tls | None
     as_json: bool
 
     def client(self) -> ControlClient:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterable
+from enum import Enum
 from types import TracebackType
 from typing import Final
 from weakref import WeakSet
 
 from kvplane import ops
 from kvplane.clients.prefix_feed import PrefixEvent, follow
-from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope, PrefixCalls
 from kvplane.clients.server_info import get_server_info
 from kvplane.errors import (
     DeadlineExceededError,
@@ -21,18 +21,38 @@ from kvplane.errors import (
     PoolNotReadyError,
     UnavailableError,
 )
+from kvplane.execution.execution import Executions
 from kvplane.layout import Layout
-from kvplane.results import ForgetResult, PoolMatch, SequenceState
+from kvplane.results import (
+    ForgetResult,
+    PoolInfo,
+    PoolMatch,
+    SequenceState,
+    ServerInfo,
+    SessionSummary,
+    pool_match,
+)
 from kvplane.session import Session
 from kvplane.session.sequences import list_sequences
 from kvplane.transport.connection import Connection
-from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
+from kvplane.transport.opening import Opening
+from kvplane.transport.tls import Tls
+from kvplane.wire.error_messages import duration_of
+from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, prefix_pb2, prefix_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1.types_pb2 import SessionRef
 
+DEFAULT_PRIORITY: Final = 50
+"""Priority of a retained prefix, halfway between the first and the last to be evicted."""
 _POLL_S: Final = 0.2
 CONTROL_PLANE_SERVICE: Final = "kvplane.v1.SessionService"
+
+
+class ForgetScope(Enum):
+    """Prefixes to forget: all of a namespace, or all of the caller's tenant."""
+
+    NAMESPACE = prefix_pb2.FORGET_SCOPE_NAMESPACE
+    TENANT = prefix_pb2.FORGET_SCOPE_TENANT
 
 
 class ControlClient:
@@ -41,18 +61,28 @@ class ControlClient:
     ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``. A
     call without an answer by its deadline raises PlaneUnavailableError when the last attempt did
     not reach the plane, and DeadlineExceededError when it still waited for the answer. Closing ends
-    the renewal of all leases.
+    the renewal of all leases, and closes the executions of all sessions.
+
+    ``tls``, ``timeout_s``, ``shared_memory``: also for executions of ``Session.open_execution``, as
+    of ``DataClient``.
     """
 
     def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        timeout_s: float = 10.0,
+        shared_memory: bool = True,
     ) -> None:
         self._connection = Connection(
             target, tls=tls, timeout_s=timeout_s, health_of=CONTROL_PLANE_SERVICE
         )
+        self._tls = tls
+        self._shared_memory = shared_memory
         self._stub = session_pb2_grpc.SessionServiceStub(self._connection.channel)
         self._pools = pool_pb2_grpc.PoolServiceStub(self._connection.channel)
-        self._prefixes = PrefixCalls(self._connection)
+        self._prefixes = prefix_pb2_grpc.PrefixServiceStub(self._connection.channel)
         # A session is kept alive by the task that renews its lease, not by the client.
         self._sessions: WeakSet[Session] = WeakSet()
 
@@ -67,9 +97,7 @@ class ControlClient:
     ) -> None:
         await self.close()
 
-    async def get_server_info(
-        self, *, timeout_s: float | None = None
-    ) -> pool_pb2.GetServerInfoResponse:
+    async def get_server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Get the release and the incarnation of the control plane."""
         return await get_server_info(self._connection, timeout_s)
 
@@ -79,14 +107,12 @@ class ControlClient:
         pages = self._connection.pages(self._pools.ListPools, request, timeout_s)
         return [pool_id async for page in pages for pool_id in page.pool_ids]
 
-    async def get_pool(
-        self, pool_id: str, *, timeout_s: float | None = None
-    ) -> pool_pb2.GetPoolResponse:
+    async def get_pool(self, pool_id: str, *, timeout_s: float | None = None) -> PoolInfo:
         """Get a pool's layout, shards, usage. Raises PoolNotFoundError if none has registered."""
         response: pool_pb2.GetPoolResponse = await self._connection.call(
             self._pools.GetPool, pool_pb2.GetPoolRequest(pool_id=pool_id), timeout_s
         )
-        return response
+        return PoolInfo.from_proto(response)
 
     async def get_counters(self, pool_id: str, *, timeout_s: float | None = None) -> dict[str, int]:
         """Get what a pool holds and has done, over all tenants, by the names of its metrics: such
@@ -102,26 +128,25 @@ class ControlClient:
 
     async def list_sessions(
         self, pool_id: str, *, timeout_s: float | None = None
-    ) -> list[pool_pb2.SessionSummary]:
+    ) -> list[SessionSummary]:
         """List the open sessions of the caller's tenant, ids ascending. Needs the role operator.
         Raises PoolNotFoundError.
         """
         request = pool_pb2.ListSessionsRequest(pool_id=pool_id)
         pages = self._connection.pages(self._pools.ListSessions, request, timeout_s)
-        return [session async for page in pages for session in page.sessions]
+        return [SessionSummary.from_proto(each) async for page in pages for each in page.sessions]
 
     async def list_sequences(
-        self, session: SessionRef, *, timeout_s: float | None = None
+        self, session: SessionSummary, *, timeout_s: float | None = None
     ) -> list[SequenceState]:
         """Get the states of all sequences of a session of the caller's tenant, such as
         ``list_sessions`` finds, ids ascending. Renews no lease.
         """
-        return await list_sequences(self._connection, self._stub, session, (), timeout_s)
+        ref = SessionRef(incarnation=session.incarnation, session_id=session.session_id)
+        return await list_sequences(self._connection, self._stub, ref, (), timeout_s)
 
-    async def wait_ready(
-        self, pool_id: str, timeout_s: float | None = None
-    ) -> pool_pb2.GetPoolResponse:
-        """Wait until sessions can be opened on the pool. Returns its description.
+    async def wait_ready(self, pool_id: str, timeout_s: float | None = None) -> PoolInfo:
+        """Wait until sessions can be opened on the pool.
 
         Also waits for the plane itself to come up. Raises PoolNotReadyError, or
         PlaneUnavailableError when the plane itself did not answer.
@@ -160,9 +185,17 @@ class ControlClient:
         each. ``pool_ids``: none means all. ``with_blocks``: whether to get the blocks too. Raises
         PoolNotFoundError.
         """
-        return await self._prefixes.find(
-            token_ids, hashes, namespace, pool_ids, with_blocks, timeout_s
+        request = prefix_pb2.FindPrefixRequest(
+            token_ids=ops.pack_tokens(token_ids),
+            hashes=b"".join(hashes),
+            namespace=namespace,
+            pool_ids=pool_ids,
+            with_blocks=with_blocks,
         )
+        response: prefix_pb2.FindPrefixResponse = await self._connection.call(
+            self._prefixes.FindPrefix, request, timeout_s
+        )
+        return [pool_match(match) for match in response.matches]
 
     async def retain_prefix(
         self,
@@ -185,9 +218,17 @@ class ControlClient:
 
         Raises PoolNotFoundError, PoolNotReadyError, QuotaExceededError.
         """
-        return await self._prefixes.retain(
-            pool_id, token_ids, namespace, time_to_live_s, priority, timeout_s
+        request = prefix_pb2.RetainPrefixRequest(
+            pool_id=pool_id,
+            namespace=namespace,
+            token_ids=ops.pack_tokens(token_ids),
+            time_to_live=duration_of(time_to_live_s),
+            priority=priority,
         )
+        response: prefix_pb2.RetainPrefixResponse = await self._connection.call(
+            self._prefixes.RetainPrefix, request, timeout_s
+        )
+        return response.num_blocks
 
     async def forget_prefixes(
         self,
@@ -207,34 +248,62 @@ class ControlClient:
 
         Raises PoolNotFoundError, PoolNotReadyError, BlockInUseError.
         """
-        return await self._prefixes.forget(pool_id, what, namespace, force, timeout_s)
+        request = prefix_pb2.ForgetPrefixesRequest(
+            pool_id=pool_id, namespace=namespace, force=force
+        )
+        if isinstance(what, ForgetScope):
+            request.scope = what.value
+        else:
+            request.scope = prefix_pb2.FORGET_SCOPE_PREFIX
+            request.token_ids = ops.pack_tokens(what)
+        response: prefix_pb2.ForgetPrefixesResponse = await self._connection.call(
+            self._prefixes.ForgetPrefixes, request, timeout_s
+        )
+        return ForgetResult(response.num_forgotten_blocks, response.num_blocks_in_use)
 
     def watch_prefixes(
         self, pool_id: str, namespace: str = "", *, timeout_s: float | None = None
     ) -> AsyncGenerator[PrefixEvent, None]:
         """Yield what the caller's tenant has cached in a pool, and every later change to it (see
-        ``kvplane.clients.prefix_feed``), until the generator is closed.
+        ``kvplane.prefixes``), until the generator is closed.
 
         ``timeout_s``: how long the plane may be away before PlaneUnavailableError is raised. Raises
         PoolNotFoundError.
         """
         patience_s = self._connection.timeout_s if timeout_s is None else timeout_s
-        return follow(self._prefixes.stub.WatchPrefixes, pool_id, namespace, patience_s)
+        return follow(self._prefixes.WatchPrefixes, pool_id, namespace, patience_s)
 
-    async def open_session(
+    def open_session(
         self,
         pool_id: str,
-        layout: Layout,
+        layout: Layout | None = None,
         client_name: str = "",
         *,
         namespace: str = "",
         timeout_s: float | None = None,
-    ) -> Session:
-        """Lease from a pool; tried again until the deadline while the pool is not ready.
+    ) -> Opening[Session]:
+        """Lease from a pool, once it is ready: ``await`` it, or enter it with ``async with``.
 
-        Prefixes are shared inside ``namespace`` and never across. Raises PoolNotFoundError,
-        LayoutMismatchError, PoolNotReadyError, QuotaExceededError.
+        ``layout``: must be the pool's; None takes it as it is. Prefixes are shared inside
+        ``namespace`` and never across. Raises LayoutMismatchError, PoolNotReadyError,
+        QuotaExceededError, and PoolNotFoundError when a layout is given and no such pool has
+        registered.
         """
+        return Opening(
+            lambda: self._open_session(pool_id, layout, client_name, namespace, timeout_s)
+        )
+
+    async def _open_session(
+        self,
+        pool_id: str,
+        layout: Layout | None,
+        client_name: str,
+        namespace: str,
+        timeout_s: float | None,
+    ) -> Session:
+        deadline = self._connection.deadline(timeout_s)
+        if layout is None:
+            layout = (await self.wait_ready(pool_id, timeout_s)).layout
         request = pb.OpenSessionRequest(
             pool_id=pool_id,
             layout=layout.to_proto(),
@@ -242,17 +311,22 @@ class ControlClient:
             namespace=namespace,
         )
         response: pb.OpenSessionResponse = await self._connection.call(
-            self._stub.OpenSession, request, timeout_s
+            self._stub.OpenSession, request, deadline.remaining_s
         )
 
         async def open_again(timeout_s: float) -> Session:
             deadline = self._connection.deadline(timeout_s)
             await self.wait_ready(pool_id, timeout_s)
-            return await self.open_session(
-                pool_id, layout, client_name, namespace=namespace, timeout_s=deadline.remaining_s
+            return await self._open_session(
+                pool_id, layout, client_name, namespace, deadline.remaining_s
             )
 
-        session = Session(open_again, self._connection, self._stub, request, response)
+        executions = Executions(
+            tls=self._tls,
+            timeout_s=self._connection.timeout_s,
+            shared_memory=self._shared_memory,
+        )
+        session = Session(open_again, self._connection, self._stub, request, response, executions)
         self._sessions.add(session)
         return session
 

@@ -9,14 +9,14 @@ from typing import Protocol
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.errors import InternalError
+from kvplane.execution.execution import Execution, Executions, shards_of
 from kvplane.layout import Layout
+from kvplane.results import ShardInfo, Signed
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
-from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.transport.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class PlanStarted:
     """A started plan. ``receipts``: of all shards when it has nothing to compute, else none."""
 
     num_tokens: int
-    receipts: Sequence[pb.SignedPayload] = ()
+    receipts: Sequence[Signed] = ()
 
 
 class OpenedSession(Protocol):
     """The part of a session that a backend needs."""
 
     @property
-    def grant(self) -> pb.SignedPayload:
+    def grant(self) -> Signed:
         """The session's signed rights at a data plane."""
         ...
 
     @property
-    def shards(self) -> Sequence[pb.ShardInfo]:
+    def shards(self) -> Sequence[ShardInfo]:
         """The pool's shards, by index."""
         ...
 
@@ -66,7 +66,7 @@ class DataBackend(Protocol):
         ...
 
     def start(
-        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+        self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         """Start a plan, or its next pass. ``num_tokens``: tokens that it computes, 0 if unknown.
         If given, this need not wait for the answer; then the first layer raises the errors.
@@ -85,7 +85,7 @@ class DataBackend(Protocol):
         """See ``kvplane.transformers.attention.Step``."""
         ...
 
-    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return all shards' receipts, after the last layer; none unless the pass was the last."""
         ...
 
@@ -107,42 +107,38 @@ class RemoteBackend:
         self,
         loop: LoopThread,
         timeout_s: float,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         *,
         shared_memory: bool = True,
     ) -> None:
         """``shared_memory``: whether to use it where it is available."""
         self._loop = loop
-        self._timeout_s = timeout_s
-        self._tls = tls
-        self._shared_memory = shared_memory
-        self._client: ShardedDataClient | None = None
-        self._execution: ShardedExecution | None = None
+        self._executions = Executions(tls=tls, timeout_s=timeout_s, shared_memory=shared_memory)
+        self._execution: Execution | None = None
         self.latent_layers: frozenset[int] = frozenset()
         self._layers: RegionLayers | None = None  # only for a pool of one shard
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to each of the session's data planes."""
         self.close()
-        client = self._loop.call(
-            lambda: ShardedDataClient(
-                session.shards,
+
+        async def opened() -> Execution:
+            return await self._executions.open(
+                session.grant,
+                [info.address for info in session.shards],
+                [info.shard for info in session.shards],
                 session.layout,
-                tls=self._tls,
-                timeout_s=self._timeout_s,
-                shared_memory=self._shared_memory,
             )
-        )
-        self._client = client
-        self._execution = self._loop.run(client.open(session.grant))
+
+        self._execution = self._loop.run(opened())
         self.latent_layers = session.layout.latent_layers
-        only = self._execution.only
-        self._layers = None if only is None else RegionLayers(only)
+        shards = shards_of(self._execution)
+        self._layers = RegionLayers(shards[0]) if len(shards) == 1 else None
 
     has_passes = True
 
     def start(
-        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+        self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         """Present the plan, or its next pass, to the data planes."""
         execution = self._open_execution()
@@ -150,8 +146,8 @@ class RemoteBackend:
             if self._layers is None or not self._layers.begin(plan, num_tokens, pass_index):
                 self._loop.run(execution.begin(plan, num_tokens, pass_index=pass_index))
             return PlanStarted(num_tokens)
-        started = self._loop.run(execution.start(plan))
-        return PlanStarted(started.num_tokens, execution.receipts if started.has_run else ())
+        self._loop.run(execution.start(plan))
+        return PlanStarted(execution.num_tokens, execution.receipts if execution.has_run else ())
 
     def layer(
         self,
@@ -167,10 +163,9 @@ class RemoteBackend:
             output = self._layers.layer(index, query, key, value, options)
             if output is not None:
                 return output
-        execution = self._open_execution()
         # A single shard takes the tensors undivided, even if they have a part of the model's heads.
         out = self._loop.run(
-            (execution.only or execution).layer(
+            self._open_execution().layer(
                 index,
                 _to_wire(query),
                 _to_wire(key),
@@ -181,7 +176,7 @@ class RemoteBackend:
         there: torch.Tensor = out.torch().to(query.device)
         return there
 
-    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return the receipts, which follow the last layer. Raises InternalError if one did not."""
         execution = self._open_execution()
         if not is_last:
@@ -193,17 +188,14 @@ class RemoteBackend:
     def close(self) -> None:
         """Close streams and channels."""
         execution, self._execution, self._layers = self._execution, None, None
-        client, self._client = self._client, None
         if execution is not None:
             self._loop.run(execution.close())
-        if client is not None:
-            self._loop.run(client.close())
 
     def stop(self) -> None:
         """Close the session: there is nothing else to release."""
         self.close()
 
-    def _open_execution(self) -> ShardedExecution:
+    def _open_execution(self) -> Execution:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from kvplane.clients.execution import Execution
+from kvplane.execution.shard_execution import ShardExecution
 from kvplane.transport.local import packets
 
 _MOST_BYTES: Final = 2**40
@@ -64,7 +64,7 @@ class DeviceRegion:
             self._stream.synchronize()
 
 
-def open_region(execution: Execution, gpu: int) -> DeviceRegion | None:
+def open_region(execution: ShardExecution, gpu: int) -> DeviceRegion | None:
     """Open the data plane's region for tensors on this GPU. Returns None and logs why if the data
     plane is on another GPU or has no room, or if the memory cannot be opened, as in a container
     without the machine's IPC.

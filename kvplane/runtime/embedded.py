@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,9 +27,10 @@ from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.layout import LATENT, Layout
+from kvplane.results import Signed
 from kvplane.runtime.backend import OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 _GRACE_S = 1.0  # for other processes' calls, when the planes are stopped
 
@@ -101,17 +102,17 @@ class EmbeddedBackend:
 
     def open(self, session: OpenedSession) -> None:
         """Present the session's grant to the executor."""
-        self._session_id = self._executor.open(session.grant)
+        self._session_id = self._executor.open(cast(SignedPayload, session.grant))
         self._repeated = self._executor.repeated_layers(self._session_id)
         self.latent_layers = session.layout.latent_layers
 
     def start(
-        self, plan: pb.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
+        self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         """Change tables and run transfers, before the first pass."""
         session_id = self._open_session()
         if not pass_index:
-            started = self._executor.start(session_id, plan)
+            started = self._executor.start(session_id, cast(SignedPayload, plan))
             self._plan_number = started.number
         self._pass_index, number = pass_index, self._plan_number
         if pass_index is not None:
@@ -169,7 +170,7 @@ class EmbeddedBackend:
             return None
         return self._repeated.layer(index, query, key, value, options)
 
-    def finish(self, *, is_last: bool = True) -> Sequence[pb.SignedPayload]:
+    def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return the receipt, after the last layer."""
         if not is_last and self._executor.device.type == "cpu":
             return ()  # its kernels have raised what was wrong

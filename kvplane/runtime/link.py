@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
-from kvplane.clients.prefix_loader import Loaded, PrefixLoader
 from kvplane.errors import (
     InternalError,
     KvplaneError,
@@ -23,13 +22,12 @@ from kvplane.errors import (
     UnavailableError,
 )
 from kvplane.layout import Layout
-from kvplane.results import SequenceState, StepResult
+from kvplane.prefixes import Loaded, PrefixLoader
+from kvplane.results import PoolInfo, SequenceState, Signed, StepResult
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread, Pending, wait
-from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import pool_pb2
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import session_pb2 as pb
-from kvplane.wire.v1 import types_pb2 as types
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CLIENT_NAME: Final = "kvplane engine"
@@ -48,13 +46,12 @@ class ControlLink:
         address: str,
         pool_id: str,
         timeout_s: float,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._loop = loop
         self._address = address
         self._pool_id = pool_id
         self._client = loop.call(lambda: ControlClient(address, tls=tls, timeout_s=timeout_s))
-        self._tls = tls
         self._timeout_s = timeout_s
         self.namespace = ""
         """Namespace of the sessions that are opened from now on."""
@@ -77,7 +74,7 @@ class ControlLink:
         seconds; logs what it waits for when that takes long.
         """
         self._loop.run(self._wait_ready(wait_s))
-        return Layout.from_proto(self.get_pool().layout)
+        return self.get_pool().layout
 
     async def _wait_ready(self, wait_s: float) -> None:
         waiting = asyncio.create_task(self._client.wait_ready(self._pool_id, wait_s))
@@ -98,7 +95,7 @@ class ControlLink:
         finally:
             waiting.cancel()
 
-    def get_pool(self) -> pool_pb2.GetPoolResponse:
+    def get_pool(self) -> PoolInfo:
         """Ask the control plane about the pool, after submitted receipts."""
         self._wait_submitted()
         return self._loop.run(self._client.get_pool(self._pool_id))
@@ -119,14 +116,17 @@ class ControlLink:
         """Open a session; an earlier one is closed first, if its control plane still knows it."""
         self._forget_session(timeout_s)
         self._layout = layout
-        session = self._client.open_session(
-            self._pool_id,
-            layout,
-            client_name=_CLIENT_NAME,
-            namespace=self.namespace,
-            timeout_s=timeout_s,
-        )
-        self._session = self._loop.run(session)
+
+        async def opened() -> Session:
+            return await self._client.open_session(
+                self._pool_id,
+                layout,
+                client_name=_CLIENT_NAME,
+                namespace=self.namespace,
+                timeout_s=timeout_s,
+            )
+
+        self._session = self._loop.run(opened())
         return self._session
 
     def begin_step(self, operations: Sequence[pb.Operation]) -> Pending[StepResult]:
@@ -181,9 +181,7 @@ class ControlLink:
                     client_name=_LOADER_NAME,
                     namespace=self.namespace,
                 )
-                loader = PrefixLoader(
-                    self._client, session, tls=self._tls, timeout_s=self._timeout_s
-                )
+                loader = PrefixLoader(self._client, session, timeout_s=self._timeout_s)
                 self._loader = loader, session
             return self._loader[0]
 
@@ -197,7 +195,7 @@ class ControlLink:
             await opened[0].close()
             await opened[1].close(timeout_s=_CLOSE_TIMEOUT_S)
 
-    def add_receipts(self, receipts: Iterable[types.SignedPayload]) -> None:
+    def add_receipts(self, receipts: Iterable[Signed]) -> None:
         """Submit these with the next step that is begun."""
         session = self.session
 

@@ -5,17 +5,18 @@ where the data plane runs on the tensors' GPU, otherwise main memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.clients.execution import Execution
+from kvplane.execution.shard_execution import ShardExecution
+from kvplane.results import Signed
 from kvplane.runtime.device_region import DeviceRegion, gpu_of, open_region
 from kvplane.tensor import Tensor
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.local.layer import LocalLayer, Shape
-from kvplane.wire.v1 import types_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 DTYPES: Final = {
     "float32": torch.float32,
@@ -40,9 +41,9 @@ class _Known:
 
 
 class RegionLayers:
-    """The layers of one execution. Raises what ``Execution.layer`` raises."""
+    """The layers of an execution of one shard. Raises what ``Execution.layer`` raises."""
 
-    def __init__(self, execution: Execution) -> None:
+    def __init__(self, execution: ShardExecution) -> None:
         self._execution = execution
         self._local: LocalConnection | None = None
         # Requested regions by GPU, each requested once; at most one is not None.
@@ -51,9 +52,9 @@ class RegionLayers:
         # The last call of each layer: comparing is faster than hashing.
         self._latest: dict[int, tuple[tuple[object, ...], _Known | None]] = {}
 
-    def begin(self, plan: pb.SignedPayload, num_tokens: int, pass_index: int | None = None) -> bool:
+    def begin(self, plan: Signed, num_tokens: int, pass_index: int | None = None) -> bool:
         """``Execution.begin`` without an event loop; False where it needs one."""
-        return self._execution.begin_now(plan, num_tokens, pass_index)
+        return self._execution.begin_now(cast(SignedPayload, plan), num_tokens, pass_index)
 
     def layer(
         self,

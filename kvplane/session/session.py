@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kvplane import ops, tracing
 from kvplane.errors import (
@@ -27,11 +27,14 @@ from kvplane.errors import (
     StaleIncarnationError,
     UnavailableError,
 )
+from kvplane.execution.execution import Execution, Executions
 from kvplane.layout import Layout
 from kvplane.results import (
     BlockTable,
     OperationResult,
     SequenceState,
+    ShardInfo,
+    Signed,
     StepResult,
     block_table,
     sequence_states,
@@ -39,6 +42,7 @@ from kvplane.results import (
 from kvplane.session.sequences import list_sequences
 from kvplane.session.step_numbering import AbandonedResult, Send, Steps
 from kvplane.transport.connection import Connection
+from kvplane.transport.opening import Opening
 from kvplane.transport.retry import Deadline
 from kvplane.transport.stream import Stream
 from kvplane.wire import columns
@@ -61,7 +65,7 @@ _RETRY_S: Final = 1.0
 class ReadmitResult(dict[int, int]):
     """Tokens found cached, by sequence id. ``plan``, unless None, must run before later ones."""
 
-    def __init__(self, num_cached_tokens: Mapping[int, int], plan: SignedPayload | None) -> None:
+    def __init__(self, num_cached_tokens: Mapping[int, int], plan: Signed | None) -> None:
         super().__init__(num_cached_tokens)
         self.plan = plan
 
@@ -73,7 +77,7 @@ class AbortResult:
     """
 
     sequences: list[SequenceState]
-    plan: SignedPayload | None
+    plan: Signed | None
 
 
 class Session:
@@ -87,8 +91,6 @@ class Session:
 
     Receipts that no call carries are submitted in the background after a tenth of a second.
     Otherwise the blocks of the last plan would stay hidden from others, or retired.
-
-    ``ref`` goes with every request; ``id`` and ``incarnation`` are its fields.
     """
 
     def __init__(
@@ -98,16 +100,18 @@ class Session:
         stub: Any,
         request: pb.OpenSessionRequest,
         response: pb.OpenSessionResponse,
+        executions: Executions,
     ) -> None:
         self._connection = connection
+        self._executions = executions
         self._stub = stub
         self.ref = response.session
         self.pool_id = request.pool_id
         self.client_name = request.client_name
         self.namespace = request.namespace
         self.layout = Layout.from_proto(request.layout)
-        self.grant = response.grant
-        self.shards = tuple(response.shards)
+        self.grant: Signed = response.grant
+        self.shards = tuple(map(ShardInfo.from_proto, response.shards))
         self.max_plans_in_flight = response.max_plans_in_flight
         self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
         self._open_again = open_again
@@ -160,16 +164,33 @@ class Session:
         """
         return self._ended_by
 
-    def add_receipt(self, receipt: SignedPayload | None) -> None:
-        """Submit ``receipt`` with the next numbered call, or in the background when none comes.
+    def open_execution(self, *, timeout_s: float | None = None) -> Opening[Execution]:
+        """Open an execution, which runs the session's plans on all shards: ``await`` it, or enter
+        it with ``async with``.
 
-        Raises InvalidRequestError for None, which ``Execution.receipt`` is before the plan has run.
+        It uses the certificates, deadline and shared memory of the session's client, adds each
+        plan's receipts to the session, and is closed with the session.
+        """
+        return self._executions.open(
+            self.grant,
+            [info.address for info in self.shards],
+            [info.shard for info in self.shards],
+            self.layout,
+            take_receipt=self.add_receipt,
+            timeout_s=timeout_s,
+        )
+
+    def add_receipt(self, receipt: Signed | None) -> None:
+        """Submit ``receipt`` with the next numbered call, or in the background when none comes.
+        Executions of ``open_execution`` add theirs by themselves.
+
+        Raises InvalidRequestError for None, which is no receipt.
         """
         if receipt is None:
             raise InvalidRequestError(
                 "is None: a plan has one when all its layers have run", field="receipt"
             )
-        self._steps.add_receipt(receipt)
+        self._steps.add_receipt(cast(SignedPayload, receipt))
 
     def take_abandoned(self) -> list[AbandonedResult]:
         """Answers to abandoned calls and to refused runs that had a plan, each given once. Their
@@ -294,7 +315,10 @@ class Session:
             )
 
     async def detach(self) -> None:
-        """Stop renewing the lease and end the stream; sends the plane nothing."""
+        """Close the executions, stop renewing the lease and end the stream; sends the control plane
+        nothing.
+        """
+        await self._executions.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)

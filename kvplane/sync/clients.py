@@ -7,23 +7,25 @@ same names, parameters, types and docstrings: there is one client.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
-from kvplane.clients import control_client, data_client, execution, sharded_execution
-from kvplane.clients.prefix_feed import PrefixEvent
+from kvplane.clients import control_client, data_client
 from kvplane.errors import KvplaneError
+from kvplane.execution import execution
 from kvplane.layout import Layout
+from kvplane.prefixes import PrefixEvent
+from kvplane.results import ShardInfo, Signed
 from kvplane.session import session as sessions
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.transport.local.connection import LocalConnection
-from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1.types_pb2 import SessionRef, ShardInfo, SignedPayload
+from kvplane.transport.opening import Closable, Opening
+from kvplane.transport.tls import Tls
 
 Wrapped = TypeVar("Wrapped")
 Result = TypeVar("Result")
 Other = TypeVar("Other")
+Closed = TypeVar("Closed", bound=Closable)
 Given = ParamSpec("Given")
 
 
@@ -72,17 +74,21 @@ def blocking(
     return call
 
 
-def wrapping(
-    method: Callable[Concatenate[Wrapped, Given], Coroutine[Any, Any, Result]],
-    wrap: Callable[[Result], Other],
+def opening(
+    method: Callable[Concatenate[Wrapped, Given], Opening[Closed]],
+    wrap: Callable[[Closed], Other],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Other]:
-    """``blocking``, with the result wrapped in turn."""
+    """``blocking`` of a method that opens something, with the result wrapped in turn."""
 
     @functools.wraps(method)
     def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Other:
-        return wrap(loop().run(method(portal._wrapped, *args, **kwargs)))
+        return wrap(loop().run(_opened(method(portal._wrapped, *args, **kwargs))))
 
     return call
+
+
+async def _opened(opening: Opening[Closed]) -> Closed:
+    return await opening
 
 
 def immediate(
@@ -99,29 +105,38 @@ def immediate(
     return call
 
 
-def in_this_thread(
-    method: Callable[Concatenate[Wrapped, Given], Result],
-) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
-    """Make a portal's method of one that runs in the calling thread, not on the loop."""
+class Execution(Portal[execution.Execution]):
+    """A ``kvplane.Execution``, made by ``Session.open_execution`` or ``DataClient.open``."""
 
-    @functools.wraps(method)
-    def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        return method(portal._wrapped, *args, **kwargs)
+    layers: list[int]
+    num_tokens: int
+    receipts: list[Signed]
+    has_run: bool
 
-    return call
+    start = blocking(execution.Execution.start)
+    begin = blocking(execution.Execution.begin)
+    layer = blocking(execution.Execution.layer)
+    key_shape = immediate(execution.Execution.key_shape)
+    read_blocks = blocking(execution.Execution.read_blocks)
+    write_blocks = blocking(execution.Execution.write_blocks)
+    load_files = blocking(execution.Execution.load_files)
+    close = blocking(execution.Execution.close)
+
+
+def _execution(opened: execution.Execution) -> Execution:
+    return Execution(lambda: opened)
 
 
 class Session(Portal[sessions.Session]):
     """A ``kvplane.Session``, made by ``ControlClient.open_session``."""
 
-    ref: SessionRef
     id: int
     incarnation: int
     pool_id: str
     client_name: str
     namespace: str
     layout: Layout
-    grant: SignedPayload
+    grant: Signed
     shards: tuple[ShardInfo, ...]
     num_device_blocks: int
     num_host_blocks: int
@@ -130,6 +145,7 @@ class Session(Portal[sessions.Session]):
     last_number: int
     ended_by: KvplaneError | None
 
+    open_execution = opening(sessions.Session.open_execution, _execution)
     step = blocking(sessions.Session.step)
     run = blocking(sessions.Session.run)
     add_receipt = immediate(sessions.Session.add_receipt)
@@ -157,9 +173,18 @@ class ControlClient(Portal[control_client.ControlClient]):
     """A ``kvplane.ControlClient``, with its parameters."""
 
     def __init__(
-        self, target: str, *, tls: TlsOptions | None = None, timeout_s: float = 10.0
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        timeout_s: float = 10.0,
+        shared_memory: bool = True,
     ) -> None:
-        super().__init__(lambda: control_client.ControlClient(target, tls=tls, timeout_s=timeout_s))
+        super().__init__(
+            lambda: control_client.ControlClient(
+                target, tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
+            )
+        )
 
     get_server_info = blocking(control_client.ControlClient.get_server_info)
     list_pools = blocking(control_client.ControlClient.list_pools)
@@ -171,7 +196,7 @@ class ControlClient(Portal[control_client.ControlClient]):
     find_prefix = blocking(control_client.ControlClient.find_prefix)
     retain_prefix = blocking(control_client.ControlClient.retain_prefix)
     forget_prefixes = blocking(control_client.ControlClient.forget_prefixes)
-    open_session = wrapping(control_client.ControlClient.open_session, _session)
+    open_session = opening(control_client.ControlClient.open_session, _session)
     close = blocking(control_client.ControlClient.close)
 
     @functools.wraps(control_client.ControlClient.watch_prefixes)
@@ -196,30 +221,6 @@ async def _next(events: Any) -> PrefixEvent:
     return event
 
 
-class Execution(Portal[execution.Execution]):
-    """A ``kvplane.Execution``, made by ``DataClient.open``."""
-
-    layers: list[int]
-    receipt: SignedPayload | None
-    local: LocalConnection | None
-    call_now: Never  # a blocking caller has ``layer_now``
-
-    connect = blocking(execution.Execution.connect)
-    start = blocking(execution.Execution.start)
-    begin = blocking(execution.Execution.begin)
-    layer = blocking(execution.Execution.layer)
-    begin_now = in_this_thread(execution.Execution.begin_now)
-    layer_now = in_this_thread(execution.Execution.layer_now)
-    share_now = in_this_thread(execution.Execution.share_now)
-    note_not_shared = in_this_thread(execution.Execution.note_not_shared)
-    leave = immediate(execution.Execution.leave)
-    close = blocking(execution.Execution.close)
-
-
-def _execution(opened: execution.Execution) -> Execution:
-    return Execution(lambda: opened)
-
-
 class DataClient(Portal[data_client.DataClient]):
     """A ``kvplane.DataClient``, with its parameters."""
 
@@ -227,7 +228,7 @@ class DataClient(Portal[data_client.DataClient]):
         self,
         target: str,
         *,
-        tls: TlsOptions | None = None,
+        tls: Tls | None = None,
         timeout_s: float = 10.0,
         shared_memory: bool = True,
     ) -> None:
@@ -238,53 +239,5 @@ class DataClient(Portal[data_client.DataClient]):
         )
 
     get_server_info = blocking(data_client.DataClient.get_server_info)
-    open = wrapping(data_client.DataClient.open, _execution)
-    reshape_and_cache = blocking(data_client.DataClient.reshape_and_cache)
-    paged_attention = blocking(data_client.DataClient.paged_attention)
-    copy_blocks = blocking(data_client.DataClient.copy_blocks)
-    swap_blocks = blocking(data_client.DataClient.swap_blocks)
-    read_blocks = blocking(data_client.DataClient.read_blocks)
-    write_blocks = blocking(data_client.DataClient.write_blocks)
-    find_file_blocks = blocking(data_client.DataClient.find_file_blocks)
-    load_file_blocks = blocking(data_client.DataClient.load_file_blocks)
+    open = opening(data_client.DataClient.open, _execution)
     close = blocking(data_client.DataClient.close)
-
-
-class ShardedExecution(Portal[sharded_execution.ShardedExecution]):
-    """A ``kvplane.ShardedExecution``, made by ``ShardedDataClient.open``."""
-
-    only: execution.Execution | None
-    layers: list[int]
-    receipts: list[SignedPayload]
-    has_run: bool
-
-    start = blocking(sharded_execution.ShardedExecution.start)
-    begin = blocking(sharded_execution.ShardedExecution.begin)
-    layer = blocking(sharded_execution.ShardedExecution.layer)
-    close = blocking(sharded_execution.ShardedExecution.close)
-
-
-def _sharded(opened: sharded_execution.ShardedExecution) -> ShardedExecution:
-    return ShardedExecution(lambda: opened)
-
-
-class ShardedDataClient(Portal[sharded_execution.ShardedDataClient]):
-    """A ``kvplane.ShardedDataClient``, with its parameters."""
-
-    def __init__(
-        self,
-        shards: Sequence[ShardInfo],
-        layout: Layout,
-        *,
-        tls: TlsOptions | None = None,
-        timeout_s: float = 10.0,
-        shared_memory: bool = True,
-    ) -> None:
-        super().__init__(
-            lambda: sharded_execution.ShardedDataClient(
-                shards, layout, tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
-            )
-        )
-
-    open = wrapping(sharded_execution.ShardedDataClient.open, _sharded)
-    close = blocking(sharded_execution.ShardedDataClient.close)

@@ -29,13 +29,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.results import OperationResult
+from kvplane.results import OperationResult, PoolInfo
 from kvplane.session import Session
 from kvplane.transformers import attention
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
-from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 
 attention.register()
@@ -127,7 +126,7 @@ class PlaneCache(Cache):
         if model is not None:
             weights_changed(model)
 
-    def get_pool(self) -> pool_pb2.GetPoolResponse:
+    def get_pool(self) -> PoolInfo:
         """Ask the control plane for the pool's layout, shards and usage."""
         return self._planes.get_pool()
 

@@ -32,7 +32,7 @@ from kvplane.errors import (
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups, layer_shapes
-from kvplane.results import OperationResult
+from kvplane.results import OperationResult, PoolInfo
 from kvplane.runtime.backend import DataBackend, RemoteBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
@@ -42,8 +42,7 @@ from kvplane.transformers.model_state import last_changes, namespace_of
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
-from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1 import pool_pb2
+from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import session_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class PlaneSettings:
     kv_dtype: str = ""
     num_threads: int = 0
     latent: bool = True
-    tls: TlsOptions | None = None
+    tls: Tls | None = None
     probe: bool = True
     timeout_s: float = 10.0
     start_timeout_s: float = 60.0
@@ -164,7 +163,7 @@ class Planes:
                     field="model",
                 )
 
-    def get_pool(self) -> pool_pb2.GetPoolResponse:
+    def get_pool(self) -> PoolInfo:
         """Ask the control plane about the pool."""
         return self._link.get_pool()
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from kvplane import tracing
 from kvplane.errors import CancelledError, PlaneUnavailableError
 from kvplane.transport.retry import Deadline, retry_until
-from kvplane.transport.tls import TlsOptions, open_channel
+from kvplane.transport.tls import Tls, open_channel
 from kvplane.wire.error_codec import from_rpc_error
 
 # gRPC's message, with the status INTERNAL, when a call is used while its connection closes.
@@ -24,7 +24,7 @@ class Connection:
     """Calls on one channel. Every call has a deadline and ends in an answer or a typed error."""
 
     def __init__(
-        self, target: str, *, tls: TlsOptions | None, timeout_s: float, health_of: str = ""
+        self, target: str, *, tls: Tls | None, timeout_s: float, health_of: str = ""
     ) -> None:
         """``target``, ``health_of``: as of ``open_channel``."""
         Deadline.after(timeout_s)  # raises unless it is a valid timeout

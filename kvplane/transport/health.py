@@ -19,7 +19,7 @@ from google.protobuf import wrappers_pb2
 
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
 from kvplane.transport.connection import Connection
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls
 
 EXIT_NOT_SERVING: Final = 1
 EXIT_BAD_ARGUMENTS: Final = 2
@@ -27,7 +27,7 @@ _STATES: Final = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKN
 
 
 async def check(
-    target: str, *, service: str = "", tls: TlsOptions | None = None, timeout_s: float = 5.0
+    target: str, *, service: str = "", tls: Tls | None = None, timeout_s: float = 5.0
 ) -> str:
     """Return the state of ``service`` (empty: of the whole server) at ``target``: "SERVING" etc.
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     tls = None
     if options.tls_ca or options.tls_cert or options.tls_key:
-        tls = TlsOptions(options.tls_ca, options.tls_cert, options.tls_key)
+        tls = Tls(options.tls_ca, options.tls_cert, options.tls_key)
     asking = check(options.address, service=options.service, tls=tls, timeout_s=options.timeout_s)
     try:
         state = asyncio.run(asking)

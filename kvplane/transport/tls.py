@@ -17,7 +17,7 @@ from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
-class TlsOptions:
+class Tls:
     """PEM files. A certificate, with its key, identifies the client by its name.
 
     ``ca_file``: the authority that signs the server's certificate; None means gRPC's own list.
@@ -36,30 +36,31 @@ class TlsOptions:
         """The files that a channel is opened with."""
         return self.ca_file, self.cert_file, self.key_file
 
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Read the files. Raises InvalidRequestError naming the option at fault."""
-        if (self.cert_file is None) != (self.key_file is None):
-            missing = "tls.cert_file" if self.cert_file is None else "tls.key_file"
-            raise InvalidRequestError(
-                "is missing: a certificate and its key are needed together", field=missing
-            )
-        if self.cert_file is not None and self.key_file is not None:
-            try:
-                server_context(self.cert_file, self.key_file)
-            except OSError as error:
-                raise InvalidRequestError(
-                    f"is no certificate of tls.key_file: {error}", field="tls.cert_file"
-                ) from error
-        channel = grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca_file, "tls.ca_file"),
-            private_key=_read(self.key_file, "tls.key_file"),
-            certificate_chain=_read(self.cert_file, "tls.cert_file"),
+
+def credentials_of(tls: Tls) -> grpc.ChannelCredentials:
+    """Read the files of ``tls``. Raises InvalidRequestError naming the option at fault."""
+    if (tls.cert_file is None) != (tls.key_file is None):
+        missing = "tls.cert_file" if tls.cert_file is None else "tls.key_file"
+        raise InvalidRequestError(
+            "is missing: a certificate and its key are needed together", field=missing
         )
-        if self.token_file is None:
-            return channel
-        _read(self.token_file, "tls.token_file")
-        calls = grpc.metadata_call_credentials(_TokenFile(self.token_file))
-        return grpc.composite_channel_credentials(channel, calls)
+    if tls.cert_file is not None and tls.key_file is not None:
+        try:
+            server_context(tls.cert_file, tls.key_file)
+        except OSError as error:
+            raise InvalidRequestError(
+                f"is no certificate of tls.key_file: {error}", field="tls.cert_file"
+            ) from error
+    channel = grpc.ssl_channel_credentials(
+        root_certificates=_read(tls.ca_file, "tls.ca_file"),
+        private_key=_read(tls.key_file, "tls.key_file"),
+        certificate_chain=_read(tls.cert_file, "tls.cert_file"),
+    )
+    if tls.token_file is None:
+        return channel
+    _read(tls.token_file, "tls.token_file")
+    calls = grpc.metadata_call_credentials(_TokenFile(tls.token_file))
+    return grpc.composite_channel_credentials(channel, calls)
 
 
 class _TokenFile(grpc.AuthMetadataPlugin):
@@ -79,7 +80,7 @@ class _TokenFile(grpc.AuthMetadataPlugin):
             callback((("authorization", f"Bearer {token}"),), None)
 
 
-def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") -> grpc.aio.Channel:
+def open_channel(target: str, tls: Tls | None, *, health_of: str = "") -> grpc.aio.Channel:
     """Open a channel to ``target``, without TLS when ``tls`` is None: "host:port", several of them
     with commas, or "dns:///host:port" for all addresses of a name. Of several, calls go round robin
     to those where the service ``health_of`` is SERVING; where it is empty, to all that answer.
@@ -105,7 +106,7 @@ def open_channel(target: str, tls: TlsOptions | None, *, health_of: str = "") ->
     name = tls.server_name or (hosts[0] if len(hosts) > 1 else "")
     if name:
         options["grpc.ssl_target_name_override"] = name
-    return grpc.aio.secure_channel(target, tls.credentials(), options=[*options.items()])
+    return grpc.aio.secure_channel(target, credentials_of(tls), options=[*options.items()])
 
 
 def _by_turns(health_of: str) -> str:

@@ -19,9 +19,6 @@ import pytest
 import torch
 
 from kvplane import ControlClient, ops
-from kvplane.clients.execution import Execution
-from kvplane.clients.prefix_feed import CaughtUp, IndexCleared
-from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import (
     BadSignatureError,
     KvplaneError,
@@ -29,6 +26,8 @@ from kvplane.errors import (
     SessionExpiredError,
     SessionNotFoundError,
 )
+from kvplane.execution.execution import Execution, shards_of
+from kvplane.prefixes import CaughtUp, ForgetScope, IndexCleared
 from kvplane.transport.connection import typed_errors
 from kvplane.wire import signing
 from kvplane.wire.plane.v1 import plan_pb2
@@ -118,7 +117,7 @@ async def refused(metrics: Any, attempt: Any, *errors: type[KvplaneError]) -> Kv
 
 
 def data_stub(execution: Execution) -> execution_pb2_grpc.ExecutionServiceStub:
-    return stub_of(execution._connection.channel)
+    return stub_of(shards_of(execution)[0]._connection.channel)
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -134,7 +133,7 @@ async def test_a_forged_plan_grant_or_receipt_is_refused(
     ):
         request = pb.StartPlanRequest(grant=grant, plan=plan)
         await refused(peers.data.metrics, stub.CopyBlocks(request), BadSignatureError)
-    receipt = victim.execution.receipt
+    [receipt] = victim.execution.receipts
     assert receipt is not None
     for each in (receipt, forge(receipt)):
         session.add_receipt(each)
@@ -157,8 +156,8 @@ async def test_plans_out_of_order_are_refused_and_repeated_ones_change_nothing(
     tier = peers.data.executor.pools.device_tier.view(torch.uint8)  # it may hold NaNs
     before = tier.clone()
     for _ in range(2):
-        started = await execution.start(first.plan)
-        assert started.num_tokens == 1
+        await execution.start(first.plan)
+        assert execution.num_tokens == 1
     assert torch.equal(tier, before)
     await session.abort_plans(number_of(first.plan))
 
@@ -177,7 +176,7 @@ async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engin
         with pytest.raises(KvplaneError) as caught, typed_errors():
             await stub.CopyBlocks(mixed)
         assert caught.value.field == "plan.session.session_id"
-        session.add_receipt(victim.execution.receipt)
+        session.add_receipt(*victim.execution.receipts)
         error = await refused(peers.control.metrics, session.submit_receipts(), BadSignatureError)
         assert error.field == "receipts[0].session.session_id"
         grant = session.grant
@@ -218,7 +217,7 @@ async def test_another_tenants_session_is_as_if_there_were_none(
             assert theirs.message.replace(str(ref.session_id), "1") == none.message
     async with peers.client("operator") as operator:
         listed = await operator.list_sessions(POOL_ID)
-        assert [each.session.session_id for each in listed] == [ref.session_id]
+        assert [each.session_id for each in listed] == [ref.session_id]
 
 
 async def test_another_tenants_prefix_is_not_found_by_look_up_time_or_watch(

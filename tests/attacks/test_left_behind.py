@@ -10,10 +10,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-import torch
 
-from data_plane.server.tensor_codec import tensor_from_message
-from kvplane import DataClient, ops
+from kvplane import Execution, ops
 from kvplane.errors import BlockNotWrittenError
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, POOL_ID
@@ -44,11 +42,13 @@ async def opened(peers: Peers, stack: AsyncExitStack) -> Engine:
     return Engine(session, await stack.enter_async_context(await data.open(session.grant)))
 
 
-async def assert_refused(peers: Peers, data: DataClient, grant: object, **read: int) -> None:
+async def assert_refused(
+    peers: Peers, execution: Execution, entries: ops.Numbers = 0, **read: int
+) -> None:
     rejected = peers.data.metrics.rpc.rejected.values
     before = rejected["BLOCK_NOT_WRITTEN",]
     with pytest.raises(BlockNotWrittenError) as refused:
-        await data.read_blocks(grant, 1, **read)
+        await execution.read_blocks(1, entries, **read)
     assert refused.value.field.startswith("entries[")
     assert rejected["BLOCK_NOT_WRITTEN",] == before + 1
 
@@ -56,22 +56,21 @@ async def assert_refused(peers: Peers, data: DataClient, grant: object, **read: 
 async def test_blocks_that_another_session_left_are_not_read(peers: Peers) -> None:
     async with AsyncExitStack() as stack:
         engine = await opened(peers, stack)
-        data = await stack.enter_async_context(peers.data_client("engine-a"))
-        grant = engine.session.grant
+        execution = engine.execution
         plan = (await engine.session.step([ops.admit(1, range(100, 120))])).plan
         await engine.execution.start(plan)
         tier = peers.data.executor.pools.device_tier
         assert bool((tier.flatten(1) != 0).any(1).all()), "nothing was left to be found"
         for block in range(3):
-            await assert_refused(peers, data, grant, first_block=block)
+            await assert_refused(peers, execution, block)
         # One layer is written: it can be read alone.
         await engine._layer(0, [(0, 20)])
-        await data.read_blocks(grant, 1, num_blocks=3, num_layers=1)
-        await assert_refused(peers, data, grant, first_layer=1, num_layers=1)
-        await assert_refused(peers, data, grant, num_blocks=3)
+        await execution.read_blocks(1, range(3), num_layers=1)
+        await assert_refused(peers, execution, first_layer=1, num_layers=1)
+        await assert_refused(peers, execution, range(3))
         await engine._layer(1, [(0, 20)])
-        read = await data.read_blocks(grant, 1, num_blocks=3)
-        blocks = tensor_from_message(read.blocks, torch.device("cpu"), field="blocks")
+        (read,) = await execution.read_blocks(1, range(3))
+        blocks = read.blocks.torch()
         assert bool(blocks[:, 2, :, :, :4].any(-1).all()), "the last four tokens"
         assert not bool(blocks[:, 2, :, :, 4:].any()), "what was left behind them"
 
@@ -79,9 +78,8 @@ async def test_blocks_that_another_session_left_are_not_read(peers: Peers) -> No
 async def test_what_was_found_cached_is_read(peers: Peers) -> None:
     async with AsyncExitStack() as stack:
         engine = await opened(peers, stack)
-        data = await stack.enter_async_context(peers.data_client("engine-a"))
         await engine.step(ops.admit(1, SECRET[:20]), spans=[(16, 4)])
-        read = await data.read_blocks(engine.session.grant, 1, num_blocks=3)
-        blocks = tensor_from_message(read.blocks, torch.device("cpu"), field="blocks")
+        (read,) = await engine.execution.read_blocks(1, range(3))
+        blocks = read.blocks.torch()
         assert bool(blocks[:, :2].any(-1).all())
         assert not bool(blocks[:, 2, :, :, 4:].any())

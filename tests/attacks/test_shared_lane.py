@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import DataClient
-from kvplane.clients.execution import Execution
+from kvplane.execution.execution import Execution
 from kvplane.tensor import Tensor
 from tests.helpers.attacked_planes import LONGEST_S, p99
 from tests.helpers.data.data_server import author_of, serving

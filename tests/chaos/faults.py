@@ -12,7 +12,6 @@ from random import Random
 
 from kvplane import ControlClient, ops
 from kvplane.errors import KvplaneError
-from kvplane.layout import Layout
 from tests.chaos.fleet import DATA_PLANES, LEASE_S, NUM_DEVICE_BLOCKS, Fleet, Program
 
 CLOCK_JUMP_S = 3600
@@ -116,7 +115,7 @@ async def fill_pool(fleet: Fleet, random: Random) -> None:
     """Another tenant's session takes every block that it is given, and holds them for a while."""
     try:
         async with ControlClient(fleet.links["control"].address, timeout_s=2.0) as control:
-            layout = Layout.from_proto((await control.get_pool("one")).layout)
+            layout = (await control.get_pool("one")).layout
             async with await control.open_session("one", layout, "hog") as session:
                 hog = [ops.admit(i + 1, [7 + i] * 40) for i in range(NUM_DEVICE_BLOCKS // 3)]
                 await session.step(hog)

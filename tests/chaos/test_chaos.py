@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvplane import ControlClient, ops
-from kvplane.layout import Layout
 from tests.chaos import fleet as fleets
 from tests.chaos.fleet import Fleet
 from tests.e2e.engine_planes import ROOT, save_byte_model
@@ -64,7 +63,7 @@ async def test_blocks_that_stay_in_use_are_noticed(
     try:
         await fleet.start()
         async with ControlClient(fleet.links["control"].address) as control:
-            layout = Layout.from_proto((await control.get_pool("one")).layout)
+            layout = (await control.get_pool("one")).layout
             async with await control.open_session("one", layout) as session:
                 await session.step([ops.admit(1, [7] * 40)])
                 with pytest.raises(AssertionError, match="blocks stay in use"):

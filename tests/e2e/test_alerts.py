@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from examples.load import Load
-from kvplane import ControlClient, Layout, ops
+from kvplane import ControlClient, ops
 from kvplane.session import Session
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
@@ -41,7 +41,7 @@ def stack(tmp_path: Path) -> Iterator[MonitoredStack]:
 
 
 async def session_of(control: ControlClient) -> Session:
-    layout = Layout.from_proto((await control.wait_ready(POOL)).layout)
+    layout = (await control.wait_ready(POOL)).layout
     return await control.open_session(POOL, layout, "fault")
 
 

@@ -16,15 +16,15 @@ from engine_planes import POOL, ROOT, Pair, Process, save_byte_model
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
-from kvplane.wire.v1 import pool_pb2
+from kvplane.results import PoolInfo
 
 LEASE_S = 2.0
 PROMPTS = ["a prompt of a few blocks, so that there is something to hold; " * 3, "a short one"]
 MAX_TOKENS = 250
 
 
-def describe(pair: Pair, pool: str = POOL) -> pool_pb2.GetPoolResponse:
-    async def ask() -> pool_pb2.GetPoolResponse:
+def describe(pair: Pair, pool: str = POOL) -> PoolInfo:
+    async def ask() -> PoolInfo:
         async with ControlClient(pair.control.address) as client:
             return await client.get_pool(pool)
 
@@ -39,11 +39,11 @@ def counters_of(pair: Pair) -> dict[str, int]:
     return asyncio.run(ask())
 
 
-def num_held(pool: pool_pb2.GetPoolResponse) -> int:
+def num_held(pool: PoolInfo) -> int:
     return sum(tier.num_held_blocks for tier in pool.usage)
 
 
-def num_in_use(pool: pool_pb2.GetPoolResponse) -> int:
+def num_in_use(pool: PoolInfo) -> int:
     """Blocks held or retired. Every block must be in one state."""
     for tier in pool.usage:
         parts = (

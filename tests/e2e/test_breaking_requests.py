@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from engine import LLM, SamplingParams
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import Layout
 from kvplane.results import total_of
 from kvplane.wire.v1 import session_pb2
 
@@ -120,7 +119,7 @@ def test_a_full_pool_says_later_and_takes_the_same_prompt_once_something_was_fre
 ) -> None:
     async def fill() -> None:
         async with ControlClient(pair.control.address) as client:
-            layout = Layout.from_proto((await client.get_pool(POOL)).layout)
+            layout = (await client.get_pool(POOL)).layout
             async with await client.open_session(POOL, layout) as session:
                 admissions = [ops.admit(i, [i] * 40) for i in range(1, 10)]
                 results = (await session.step(admissions)).results

@@ -13,14 +13,14 @@ import pytest
 from engine_planes import POOL, ROOT, Pair, save_byte_model
 
 from kvplane import ControlClient
-from kvplane.wire.v1 import pool_pb2
+from kvplane.results import PoolInfo
 
 LEASE_S = 2.0
 PROMPT = "a prompt of a few blocks, so that there is something to hold; " * 3
 
 
-def describe(pair: Pair) -> pool_pb2.GetPoolResponse:
-    async def ask() -> pool_pb2.GetPoolResponse:
+def describe(pair: Pair) -> PoolInfo:
+    async def ask() -> PoolInfo:
         async with ControlClient(pair.control.address) as client:
             return await client.get_pool(POOL)
 
@@ -35,7 +35,7 @@ def counters_of(pair: Pair) -> dict[str, int]:
     return asyncio.run(ask())
 
 
-def num_in_use(pool: pool_pb2.GetPoolResponse) -> int:
+def num_in_use(pool: PoolInfo) -> int:
     """Blocks, of both tiers, that somebody holds or that wait for somebody's plans."""
     return sum(tier.num_held_blocks + tier.num_retired_blocks for tier in pool.usage)
 

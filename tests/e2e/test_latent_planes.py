@@ -15,8 +15,8 @@ import torch
 from engine_planes import POOL, ROOT, VOCABULARY, Pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
+from kvplane.layout import LATENT
 from kvplane.transformers import PlaneCache, close_planes
-from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.plane_cache_checks import ARGUMENT
 from tests.models.tiny_models import draw_weights, tiny_config
 
@@ -66,7 +66,7 @@ def test_both_ways_in_give_the_text_of_eager_attention(folder: Path, pair: Pair)
         assert generate(model, tokenizer, **{ARGUMENT: cache}) == wanted
         (group,) = cache.get_pool().layout.groups
     close_planes(model)
-    is_latent = group.cache_kind == tpb.CACHE_KIND_LATENT
+    is_latent = group.cache_kind == LATENT
     assert group.num_kv_heads == (1 if is_latent else 4)
     done = subprocess.run(
         [

@@ -31,8 +31,8 @@ async def next_session(client: ControlClient, former: int) -> int:
         except KvplaneError:
             continue
         for session in sessions:
-            if session.session.session_id != former and session.last_number > 3:
-                return session.session.session_id
+            if session.session_id != former and session.last_number > 3:
+                return session.session_id
     raise AssertionError(f"no session followed {former}")
 
 

@@ -15,11 +15,10 @@ from kvplane import (
     ControlClient,
     DataClient,
     KvplaneError,
-    Layout,
     Session,
     ops,
 )
-from kvplane.clients.prefixes import ForgetScope
+from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
 from tests.helpers.monitored_stack import ROOT, MonitoredStack
@@ -94,7 +93,7 @@ async def follow(control: ControlClient) -> None:
 
 
 async def session_of(control: ControlClient) -> Session:
-    layout = Layout.from_proto((await control.wait_ready(POOL)).layout)
+    layout = (await control.wait_ready(POOL)).layout
     return await control.open_session(POOL, layout)
 
 

@@ -37,7 +37,6 @@ def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_s
     flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
     with Planes(tmp_path, flags) as planes:
         program = program.replace("127.0.0.1:50051", planes.control.address)
-        program = program.replace("127.0.0.1:50052", planes.data.address)
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from engine_planes import save_byte_model
 
-from kvplane import ControlClient, DataClient, TlsOptions, layout_from_hf
+from kvplane import ControlClient, DataClient, Tls, layout_from_hf
 from kvplane.errors import KvplaneError, NotPermittedError
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "security.md"
@@ -94,8 +94,8 @@ def test_the_page_works_as_written(tmp_path: Path) -> None:
 async def others(folder: Path, control: str, data: str) -> None:
     """A data plane's certificate opens no session, and nobody is served without one."""
 
-    def tls(name: str) -> TlsOptions:
-        return TlsOptions(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
+    def tls(name: str) -> Tls:
+        return Tls(folder / "ca.pem", folder / f"{name}.pem", folder / f"{name}.key")
 
     layout = layout_from_hf(folder / "MODEL")
     async with ControlClient(control, tls=tls("engine-1")) as client:

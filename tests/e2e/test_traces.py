@@ -48,10 +48,10 @@ from tests.helpers.planning.control_wire import stub_of
 
 assert tracing.setup("a-client")
 with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) as channel:
-    layout = Layout.from_proto(control.wait_ready("default").layout)
+    layout = control.wait_ready("default").layout
     with control.open_session("default", layout) as session:
         session.submit_receipts()
-        step = session_pb2.StepRequest(session=session.ref, number=session.last_number + 1)
+        step = session_pb2.StepRequest(session=session._wrapped.ref, number=session.last_number + 1)
         stub = stub_of(channel)
         with tracing.span("a unary step"):
             stub.Step(step, metadata=tracing.to_metadata())

@@ -65,10 +65,17 @@ class Planes:
 async def run_step(session: Session, execution: Execution, *operations: pb.Operation) -> None:
     """Run a step and its plan, and submit the receipt."""
     result = (await session.step(operations)).raise_for_status()
-    num_tokens = (await execution.start(result.plan)).num_tokens
-    for layer in execution.layers if num_tokens else []:
-        await execution.layer(layer, *3 * [zeros(num_tokens)])
-    session.add_receipt(execution.receipt)
+    await execution.start(result.plan)
+    for layer in [] if execution.has_run else execution.layers:
+        await execution.layer(layer, *3 * [zeros(execution.num_tokens)])
+    add_receipts(session, execution)
+
+
+def add_receipts(session: Session, execution: Execution) -> None:
+    """Add the receipts of an execution that ``DataClient.open`` made."""
+    assert execution.has_run
+    for receipt in execution.receipts:
+        session.add_receipt(receipt)
 
 
 def zeros(num_tokens: int) -> Tensor:

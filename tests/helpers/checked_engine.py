@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane.clients.execution import Execution
+from kvplane.execution.execution import Execution
 from kvplane.results import StepResult
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.both_planes import add_receipts
 from tests.helpers.data.plan_author import dense_attention, tokens
 
 CPU = torch.device("cpu")
@@ -48,12 +49,12 @@ class Engine:
             assert result.plan is not None
             await self.execution.begin(result.plan, num_tokens)
         else:
-            assert (await self.execution.start(result.plan)).num_tokens == num_tokens
-        if self.execution.receipt is None:
+            await self.execution.start(result.plan)
+            assert self.execution.num_tokens == num_tokens
+        if not self.execution.has_run:
             for layer in self.execution.layers:
                 await self._layer(layer, spans)
-        assert self.execution.receipt is not None
-        self.session.add_receipt(self.execution.receipt)
+        add_receipts(self.session, self.execution)
         return result
 
     async def _layer(self, layer: int, spans: list[tuple[int, int]]) -> None:

@@ -1,7 +1,7 @@
 """An engine that decodes in several sessions at once, in a process of its own, on both planes over
 TLS. It says how long each step took, with all its layers.
 
-    decoding_engine.py CONTROL DATA TOKEN_FILE NUM_SESSIONS PAUSE_S
+    decoding_engine.py CONTROL TOKEN_FILE NUM_SESSIONS PAUSE_S
 
 Then a line of stdin for each period, its seconds; the answer is a line of JSON: the latencies, in
 seconds. PAUSE_S is between two steps of a session.
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvplane import ControlClient, DataClient, Layout, Session, Tensor, TlsOptions, ops
-from kvplane.clients.execution import Execution
+from kvplane import ControlClient, Session, Tensor, Tls, ops
+from kvplane.execution.execution import Execution
 from kvplane.wire.v1.session_pb2 import Operation
 
 POOL_ID = "pool"
@@ -34,7 +33,6 @@ class Decoder:
 
     session: Session
     execution: Execution
-    layout: Layout
     pause_s: float
 
     async def period(self, seconds: float) -> list[float]:
@@ -56,30 +54,21 @@ class Decoder:
         assert not answer.results[0].failures, answer.results[0].failures[0]
         if answer.plan is None:
             return
-        started = await self.execution.start(answer.plan)
-        if started.receipt is None:
-            (group,) = self.layout.groups
-            shape = (started.num_tokens, group.num_kv_heads, group.head_size)
-            rows = Tensor("float32", shape, bytes(4 * math.prod(shape)))
-            for layer in self.execution.layers:
-                await self.execution.layer(layer, rows, rows, rows)
-        self.session.add_receipt(self.execution.receipt or started.receipt)
+        await self.execution.start(answer.plan)
+        for layer in [] if self.execution.has_run else self.execution.layers:
+            rows = Tensor.zeros("float32", self.execution.key_shape(layer))
+            await self.execution.layer(layer, rows, rows, rows)
 
 
-async def main(control: str, data: str, token_file: str, num_sessions: str, pause_s: str) -> None:
-    tls = TlsOptions(
-        ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=Path(token_file)
-    )
+async def main(control: str, token_file: str, num_sessions: str, pause_s: str) -> None:
+    tls = Tls(ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=Path(token_file))
     async with AsyncExitStack() as stack:
         controller = await stack.enter_async_context(ControlClient(control, tls=tls))
-        computer = await stack.enter_async_context(DataClient(data, tls=tls))
-        layout = Layout.from_proto((await controller.get_pool(POOL_ID)).layout)
         decoders = []
         for _ in range(int(num_sessions)):
-            session = await controller.open_session(POOL_ID, layout)
-            await stack.enter_async_context(session)
-            execution = await stack.enter_async_context(await computer.open(session.grant))
-            decoders.append(Decoder(session, execution, layout, float(pause_s)))
+            session = await stack.enter_async_context(controller.open_session(POOL_ID))
+            execution = await stack.enter_async_context(session.open_execution())
+            decoders.append(Decoder(session, execution, float(pause_s)))
         tell([])
         loop = asyncio.get_running_loop()
         while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -15,7 +15,7 @@ from typing import Any
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, TlsOptions
+from kvplane import ControlClient, DataClient, Tls
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
 
@@ -59,10 +59,10 @@ class Peers:
             "access_file": self.access_file,
         }
 
-    def tls(self, name: str) -> TlsOptions:
+    def tls(self, name: str) -> Tls:
         path = self.folder / f"{name}.token"
         path.write_text(f"{name}\n")
-        return TlsOptions(
+        return Tls(
             ca_file=TLS / "ca.pem", server_name="kvplane.test", token_file=path if name else None
         )
 

@@ -15,7 +15,7 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.config import DataPlaneConfig
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, Execution, LayerGroup, Layout, Session, Tensor
+from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor
 from kvplane.wire.v1 import session_pb2
 
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
@@ -73,13 +73,11 @@ class Side:
         self,
         control: ControlClient,
         session: Session,
-        data: DataClient,
         execution: Execution,
         plane: DataPlaneServer,
     ) -> None:
         self.control = control
         self.session = session
-        self.data = data
         self.execution = execution
         self.plane = plane
 
@@ -88,7 +86,6 @@ class Side:
         result = await self.session.run(operation)
         await self.execution.start(result.plan)
         outputs = [await self.layer(layer, positions) for layer in self.execution.layers]
-        self.session.add_receipt(self.execution.receipt)
         await self.session.submit_receipts()
         return outputs
 
@@ -116,6 +113,5 @@ def made_up(layer: int, positions: Sequence[int]) -> Tensor:
 async def side(control: ControlClient, plane: DataPlaneServer, pool_id: str) -> AsyncIterator[Side]:
     await control.wait_ready(pool_id, timeout_s=60)
     session = await control.open_session(pool_id, LAYOUT)
-    data = DataClient(session.shards[0].address, timeout_s=60)
-    async with session, data, await data.open(session.grant) as execution:
-        yield Side(control, session, data, execution, plane)
+    async with session, session.open_execution() as execution:
+        yield Side(control, session, execution, plane)

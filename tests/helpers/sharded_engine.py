@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy
 
-from kvplane import ControlClient, Layout, Session, Tensor, ops
+from kvplane import ControlClient, Execution, Layout, Session, Tensor, ops
 from kvplane.attention_options import AttentionOptions
-from kvplane.clients.sharded_execution import ShardedDataClient, ShardedExecution
 from kvplane.results import StepResult
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.sharded_pool import NUM_HEADS, POOL, Ranges, ShardedPool
@@ -36,30 +35,28 @@ def layer_input(layout: Layout, layer: int, num_tokens: int, seed: int) -> list[
 
 
 async def run(
-    session: Session, execution: ShardedExecution, step: int, operation: pb.Operation
+    session: Session, execution: Execution, step: int, operation: pb.Operation
 ) -> list[Tensor]:
-    """Run one step; return its outputs, layer by layer. Its receipts go with the next."""
+    """Run one step; return its outputs, layer by layer."""
     return await finish(session, execution, await session.step([operation]), step)
 
 
 async def finish(
-    session: Session, execution: ShardedExecution, result: StepResult, step: int
+    session: Session, execution: Execution, result: StepResult, step: int
 ) -> list[Tensor]:
     """Return the outputs of a step that was answered."""
     assert result.plan is not None, result
-    started = await execution.start(result.plan)
-    assert not started.has_run
+    await execution.start(result.plan)
+    assert not execution.has_run
     outputs = [
         await execution.layer(
             layer,
-            *layer_input(session.layout, layer, started.num_tokens, step),
+            *layer_input(session.layout, layer, execution.num_tokens, step),
             options=OPTIONS,
         )
         for layer in execution.layers
     ]
     assert len(execution.receipts) == len(session.shards)
-    for receipt in execution.receipts:
-        session.add_receipt(receipt)
     return outputs
 
 
@@ -72,10 +69,9 @@ async def outputs_of(folder: Path, shards: list[Ranges], layout: Layout) -> list
     async with (
         ShardedPool(folder, shards, layout) as pool,
         ControlClient(pool.address) as control,
-        await control.open_session(POOL, layout) as session,
-        ShardedDataClient(session.shards, layout) as data,
+        control.open_session(POOL, layout) as session,
+        session.open_execution() as execution,
     ):
-        execution = await data.open(session.grant)
         assert execution.layers == [0, 1, 2, 3]
         outputs = await run(session, execution, 0, ops.admit(1, prompt(21)))
         for step in (1, 2):

@@ -22,7 +22,6 @@ from kvplane.transformers import PlaneCache, absorbed, attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import probe
-from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.plane_cache_checks import CHECKS, Check, answer, assert_same, prompts
 
 NUM_TOKENS = 40
@@ -52,7 +51,7 @@ def test_caches_of_both_kinds_share_a_model(model: PreTrainedModel) -> None:
     for cache, latent in zip(caches, kinds, strict=True):
         assert_same(answer(model, cache, **ids), wanted)
         (group,) = cache.get_pool().layout.groups
-        assert (group.cache_kind == tpb.CACHE_KIND_LATENT) == latent
+        assert (group.cache_kind == LATENT) == latent
         cache.close()
 
 

@@ -44,7 +44,7 @@ FAULTS = {
         "nobody_takes_the_shard",
     ),
     "an_execution_fails_where_others_are_served_first": Fault(
-        "kvplane/clients/execution.py",
+        "kvplane/execution/shard_execution.py",
         "attempt, waits_for_quota=True)",
         "attempt)",
         "tests/rpc/test_sdk_execution.py",

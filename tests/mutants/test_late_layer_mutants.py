@@ -15,7 +15,7 @@ PLANS = "data_plane/execution/plan_runner.py"
 SESSIONS = "data_plane/plans/sessions.py"
 STREAM = "data_plane/server/execute_stream.py"
 REPEATED = "data_plane/execution/repeated_layers.py"
-EXECUTION = "kvplane/clients/execution.py"
+EXECUTION = "kvplane/execution/shard_execution.py"
 
 WAYS = ("gRPC", "shared", "known", "embedded", "repeated")
 

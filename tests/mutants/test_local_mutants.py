@@ -187,8 +187,8 @@ FAULTS = {
         "same_bits",
     ),
     "plans_begun_are_not_checked": Fault(
-        "kvplane/clients/execution.py",
-        "if num_tokens != begun.num_tokens:",
+        "kvplane/execution/shard_execution.py",
+        "if num_tokens != wanted:",
         "if False:",
         "tests/rpc/test_sdk_execution.py",
     ),

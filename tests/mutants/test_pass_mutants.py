@@ -27,9 +27,9 @@ FAULTS = {
         BATCH, "lens = first + 1", "lens = first + 2", EXECUTOR, "as_the_whole_plan"
     ),
     "a_stream_that_broke_forgets_the_pass": Fault(
-        "kvplane/clients/execution.py",
-        "_presented(request, started.plan_number)",
-        "_presented(_request(plan, None), started.plan_number)",
+        "kvplane/execution/shard_execution.py",
+        "_presented(request, started.plan_number, started.num_tokens)",
+        "_presented(_request(plan, None), started.plan_number, started.num_tokens)",
         "tests/rpc/test_sdk_execution.py",
         "breaks_in_a_pass",
     ),

@@ -15,7 +15,7 @@ from control_plane.sessions import silent_shards
 from control_plane.sessions.session import Session
 from engine.parallel import model_part
 from kvplane import AttentionOptions, Tensor
-from kvplane.clients import sharded_execution
+from kvplane.execution import execution
 from kvplane.shard import QueryHeads
 from tests.helpers.patched_faults import Run, alone, assert_noticed, load
 
@@ -82,7 +82,7 @@ def outputs_joined_as_they_come(patch: pytest.MonkeyPatch) -> None:
         data = b"".join(bytes(tensor.data) for tensor, _ in parts)
         return Tensor(first.dtype, (first.shape[0], num_heads, first.shape[2]), data)
 
-    patch.setattr(sharded_execution, "join_heads", join)
+    patch.setattr(execution, "join_heads", join)
 
 
 def options_of_the_first_heads(patch: pytest.MonkeyPatch) -> None:

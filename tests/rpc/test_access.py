@@ -15,16 +15,18 @@ import grpc.aio
 import pytest
 
 from kvplane import ControlClient, ops
-from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import (
     KvplaneError,
     NotPermittedError,
     UnauthenticatedError,
 )
+from kvplane.execution.execution import shards_of
+from kvplane.prefixes import ForgetScope
 from kvplane.release import release
 from kvplane.serving import requests
 from kvplane.serving.callers import access
 from kvplane.transport.connection import typed_errors
+from kvplane.transport.tls import credentials_of
 from kvplane.v1 import execution_pb2
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
@@ -103,7 +105,7 @@ async def test_a_role_may_what_the_contract_says(peers: Peers, name: str) -> Non
 def raw(peers: Peers, name: str, address: str = "") -> grpc.aio.Channel:
     options = [("grpc.ssl_target_name_override", "kvplane.test")]
     return grpc.aio.secure_channel(
-        address or peers.control.address, peers.tls(name).credentials(), options=options
+        address or peers.control.address, credentials_of(peers.tls(name)), options=options
     )
 
 
@@ -196,7 +198,7 @@ async def test_a_caller_that_is_taken_off_the_list_loses_its_shared_memory(peers
     ):
         engine = Engine(session, execution)
         await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
-        assert execution.local is not None
+        assert shards_of(execution)[0].local is not None
         assert peers.data.local.num_regions == 1
         result = await session.run(ops.append(1, [20], num_slots=1, first_positions=20))
         peers.access_file.write_text(listed("plane", "engine-b"))

@@ -80,7 +80,7 @@ async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open
                 await execution.layer(0, *parts)
             for layer in execution.layers:
                 await execution.layer(layer, *parts)
-            assert author.read_receipt(execution.receipt).plan_number == 1
+            assert author.read_receipt(*execution.receipts).plan_number == 1
         assert await check(server.address) == "SERVING"
         await client.close()
 

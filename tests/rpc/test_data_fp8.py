@@ -12,7 +12,6 @@ import torch
 
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane.clients.data_client import DataClient
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.layout import Layout
 from kvplane.tensor import Tensor
@@ -28,6 +27,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.data.unary_client import UnaryClient
 
 CPU = torch.device("cpu")
 # Of layer 1, the keys' scale is for both heads; the values' scales are one a layer and head.
@@ -39,7 +39,7 @@ NUM_LAYERS, NUM_HEADS = 2, 2
 class Peer:
     """A registered data plane, its plan author and a client."""
 
-    def __init__(self, layout: Layout, author: PlanAuthor, client: DataClient) -> None:
+    def __init__(self, layout: Layout, author: PlanAuthor, client: UnaryClient) -> None:
         self.layout, self.author, self.client = layout, author, client
         self.dtype = TORCH_DTYPES[layout.kv_dtype]
 
@@ -54,7 +54,7 @@ async def peer(
     async with serving(tmp_path, layout=path) as (server, side):
         author = author_of(server, side)
         author.layout = layout
-        async with DataClient(server.address, shared_memory=shared_memory) as client:
+        async with UnaryClient(server.address, shared_memory=shared_memory) as client:
             yield Peer(layout, author, client)
 
 

@@ -18,9 +18,8 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from examples.load import Load
 from kvplane import ControlClient
 from kvplane.attention_options import AttentionOptions
-from kvplane.clients.data_client import DataClient
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
+from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 from kvplane.tensor import Tensor
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.plan_author import (
@@ -31,6 +30,7 @@ from tests.helpers.data.plan_author import (
     set_blocks,
     span,
 )
+from tests.helpers.data.unary_client import UnaryClient
 
 NUM_TOKENS, NUM_HEADS, LATENT_SIZE, VALUE_SIZE = 12, 128, 576, 512
 GROUP = LayerGroup("latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE)
@@ -39,13 +39,13 @@ OPTIONS = AttentionOptions(scale=192**-0.5)
 
 
 @pytest.fixture
-async def peer(tmp_path: Path) -> AsyncIterator[tuple[PlanAuthor, DataClient]]:
+async def peer(tmp_path: Path) -> AsyncIterator[tuple[PlanAuthor, UnaryClient]]:
     path = tmp_path / "latents.json"
     path.write_text(json.dumps(asdict(LATENTS)))
     async with serving(tmp_path, layout=path) as (server, side):
         author = author_of(server, side)
         author.layout = LATENTS
-        async with DataClient(server.address) as client:
+        async with UnaryClient(server.address) as client:
             yield author, client
 
 
@@ -63,7 +63,7 @@ def received(tensor: Any) -> torch.Tensor:
 
 
 async def test_a_row_for_each_token_is_stored_attended_to_and_read(
-    peer: tuple[PlanAuthor, DataClient],
+    peer: tuple[PlanAuthor, UnaryClient],
 ) -> None:
     author, client = peer
     query, latent = random(NUM_HEADS, 0), random(1, 1)
@@ -73,7 +73,7 @@ async def test_a_row_for_each_token_is_stored_attended_to_and_read(
         await execution.start(plan)
         for layer in (0, 1):
             output = await execution.layer(layer, wire(query), wire(latent), None, options=OPTIONS)
-        assert execution.receipt is not None
+        assert execution.has_run
     wanted = dense_attention(
         query * OPTIONS.scale * LATENT_SIZE**0.5, latent, latent[..., :VALUE_SIZE]
     )
@@ -84,7 +84,7 @@ async def test_a_row_for_each_token_is_stored_attended_to_and_read(
     assert torch.equal(rows, latent[:, 0].expand(2, -1, -1))
 
 
-async def test_unary_calls_take_one_tensor_too(peer: tuple[PlanAuthor, DataClient]) -> None:
+async def test_unary_calls_take_one_tensor_too(peer: tuple[PlanAuthor, UnaryClient]) -> None:
     author, client = peer
     query, latent = random(NUM_HEADS, 0), wire(random(1, 1))
     grant = author.grant()
@@ -116,7 +116,7 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
     async with ControlClient(control.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)
         pool = await client.get_pool(POOL_ID)
-        assert Layout.from_proto(pool.layout) == layout
+        assert pool.layout == layout
         load = Load(duration_s=0.3)
         await load.run(client, POOL_ID)
         assert load.num_steps > 0 and load.num_lost_sessions == 0
@@ -126,7 +126,7 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
 
 
 async def test_a_layer_without_a_value_is_refused_where_values_are_stored(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, side), DataClient(server.address) as client:
+    async with serving(tmp_path) as (server, side), UnaryClient(server.address) as client:
         author = author_of(server, side)
         plan = author.plan(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 4)])
         async with await client.open(author.grant()) as execution:
@@ -138,7 +138,7 @@ async def test_a_layer_without_a_value_is_refused_where_values_are_stored(tmp_pa
 
 
 async def test_a_session_of_the_same_sizes_as_keys_and_values_is_refused(
-    peer: tuple[PlanAuthor, DataClient],
+    peer: tuple[PlanAuthor, UnaryClient],
 ) -> None:
     author, client = peer
     same = replace(GROUP, head_size=512, value_head_size=448, cache_kind=KEYS_AND_VALUES)

@@ -13,7 +13,6 @@ import torch
 
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane.clients.data_client import DataClient
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -43,6 +42,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.data.unary_client import UnaryClient
 from tests.helpers.planning.control_wire import stub_of
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Peer:
     def __init__(self, server: DataPlaneServer, author: PlanAuthor, channel: Any) -> None:
         self.server = server
         self.author = author
-        self.client = DataClient(server.address)
+        self.client = UnaryClient(server.address)
         self.stub: Any = stub_of(channel)
 
     async def opened(self, session_id: int = 1) -> Any:
@@ -120,7 +120,8 @@ async def test_its_server_info_says_what_runs_here(peer: Peer) -> None:
     info, executor = await peer.client.get_server_info(), peer.server.executor
     assert (info.version, info.incarnation, info.device) == (release(), 1, "cpu")
     assert info.pool_id == executor.pool_id
-    assert info.shard.shard == executor.shard.to_proto()
+    assert info.shard is not None
+    assert info.shard.shard == executor.shard
     assert (info.shard.epoch, info.shard.address) == (executor.epoch, peer.server.address)
     assert (info.shard.connected, info.shard.has_file_tier) == (True, False)
 
@@ -130,26 +131,24 @@ async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(
 ) -> None:
     query, key, value = tokens(12, 4), tokens(12, seed=1), tokens(12, seed=2)
     async with (
-        DataClient(peer.server.address, shared_memory=shared_memory) as client,
+        UnaryClient(peer.server.address, shared_memory=shared_memory) as client,
         await client.open(peer.author.grant()) as execution,
     ):
         changes = [set_blocks(1, [(5, 1), (2, 1)])]
-        started = await execution.start(
-            peer.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
-        )
-        assert (started.num_tokens, started.receipt) == (12, None)
+        await execution.start(peer.author.plan(1, changes=changes, spans=[span(1, 0, 12)]))
+        assert execution.num_tokens == 12
         for layer in execution.layers:
-            assert execution.receipt is None
+            assert not execution.receipts
             output = await execution.layer(layer, wire(query), wire(key), wire(value))
         want = dense_attention(query, key, value)
         torch.testing.assert_close(torch_of(output), want, atol=1e-5, rtol=1e-5)
-        assert peer.author.read_receipt(execution.receipt).plan_number == 1
+        assert peer.author.read_receipt(*execution.receipts).plan_number == 1
 
 
 async def test_a_plan_without_spans_is_receipted_at_once(peer: Peer) -> None:
     async with await peer.client.open(peer.author.grant()) as execution:
-        started = await execution.start(peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
-        assert peer.author.read_receipt(started.receipt).plan_number == 1
+        await execution.start(peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
+        assert peer.author.read_receipt(*execution.receipts).plan_number == 1
 
 
 async def test_a_plan_shown_over_a_second_stream_goes_on_where_it_was(peer: Peer) -> None:

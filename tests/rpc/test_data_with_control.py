@@ -13,11 +13,11 @@ from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ops
 from kvplane.clients.control_client import ControlClient
-from kvplane.clients.data_client import DataClient
 from kvplane.errors import StaleError
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT
+from tests.helpers.data.unary_client import UnaryClient
 
 POOL = "pool"
 
@@ -48,7 +48,7 @@ async def test_a_sequence_lives_its_whole_life(
     prompt = list(range(20))
     async with (
         ControlClient(control.address) as client,
-        DataClient(data.address, shared_memory=shared_memory) as remote,
+        UnaryClient(data.address, shared_memory=shared_memory) as remote,
     ):
         async with (
             await client.open_session(POOL, LAYOUT) as session,
@@ -81,7 +81,7 @@ async def test_a_restarted_control_plane_finds_what_was_published(
     prompt = list(range(20))
     async with (
         ControlClient(control.address) as client,
-        DataClient(data.address, shared_memory=shared_memory) as remote,
+        UnaryClient(data.address, shared_memory=shared_memory) as remote,
     ):
         session = await client.open_session(POOL, LAYOUT)
         execution = await remote.open(session.grant)

@@ -23,7 +23,7 @@ from control_plane.server.election.elector import Elector, has_died, next_incarn
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from control_plane.server.server import ControlPlaneServer, elector_of
-from kvplane import ControlClient, TlsOptions
+from kvplane import ControlClient, Tls
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.integrations.etcd.elector import EtcdElector
 from kvplane.transport.health import check
@@ -331,4 +331,4 @@ async def test_several_addresses_have_a_family_and_a_name_in_common() -> None:
             ControlClient(target)
         assert refused.value.field == field
     with pytest.raises(InvalidRequestError, match=r"tls\.server_name"):
-        ControlClient("127.0.0.1:1,127.0.0.2:1", tls=TlsOptions())
+        ControlClient("127.0.0.1:1,127.0.0.2:1", tls=Tls())

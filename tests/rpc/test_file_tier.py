@@ -19,11 +19,13 @@ from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES
 from data_plane.server.file_tier import FileWriter
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, LayerGroup, Layout, PrefixLoader, ops
-from kvplane.clients.prefixes import ForgetScope
+from kvplane import ControlClient, LayerGroup, Layout, ops
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
+from kvplane.execution.execution import shards_of
+from kvplane.prefixes import ForgetScope, PrefixLoader
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import execution_pb2 as pb
+from tests.helpers.data.unary_client import UnaryClient
 from tests.helpers.planes_in_process import (
     LAYOUT,
     NUM_BLOCKS,
@@ -102,12 +104,17 @@ def num_files(plane: DataPlaneServer) -> int:
     return plane.files.files.num_files
 
 
+async def find_files(here: Side) -> int:
+    """Return the number of blocks of the prompt that have files."""
+    (shard,) = shards_of(here.execution)
+    return await shard.find_files(ops.pack_tokens(PROMPT), None)
+
+
 async def finish(here: Side, sequence_id: int) -> None:
     """Free a sequence, and run the plan that drops its table."""
     plan = (await here.session.run(ops.free(sequence_id))).plan
     assert plan is not None
     await here.execution.start(plan)
-    here.session.add_receipt(here.execution.receipt)
     await here.session.submit_receipts()
 
 
@@ -309,7 +316,7 @@ async def test_what_is_cached_is_not_loaded_and_there_may_be_no_files(tmp_path: 
         async with peers.plane(file_tier_dir=None, file_tier_bytes=0) as without:
             assert await peers.load(without) == (0, 0)
             with pytest.raises(InvalidRequestError, match="--file-tier-dir"):
-                await without.data.find_file_blocks(without.session.grant, PROMPT)
+                await find_files(without)
 
 
 async def test_without_a_plan_blocks_are_counted_and_none_is_written(tmp_path: Path) -> None:
@@ -347,7 +354,8 @@ async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:
             resynced = await session.abort_plans(whole_tables=True)
             await second.execution.start(resynced.plan)
             with pytest.raises(PlanOutOfOrderError):
-                await second.data.load_file_blocks(session.grant, plan, 9, tokens)
+                async with UnaryClient(second.plane.address) as data:
+                    await data.load_file_blocks(session.grant, plan, 9, tokens)
             assert await second.num_cached() == 0
 
 
@@ -399,8 +407,9 @@ async def test_a_load_that_fits_no_span_is_refused(
         session = here.session
         plan = (await session.run(ops.admit(9, PROMPT[:24]))).plan
         assert plan is not None
+        await here.execution.start(plan)
         with pytest.raises(InvalidRequestError) as caught:
-            await here.data.load_file_blocks(session.grant, plan, 9 + first, PROMPT[:num])
+            await here.execution.load_files(9 + first, PROMPT[:num])
         assert field in caught.value.field
 
 
@@ -411,7 +420,7 @@ async def test_a_grant_without_a_namespace_finds_nothing(
     monkeypatch.setattr(PoolShards, "file_tiers", property(lambda self: []))
     async with machine(tmp_path) as peers, peers.plane() as here:
         with pytest.raises(InvalidRequestError) as caught:
-            await here.data.find_file_blocks(here.session.grant, PROMPT)
+            await find_files(here)
         assert caught.value.field == "grant.namespace"
 
 

@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvplane import ControlClient, PrefixLoader, ShardedDataClient, Tensor, ops
+from kvplane import ControlClient, Tensor, ops
+from kvplane.prefixes import PrefixLoader
 from tests.helpers.planes_in_process import PROMPT, made_up
 from tests.helpers.sharded_pool import LAYOUT, POOL, ShardedPool, by_heads
 from tests.helpers.tier_files import in_order
@@ -44,10 +45,9 @@ async def compute(
     """
     outputs: list[bytes] = []
     async with (
-        await control.open_session(POOL, LAYOUT) as session,
-        ShardedDataClient(session.shards, session.layout, timeout_s=PATIENCE_S) as data,
+        control.open_session(POOL, LAYOUT) as session,
+        session.open_execution(timeout_s=PATIENCE_S) as execution,
     ):
-        execution = await data.open(session.grant)
         for sequence_id in sequence_ids:
             result = await session.run(ops.admit(sequence_id, PROMPT))
             found = result.results[0].admit.num_cached_tokens
@@ -58,8 +58,6 @@ async def compute(
                 tensors = [rows(layer, positions, heads) for heads in (8, 4, 4)]
                 output = bytes((await execution.layer(layer, *tensors)).data)
                 outputs.append(output[-4 * 8 * 8 * 4 :])
-            for receipt in execution.receipts:
-                session.add_receipt(receipt)
             await session.submit_receipts()
         assert found == num_cached
     return outputs

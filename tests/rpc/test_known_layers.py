@@ -28,6 +28,7 @@ from kvplane.errors import (
     SessionExpiredError,
     UnauthenticatedError,
 )
+from kvplane.execution.execution import shards_of
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
 from kvplane.wire.error_messages import from_wire
@@ -336,7 +337,7 @@ async def test_both_clients_get_the_same_bits(
     rig.peer.call.cancel()
     async with DataClient(rig.server.address) as client:
         execution = await client.open(rig.author.grant())
-        layers = RegionLayers(execution)
+        layers = RegionLayers(shards_of(execution)[0])
         for number in range(1, NUM_PLANS + 1):
             plan = plan_of_two_tokens(rig.author, number)
             assert await asyncio.to_thread(layers.begin, plan, 2)
@@ -346,8 +347,8 @@ async def test_both_clients_get_the_same_bits(
                 rig.number = number
                 rig.peer.output = lambda _, out=out: out  # type: ignore[method-assign,misc]
                 rig.check_output()
-            assert rig.author.read_receipt(execution.receipt).plan_number == number
-        assert execution.local.is_native == (native == "new")
+            assert rig.author.read_receipt(*execution.receipts).plan_number == number
+        assert shards_of(execution)[0].local.is_native == (native == "new")
         await execution.close()
 
 
@@ -355,12 +356,12 @@ async def test_a_native_call_that_gets_no_answer_ends_in_time(rig: Rig) -> None:
     rig.peer.call.cancel()
     async with DataClient(rig.server.address, timeout_s=0.3) as client:
         execution = await client.open(rig.author.grant())
-        layers = RegionLayers(execution)
+        layers = RegionLayers(shards_of(execution)[0])
         await execution.start(plan_of_two_tokens(rig.author))
         tensors: list[Any] = [tokens(2, 4), tokens(2), tokens(2)]
         rig.server._worker.post(lambda: time.sleep(1.0))
         with pytest.raises(DeadlineExceededError):
             await asyncio.to_thread(layers.layer, 0, *tensors, AttentionOptions())
-        assert execution.local is None
+        assert shards_of(execution)[0].local is None
         assert await asyncio.to_thread(layers.layer, 0, *tensors, AttentionOptions()) is None
         await execution.close()

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from data_plane.server.server import DataPlaneServer
-from kvplane import DataClient, Execution
+from kvplane import Execution
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
+from kvplane.execution.execution import shards_of
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.tensor import Tensor
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
+from tests.helpers.data.unary_client import UnaryClient
 
 NUM_TOKENS = 5  # of one sequence, one in each pass
 LAYERS = range(2)
@@ -52,20 +54,21 @@ async def test_a_plan_runs_pass_by_pass(rig: Any, shared_memory: bool, begins: b
     server, author = rig
     plan, outputs = plan_of(author), []
     async with (
-        DataClient(server.address, shared_memory=shared_memory) as client,
+        UnaryClient(server.address, shared_memory=shared_memory) as client,
         await client.open(author.grant()) as execution,
     ):
-        assert (execution.local is not None) is shared_memory
+        assert (shards_of(execution)[0].local is not None) is shared_memory
         for of_pass in range(NUM_TOKENS):
             if begins:
                 await execution.begin(plan, 1, pass_index=of_pass)
             else:
-                assert (await execution.start(plan, pass_index=of_pass)).num_tokens == 1
+                await execution.start(plan, pass_index=of_pass)
+                assert execution.num_tokens == 1
             for index in LAYERS:
-                assert execution.receipt is None
+                assert not execution.receipts
                 output = await layer(execution, index, of_pass)
             outputs.append(output)
-        assert author.read_receipt(execution.receipt).plan_number == 1
+        assert author.read_receipt(*execution.receipts).plan_number == 1
     check(outputs)
 
 
@@ -76,17 +79,17 @@ async def test_a_stream_that_breaks_in_a_pass_goes_on_with_it(
     server, author = rig
     plan, outputs = plan_of(author), []
     async with (
-        DataClient(server.address, shared_memory=shared_memory) as client,
+        UnaryClient(server.address, shared_memory=shared_memory) as client,
         await client.open(author.grant()) as execution,
     ):
         for of_pass in range(NUM_TOKENS):
             await execution.start(plan, pass_index=of_pass)
             for index in LAYERS:
                 if of_pass in (0, 3):
-                    execution._drop()
+                    shards_of(execution)[0]._drop()
                 output = await layer(execution, index, of_pass)
             outputs.append(output)
-        assert author.read_receipt(execution.receipt).plan_number == 1
+        assert author.read_receipt(*execution.receipts).plan_number == 1
     check(outputs)
 
 
@@ -94,7 +97,7 @@ async def test_passes_are_refused_out_of_order(rig: Any) -> None:
     server, author = rig
     plan = plan_of(author)
     async with (
-        DataClient(server.address) as client,
+        UnaryClient(server.address) as client,
         await client.open(author.grant()) as execution,
     ):
         await execution.start(plan, pass_index=0)
@@ -113,10 +116,10 @@ async def test_native_code_answers_the_layers_of_later_passes(rig: Any) -> None:
     server, author = rig
     plan, outputs = plan_of(author), []
     async with (
-        DataClient(server.address) as client,
+        UnaryClient(server.address) as client,
         await client.open(author.grant()) as execution,
     ):
-        layers = RegionLayers(execution)
+        layers = RegionLayers(shards_of(execution)[0])
         for of_pass in range(NUM_TOKENS):
             assert layers.begin(plan, 1, of_pass)
             own = slice(of_pass, of_pass + 1)
@@ -126,7 +129,7 @@ async def test_native_code_answers_the_layers_of_later_passes(rig: Any) -> None:
             outputs.append(output)
         connection = next(iter(server.local._connections.values()))
         assert connection._known.num_served == (NUM_TOKENS - 1) * (len(LAYERS) - 1)
-        assert execution.receipt is not None
+        assert execution.has_run
     check(outputs)
 
 
@@ -135,12 +138,12 @@ async def test_layers_that_are_expected_in_a_pass_are_none_of_the_next(rig: Any)
     server, author = rig
     plan, options = plan_of(author), AttentionOptions()
     async with (
-        DataClient(server.address) as client,
+        UnaryClient(server.address) as client,
         await client.open(author.grant()) as execution,
-        DataClient(server.address, shared_memory=False) as other_client,
+        UnaryClient(server.address, shared_memory=False) as other_client,
         await other_client.open(author.grant()) as other,
     ):
-        layers = RegionLayers(execution)
+        layers = RegionLayers(shards_of(execution)[0])
         for of_pass in range(2):
             assert layers.begin(plan, 1, of_pass)
             own = slice(of_pass, of_pass + 1)
@@ -172,12 +175,12 @@ async def test_a_late_layer_of_an_earlier_pass_is_refused(rig: Any, way: str) ->
     server, author = rig
     plan, outputs, options = plan_of(author), [], AttentionOptions()
     async with (
-        DataClient(server.address, shared_memory=way != "gRPC") as left_client,
+        UnaryClient(server.address, shared_memory=way != "gRPC") as left_client,
         await left_client.open(author.grant()) as left,
-        DataClient(server.address, shared_memory=False) as client,
+        UnaryClient(server.address, shared_memory=False) as client,
         await client.open(author.grant()) as execution,
     ):
-        layers = RegionLayers(left)
+        layers = RegionLayers(shards_of(left)[0])
         for of_pass in range(NUM_TOKENS):
             if of_pass in (1, 2, 3):
                 await left.start(plan, pass_index=of_pass)
@@ -198,14 +201,14 @@ async def test_a_late_layer_of_an_earlier_pass_is_refused(rig: Any, way: str) ->
             for index in LAYERS:
                 output = await layer(execution, index, of_pass)
             outputs.append(output)
-        assert author.read_receipt(execution.receipt).plan_number == 1
+        assert author.read_receipt(*execution.receipts).plan_number == 1
     check(outputs)
 
 
 async def test_a_single_call_names_no_pass_and_writes_to_none(rig: Any) -> None:
     server, author = rig
     plan, grant = plan_of(author), author.grant()
-    async with DataClient(server.address) as client, await client.open(grant) as execution:
+    async with UnaryClient(server.address) as client, await client.open(grant) as execution:
         await execution.start(plan, pass_index=0)
         key = Tensor.from_array(KEY[:1])
         with pytest.raises(PlanOutOfOrderError) as caught:

@@ -20,7 +20,7 @@ import pytest
 from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, TlsOptions
+from kvplane import ControlClient, Tls
 from kvplane.errors import InvalidRequestError
 from kvplane.integrations.router.config import RouterConfig
 from kvplane.integrations.router.program import engine_client
@@ -134,8 +134,8 @@ async def shown(authority: Authority, address: str) -> str:
     return await asyncio.to_thread(look)
 
 
-def tls_of(authority: Authority, **more: Any) -> TlsOptions:
-    return TlsOptions(ca_file=authority.ca, server_name=NAME, **more)
+def tls_of(authority: Authority, **more: Any) -> Tls:
+    return Tls(ca_file=authority.ca, server_name=NAME, **more)
 
 
 async def test_the_next_connection_has_the_new_certificate_and_streams_go_on(

@@ -60,7 +60,7 @@ async def test_a_call_reaches_a_plane_that_comes_up_late() -> None:
     session_pb2_grpc.add_SessionServiceServicer_to_server(ScriptedControlPlane(), server)
     port = server.add_insecure_port("127.0.0.1:0")  # bound, but not served yet
     async with ControlClient(f"127.0.0.1:{port}") as client:
-        opening = asyncio.create_task(client.open_session("p", LAYOUT))
+        opening = asyncio.ensure_future(client.open_session("p", LAYOUT))
         await asyncio.sleep(0.2)
         await server.start()
         session = await opening

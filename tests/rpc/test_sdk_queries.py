@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 
 from kvplane import ControlClient, Session, ops
-from kvplane.clients.prefix_feed import (
-    BlocksRemoved,
-    BlocksStored,
-    CaughtUp,
-    IndexCleared,
-    StoredBlock,
-)
-from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.errors import (
     InvalidRequestError,
     PlaneUnavailableError,
     PoolNotFoundError,
     RevisionTooOldError,
+)
+from kvplane.prefixes import (
+    DEFAULT_PRIORITY,
+    BlocksRemoved,
+    BlocksStored,
+    CaughtUp,
+    ForgetScope,
+    IndexCleared,
+    StoredBlock,
 )
 from kvplane.results import ForgetResult, PoolMatch
 from kvplane.wire import columns

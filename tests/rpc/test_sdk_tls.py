@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvplane import ControlClient, TlsOptions
+from kvplane import ControlClient, Tls
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
@@ -17,8 +17,8 @@ from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc
 from tests.helpers.sdk_peers import interceptor
 
 TLS = Path(__file__).parent / "tls"
-TRUSTING = TlsOptions(ca_file=TLS / "ca.pem", server_name="kvplane.test")
-TENANT_A = TlsOptions(
+TRUSTING = Tls(ca_file=TLS / "ca.pem", server_name="kvplane.test")
+TENANT_A = Tls(
     ca_file=TLS / "ca.pem",
     cert_file=TLS / "client.pem",
     key_file=TLS / "client.key",
@@ -71,14 +71,14 @@ async def test_a_client_with_a_certificate_is_who_it_names(open_to_known: str) -
     "tls",
     [
         None,
-        TlsOptions(ca_file=TLS / "ca.pem"),
-        TlsOptions(ca_file=TLS / "client.pem", server_name="kvplane.test"),
+        Tls(ca_file=TLS / "ca.pem"),
+        Tls(ca_file=TLS / "client.pem", server_name="kvplane.test"),
         TRUSTING,
     ],
     ids=["no TLS", "another name", "another authority", "no certificate"],
 )
 async def test_nothing_is_said_to_a_peer_that_is_not_trusted(
-    open_to_known: str, tls: TlsOptions | None
+    open_to_known: str, tls: Tls | None
 ) -> None:
     async with ControlClient(open_to_known, tls=tls, timeout_s=0.5) as client:
         with pytest.raises((PlaneUnavailableError, DeadlineExceededError)):
@@ -87,6 +87,6 @@ async def test_nothing_is_said_to_a_peer_that_is_not_trusted(
 
 async def test_a_channel_can_be_made_without_files() -> None:
     """The authorities that gRPC ships are the default; making the channel reaches nobody."""
-    client = ControlClient("127.0.0.1:1", tls=TlsOptions())
+    client = ControlClient("127.0.0.1:1", tls=Tls())
     assert isinstance(client._connection.channel, grpc.aio.Channel)
     await client.close()

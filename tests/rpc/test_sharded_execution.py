@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvplane import ControlClient, LayerGroup, ops
-from kvplane.clients.sharded_execution import ShardedDataClient
+from kvplane import ControlClient, DataClient, LayerGroup, ops
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
 from tests.helpers.sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
 from tests.helpers.sharded_pool import (
@@ -71,19 +70,21 @@ async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> No
         pool,
         ControlClient(pool.address) as control,
         await control.open_session(POOL, LAYOUT) as session,
-        ShardedDataClient(session.shards, LAYOUT) as data,
+        session.open_execution() as execution,
     ):
-        execution = await data.open(session.grant)
         plan = (await session.step([ops.admit(1, prompt(21))])).plan
-        num_tokens = (await execution.start(plan)).num_tokens
+        await execution.start(plan)
+        num_tokens = execution.num_tokens
         outputs = []
         for layer in execution.layers:
             tensors = layer_input(LAYOUT, layer, num_tokens, 0)
             half = [tensor.of_heads([range(tensor.shape[1] // 2)]) for tensor in tensors]
-            lone = await data.clients[0].open(session.grant)
-            await lone.start(plan)
-            await lone.layer(layer, *half, options=OPTIONS.of_heads([range(NUM_HEADS // 2)]))
-            await lone.close()
+            async with (
+                DataClient(session.shards[0].address) as data,
+                await data.open(session.grant) as lone,
+            ):
+                await lone.start(plan)
+                await lone.layer(layer, *half, options=OPTIONS.of_heads([range(NUM_HEADS // 2)]))
             outputs.append(await execution.layer(layer, *tensors, options=OPTIONS))
         assert [bytes(x.data) for x in outputs] == [bytes(x.data) for x in expected[:4]]
         assert execution.has_run
@@ -93,13 +94,12 @@ async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp
     pool = ShardedPool(tmp_path, by_heads(2))
     async with pool, ControlClient(pool.address) as control:
         session = await control.open_session(POOL, LAYOUT)
-        async with ShardedDataClient(session.shards, LAYOUT, timeout_s=0.5) as data:
-            execution = await data.open(session.grant)
+        async with session.open_execution() as execution:
             await run(session, execution, 0, ops.admit(1, prompt(16)))
             result = await session.step([ops.append(1, [1], 1, first_positions=16)])
             await pool.stop(1)
             with pytest.raises(PlaneUnavailableError):
-                await execution.start(result.plan)
+                await execution.start(result.plan, timeout_s=0.5)
             assert [len(execution.receipts), execution.has_run] == [0, False]
         await pool.start(1)
         with pytest.raises(StaleEpochError):
@@ -109,8 +109,7 @@ async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp
         later = [info.epoch for info in session.shards]
         assert epochs[0] == later[0]
         assert epochs[1] < later[1]
-        async with ShardedDataClient(session.shards, LAYOUT) as data:
-            execution = await data.open(session.grant)
+        async with session.open_execution() as execution:
             # One shard's report had the prompt, the other's did not: it is computed again.
             outputs = await run(session, execution, 0, ops.admit(1, prompt(16)))
             assert outputs[0].shape[0] == 16
@@ -123,18 +122,16 @@ async def test_a_new_control_plane_finds_what_all_shards_report(tmp_path) -> Non
     pool = ShardedPool(tmp_path, by_heads(2))
     async with pool, ControlClient(pool.address, timeout_s=30) as control:
         session = await control.open_session(POOL, LAYOUT)
-        async with ShardedDataClient(session.shards, LAYOUT) as data:
-            await run(session, await data.open(session.grant), 0, ops.admit(1, prompt(17)))
+        async with session.open_execution() as execution:
+            await run(session, execution, 0, ops.admit(1, prompt(17)))
             await session.submit_receipts()
         for plane in pool.planes.values():  # until they were told what was published
             while not any(part.publications for part in plane.executor.report()):
                 await asyncio.sleep(0.02)
         await pool.restart_control()
         session = await session.reopen()
-        async with ShardedDataClient(session.shards, LAYOUT) as data:
-            outputs = await run(
-                session, await data.open(session.grant), 0, ops.admit(1, prompt(17))
-            )
+        async with session.open_execution() as execution:
+            outputs = await run(session, execution, 0, ops.admit(1, prompt(17)))
             assert outputs[0].shape[0] == 1
         await session.close()
 
@@ -144,9 +141,8 @@ async def test_what_does_not_fit_the_shards_is_refused_by_name(tmp_path) -> None
         ShardedPool(tmp_path, by_heads(2)) as pool,
         ControlClient(pool.address) as control,
         await control.open_session(POOL, LAYOUT) as session,
-        ShardedDataClient(session.shards, LAYOUT) as data,
+        session.open_execution() as execution,
     ):
-        execution = await data.open(session.grant)
         plan = (await session.step([ops.admit(1, [1, 2])])).plan
         await execution.start(plan)
         query, key, value = layer_input(LAYOUT, 0, 2, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import subprocess
 import sys
 import threading
@@ -12,48 +11,25 @@ from typing import Any
 
 import pytest
 
-import kvplane
 from kvplane import Tensor, ops, sync
-from kvplane.clients.prefix_feed import BlocksStored, CaughtUp
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, PoolNotFoundError
+from kvplane.prefixes import BlocksStored, CaughtUp
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
-
-
-def public(cls: type) -> set[str]:
-    return {name for name in dir(cls) if not name.startswith("_")}
-
-
-@pytest.mark.parametrize("name", sync.__all__)
-def test_nothing_of_the_client_is_missing_or_takes_other_arguments(name: str) -> None:
-    blocking, original = getattr(sync, name), getattr(kvplane, name)
-    assert public(original) - public(blocking) <= blocking.__annotations__.keys()
-    assert public(blocking) <= public(original)
-    for method in public(blocking):
-        ours, theirs = getattr(blocking, method), getattr(original, method)
-        assert ours.__doc__ == theirs.__doc__
-        assert [*inspect.signature(ours).parameters.values()][1:] == [
-            *inspect.signature(theirs).parameters.values()
-        ][1:]
 
 
 def decode(planes: Planes) -> list[str]:
     """What a newcomer does, and what of it can be seen."""
     seen = []
     qkv = Tensor("float32", (12, 1, 8), bytes(384))
-    with (
-        sync.ControlClient(planes.control.address) as control,
-        sync.DataClient(planes.data.address) as data,
-    ):
-        control.wait_ready(POOL)
-        with control.open_session(POOL, LAYOUT) as session, data.open(session.grant) as execution:
+    with sync.ControlClient(planes.control.address) as control:
+        with control.open_session(POOL) as session, session.open_execution() as execution:
             events = control.watch_prefixes(POOL)
             step = session.run(ops.admit(1, [5] * 12))
             execution.start(step.plan)
             with pytest.raises(InvalidRequestError, match="receipt: is None"):
-                session.add_receipt(execution.receipt)
+                session.add_receipt(None)
             for layer in execution.layers:
                 execution.layer(layer, qkv, qkv, qkv)
-            session.add_receipt(execution.receipt)
             session.submit_receipts()
             (found,) = control.find_prefix([5] * 12)
             retained = control.retain_prefix(POOL, [5] * 12, time_to_live_s=9)
@@ -97,15 +73,16 @@ def test_no_plane_is_an_error_and_not_a_wait() -> None:
 
 
 PROGRAM = """
-from kvplane import Layout, ops
-from kvplane.sync import ControlClient, DataClient
+from kvplane import ops
+from kvplane.sync import ControlClient
 
-with ControlClient("127.0.0.1:50051") as control, DataClient("127.0.0.1:50052") as data:
-    layout = Layout.from_proto(control.wait_ready("default").layout)
-    with control.open_session("default", layout) as session, data.open(session.grant) as execution:
+with ControlClient("127.0.0.1:50051") as control, control.open_session("default") as session:
+    with session.open_execution() as execution:
         step = session.run(ops.admit(1, [97, 98, 99]))
-        print(execution.start(step.plan).num_tokens + session.id)
-        session.add_receipt(execution.receipt)
+        execution.start(step.plan)
+        print(execution.num_tokens + session.id)
+        for receipt in execution.receipts:
+            session.add_receipt(receipt)
 """
 WRONG = ("session.step(7)", "session.nothing", "execution.start(step)")
 

@@ -26,7 +26,7 @@ import grpc
 
 from benchmarks.common.block_rates import Rates, report_rates
 from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
-from kvplane import ControlClient, DataClient, Session, Tensor, ops
+from kvplane import ControlClient, Execution, Session, Tensor, ops
 from kvplane.wire.protocol import CHANNEL_OPTIONS
 
 from ..client import PushClient
@@ -45,12 +45,12 @@ class Mover:
     def __init__(
         self,
         sessions: Sequence[Session],
-        clients: Sequence[DataClient],
+        executions: Sequence[Execution],
         pushes: Sequence[PushClient],
         num_blocks: int,
     ) -> None:
         self._here, self._there = sessions
-        self._source, self._target = clients
+        self._source, self._target = executions
         self._push_source, self._push_target = pushes
         self._num_blocks = num_blocks
         self._tokens = [i % 1000 for i in range(num_blocks * LAYOUT.block_size_tokens)]
@@ -60,9 +60,9 @@ class Mover:
         plan = (await self._here.run(ops.admit(SEQUENCE, self._tokens))).plan
         shape = (len(self._tokens), 8, 64)
         key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
-        for layer in range(4):
-            answer = await self._source.reshape_and_cache(self._here.grant, plan, layer, key, key)
-        self._here.add_receipt(answer.receipt)
+        await self._source.start(plan)
+        for layer in self._source.layers:
+            await self._source.layer(layer, None, key, key)
         await self._here.submit_receipts()
 
     async def pushed(self) -> float:
@@ -73,7 +73,8 @@ class Mover:
         begin_s = time.perf_counter()
         sent = await self._push_source.send_blocks(self._here.grant, SEQUENCE, ticket)
         took_s = time.perf_counter() - begin_s
-        await self._free(sent.receipt)
+        self._there.add_receipt(sent.receipt)
+        await self._free()
         return took_s
 
     async def by_client(self) -> float:
@@ -81,30 +82,22 @@ class Mover:
         plan = await self._admit()
         at_once = CLIENT_BYTES // BLOCK_BYTES
         begin_s = time.perf_counter()
+        await self._target.start(plan)
         for first in range(0, self._num_blocks, at_once):
-            read = await self._source.read_blocks(
-                self._here.grant,
-                SEQUENCE,
-                first_block=first,
-                num_blocks=min(at_once, self._num_blocks - first),
-            )
-            blocks = Tensor.from_proto(read.blocks)
-            written = await self._target.write_blocks(
-                self._there.grant, plan, SEQUENCE, blocks, first_block=first
-            )
+            entries = range(first, min(first + at_once, self._num_blocks))
+            read = await self._source.read_blocks(SEQUENCE, entries)
+            await self._target.write_blocks(SEQUENCE, read, entries)
         took_s = time.perf_counter() - begin_s
-        await self._free(written.receipt)
+        assert self._target.has_run
+        await self._free()
         return took_s
 
     async def _admit(self) -> Any:
         operation = ops.admit(SEQUENCE, self._tokens, skip_prefix_lookup=True)
         return (await self._there.run(operation)).plan
 
-    async def _free(self, receipt: Any) -> None:
-        self._there.add_receipt(receipt)
-        plan = (await self._there.run(ops.free(SEQUENCE))).plan
-        ran = await self._target.copy_blocks(self._there.grant, plan)
-        self._there.add_receipt(ran.receipt)
+    async def _free(self) -> None:
+        await self._target.start((await self._there.run(ops.free(SEQUENCE))).plan)
         await self._there.submit_receipts()
 
 
@@ -119,16 +112,16 @@ async def measure(address: str, num_blocks: int, num_rounds: int) -> Rates:
         channel = grpc.insecure_channel(f"127.0.0.1:{grpc_port}", [*CHANNEL_OPTIONS])
         stack.enter_context(channel)
         control = await stack.enter_async_context(ControlClient(address, timeout_s=60))
-        sessions, clients, pushes = [], [], []
+        sessions, executions, pushes = [], [], []
         for pool_id in POOLS:
             await control.wait_ready(pool_id, timeout_s=180)
-            session = await control.open_session(pool_id, LAYOUT)
-            sessions.append(await stack.enter_async_context(session))
-            client = DataClient(session.shards[0].address, timeout_s=60)
-            clients.append(await stack.enter_async_context(client))
+            opening = control.open_session(pool_id, LAYOUT)
+            session = await stack.enter_async_context(opening)
+            sessions.append(session)
+            executions.append(await session.open_execution())
             push = PushClient(session.shards[0].address, timeout_s=60)
             pushes.append(await stack.enter_async_context(push))
-        mover = Mover(sessions, clients, pushes, num_blocks)
+        mover = Mover(sessions, executions, pushes, num_blocks)
         await mover.prefill()
         ways: dict[str, Callable[[], Any]] = {
             "raw TCP": lambda: asyncio.to_thread(timed, by_tcp, connection, data),

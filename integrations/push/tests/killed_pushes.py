@@ -19,7 +19,7 @@ from two_pools import HERE, PUSHING, THERE, data_plane, push_of, settings_of, va
 
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, LayerGroup, Layout, Session, Tensor, ops
+from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 from kvplane.errors import KvplaneError, UnavailableError
 from kvplane.integrations.push import chunks
 from kvplane.integrations.push.client import PushClient
@@ -61,15 +61,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def compute(session: Session, data: DataClient) -> None:
+async def compute(session: Session, execution: Execution) -> None:
     """The prompt, without attention."""
     plan = (await session.run(ops.admit(1, PROMPT))).plan
     assert plan is not None
     shape = (len(PROMPT), 8, 64)
     key = Tensor("float32", shape, os.urandom(Tensor.size_bytes("float32", shape)))
+    await execution.start(plan)
     for layer in (0, 1):
-        answer = await data.reshape_and_cache(session.grant, plan, layer, key, key)
-    session.add_receipt(answer.receipt)
+        await execution.layer(layer, None, key, key)
     await session.submit_receipts()
 
 
@@ -90,10 +90,9 @@ async def num_cached(control: ControlClient, pool_id: str) -> int:
     return found.num_cached_tokens
 
 
-async def opened(control: ControlClient, pool_id: str) -> tuple[Session, DataClient]:
-    await control.wait_ready(pool_id, timeout_s=PATIENCE_S)
-    session = await control.open_session(pool_id, LAYOUT)
-    return session, DataClient(session.shards[0].address, timeout_s=PATIENCE_S)
+async def opened(control: ControlClient, pool_id: str) -> tuple[Session, Execution]:
+    session = await control.open_session(pool_id, timeout_s=PATIENCE_S)
+    return session, await session.open_execution(timeout_s=PATIENCE_S)
 
 
 def moved(plane: DataPlaneServer, direction: str) -> int:
@@ -127,7 +126,7 @@ async def receiver_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **
                             await sending
                         may_go_on.set()
                         await there.detach()
-                read = await source.read_blocks(here.grant, 1, num_blocks=1)
+                (read,) = await source.read_blocks(1, range(1))
                 assert len(read.blocks.data) == NUM_BYTES // NUM_BLOCKS
                 assert await num_cached(control, HERE) == len(PROMPT)
 

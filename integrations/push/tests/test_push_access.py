@@ -18,7 +18,7 @@ from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, DataClient, Session, Tensor, TlsOptions, ops
+from kvplane import ControlClient, DataClient, Session, Tensor, Tls, ops
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -81,7 +81,7 @@ async def peers(tmp_path: Path) -> AsyncIterator[TlsPools]:
     await peers.stop()
 
 
-async def compute(session: Session, tls: TlsOptions) -> None:
+async def compute(session: Session, tls: Tls) -> None:
     async with (
         DataClient(session.shards[0].address, tls=tls) as data,
         await data.open(session.grant) as execution,
@@ -90,7 +90,7 @@ async def compute(session: Session, tls: TlsOptions) -> None:
         key = Tensor("float32", (len(PROMPT), 1, 8), bytes(range(128)) * 7)
         for layer in execution.layers:
             await execution.layer(layer, key, key, key)
-        session.add_receipt(execution.receipt)
+        session.add_receipt(*execution.receipts)
         await session.submit_receipts()
 
 

@@ -13,7 +13,7 @@ import pytest
 from two_pools import PUSHING, THERE, TwoPools, push, side, two_pools, variables
 
 from data_plane.execution.executor import Executor
-from kvplane import ControlClient, DataClient, ShardedDataClient, Tensor, ops
+from kvplane import ControlClient, Tensor, ops
 from kvplane.errors import (
     ChecksumMismatchError,
     InvalidRequestError,
@@ -28,9 +28,7 @@ from kvplane.integrations.push import chunks, receiver
 from kvplane.integrations.push.client import PrefixMover
 from kvplane.integrations.push.push_pb2 import BlockChunk, PushBlocksRequest
 from kvplane.integrations.push.stubs import method
-from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.planes_in_process import NUM_BLOCKS, PROMPT, SEQUENCE, Side
-from tests.helpers.sharded_pool import LAYOUT as SHARDED_LAYOUT
 from tests.helpers.sharded_pool import POOL as SHARDED_POOL
 from tests.helpers.sharded_pool import ShardedPool, by_heads
 
@@ -52,9 +50,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def full_blocks(side: Side) -> pb.Tensor:
+async def full_blocks(side: Side) -> Tensor:
     """Of the prompt."""
-    read = await side.data.read_blocks(side.session.grant, SEQUENCE, num_blocks=NUM_BLOCKS - 1)
+    (read,) = await side.execution.read_blocks(SEQUENCE, range(NUM_BLOCKS - 1))
     return read.blocks
 
 
@@ -222,11 +220,11 @@ async def test_a_push_after_an_abort_is_refused(pools: TwoPools) -> None:
         await push(ticket, requests[:3])
     await there.session.abort_plans(there.session.last_number)
     await there.run(ops.admit(2, PROMPT), range(len(PROMPT)))
-    before = await there.data.read_blocks(there.session.grant, 2, num_blocks=NUM_BLOCKS)
+    before = await there.execution.read_blocks(2, range(NUM_BLOCKS))
     with pytest.raises(PlanOutOfOrderError):
         await push(late, requests)
-    after = await there.data.read_blocks(there.session.grant, 2, num_blocks=NUM_BLOCKS)
-    assert before.blocks == after.blocks
+    after = await there.execution.read_blocks(2, range(NUM_BLOCKS))
+    assert before == after
 
 
 async def test_a_push_after_the_session_is_refused_and_its_blocks_return(pools: TwoPools) -> None:
@@ -258,7 +256,6 @@ async def test_only_what_is_written_is_sent(pools: TwoPools) -> None:
         await mover.move(SEQUENCE, PROMPT[:24])
     for layer in here.execution.layers:
         await here.layer(layer, [28])
-    here.session.add_receipt(here.execution.receipt)
 
 
 async def test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again(
@@ -370,29 +367,18 @@ async def test_each_shard_pushes_its_part(tmp_path: Path, monkeypatch: pytest.Mo
             shards: list[Any] = [{**ranges, "plug_ins": "push"} for ranges in by_heads(2)]
             pool = await stack.enter_async_context(ShardedPool(tmp_path / name, shards))
             control = await stack.enter_async_context(ControlClient(pool.address))
-            await control.wait_ready(SHARDED_POOL, timeout_s=PATIENCE_S)
-            session = await control.open_session(SHARDED_POOL, SHARDED_LAYOUT)
-            await stack.enter_async_context(session)
-            data = ShardedDataClient(session.shards, session.layout, timeout_s=PATIENCE_S)
-            await stack.enter_async_context(data)
-            sessions.append(session)
-            executions.append(await data.open(session.grant))
+            session = await control.open_session(SHARDED_POOL, timeout_s=PATIENCE_S)
+            sessions.append(await stack.enter_async_context(session))
+            executions.append(await session.open_execution())
         prompt = list(range(20))
         plan = (await sessions[0].run(ops.admit(1, prompt, max_total_tokens=32))).plan
         key = Tensor("float32", (20, 4, 8), bytes(range(256)) * 10)
         await executions[0].start(plan)
         for layer in executions[0].layers:
             await executions[0].layer(layer, key, key, key)
-        for receipt in executions[0].receipts:
-            sessions[0].add_receipt(receipt)
         await sessions[0].submit_receipts()
         async with PrefixMover(*sessions) as mover:
             moved = await mover.move(1, prompt, max_total_tokens=32)
         assert moved.num_bytes == 3 * 4 * 2 * 4 * 8 * 8 * 4
-        for shards in zip(*(session.shards for session in sessions), strict=True):
-            held = []
-            for session, shard in zip(sessions, shards, strict=True):
-                async with DataClient(shard.address) as client:
-                    read = await client.read_blocks(session.grant, 1, num_blocks=2)
-                    held.append(read.blocks)
-            assert held[0] == held[1]
+        here, there = [await each.read_blocks(1, range(2)) for each in executions]
+        assert [each.blocks for each in here] == [each.blocks for each in there]

@@ -69,7 +69,7 @@ class PushSide(Side):
     """``pushes`` calls the data plane's plug-in."""
 
     def __init__(self, side: Side, pushes: PushClient) -> None:
-        super().__init__(side.control, side.session, side.data, side.execution, side.plane)
+        super().__init__(side.control, side.session, side.execution, side.plane)
         self.pushes = pushes
         self.push = push_of(side.plane)
 
@@ -95,9 +95,7 @@ class TwoPools:
         )
         requests = [push_pb2.PushBlocksRequest(open=opening)]
         for block in range(NUM_BLOCKS):
-            read = await self.here.data.read_blocks(
-                self.here.session.grant, SEQUENCE, first_block=block
-            )
+            (read,) = await self.here.execution.read_blocks(SEQUENCE, block)
             place = BlockRange(SEQUENCE, block, 1, 0, 0, 3)
             chunk = chunks.chunk_of(place, read.blocks.data)
             requests.append(push_pb2.PushBlocksRequest(chunk=chunk))

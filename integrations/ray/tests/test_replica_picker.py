@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 
-from kvplane.clients.prefix_feed import BlocksStored, StoredBlock
 from kvplane.integrations.ray.replica_picker import ReplicaPicker, body_of
 from kvplane.integrations.router.picker import Picker
 from kvplane.integrations.router.pool_index import PoolIndex
 from kvplane.integrations.router.prompts import Prompts
+from kvplane.prefixes import BlocksStored, StoredBlock
 
 PROMPTS = Prompts([[1, 2, 3, 4, 5]])
 REPLICAS = {"a": "cold", "b": "warm", "c": "unknown"}

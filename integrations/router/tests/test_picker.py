@@ -11,9 +11,9 @@ from benchmarks.replay.synthetic import make_requests
 from benchmarks.routing.__main__ import CHOSEN, faults, figures_of
 from benchmarks.routing.fleet import Fleet, Shape
 from benchmarks.routing.policies import PolicyRouter
-from kvplane.clients.prefix_feed import BlocksStored, StoredBlock
 from kvplane.integrations.router.picker import Picker
 from kvplane.integrations.router.pool_index import PoolIndex
+from kvplane.prefixes import BlocksStored, StoredBlock
 
 PROMPT = list(range(1, 10))
 

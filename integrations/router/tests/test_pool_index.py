@@ -6,8 +6,8 @@ import random
 from array import array
 
 from benchmarks.replay.cache import BLOCK_SIZE_TOKENS, Cache, Prompts
-from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, IndexCleared, StoredBlock
 from kvplane.integrations.router.pool_index import PoolIndex
+from kvplane.prefixes import BlocksRemoved, BlocksStored, IndexCleared, StoredBlock
 
 DEVICE, HOST = 1, 2
 

@@ -14,9 +14,9 @@ from control_plane.core import ControlPlane
 from control_plane.observing import PoolObservation
 from control_plane.pools.publications import root_of
 from kvplane import ops
-from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
+from kvplane.prefixes import ForgetScope
 from kvplane.results import SequenceState, error_of, news_of, sequence_states
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64

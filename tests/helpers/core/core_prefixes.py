@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from control_plane.core import ControlPlane
 from kvplane import ops
-from kvplane.clients.prefixes import ForgetScope
+from kvplane.prefixes import ForgetScope
 from kvplane.slices import run_to_end
 from kvplane.wire.v1 import prefix_pb2 as pb
 

@@ -13,6 +13,7 @@ import torch
 
 from kvplane import DataClient, Execution
 from kvplane.attention_options import AttentionOptions
+from kvplane.execution.execution import shards_of
 from kvplane.runtime import device_region, region_layers
 from kvplane.runtime.device_region import DeviceRegion
 from kvplane.runtime.region_layers import RegionLayers
@@ -45,7 +46,8 @@ class Engine(MemoryUser):
             return client, await client.open(SignedPayload.FromString(grant))
 
         self.client, self.execution = self.loop.run_until_complete(opened())
-        self.layers = RegionLayers(self.execution)
+        self.shard, *_ = shards_of(self.execution)
+        self.layers = RegionLayers(self.shard)
 
     def claim_uuid(self, uuid: str) -> None:
         """Make tensors count as being on this GPU."""
@@ -54,7 +56,7 @@ class Engine(MemoryUser):
 
     def change_region(self, **fields: Any) -> None:
         """Change fields of the data plane's offer."""
-        share_now = self.execution.share_now
+        share_now = self.shard.share_now
 
         def changed(uuid: str) -> tuple[local_pb2.MemoryRegion, int] | None:
             given = share_now(uuid)
@@ -63,7 +65,7 @@ class Engine(MemoryUser):
                     setattr(given[0], name, value)
             return given
 
-        self.execution.share_now = changed  # type: ignore[method-assign]
+        self.shard.share_now = changed  # type: ignore[method-assign]
 
     def run_plan(self, plan: bytes, num_layers: int, seed: int) -> list[torch.Tensor | None]:
         """Return the outputs of a plan of two tokens."""

@@ -15,10 +15,17 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from control_plane.steps.operations import OPERATIONS
-from kvplane import ControlClient, Layout, SequenceState, Session, ops
-from kvplane.clients.prefixes import ForgetScope
+from kvplane import ControlClient, Layout, Session, ops
 from kvplane.errors import KvplaneError, SequenceNotFoundError
-from kvplane.results import CachedBlock, ForgetResult, PoolMatch, StepResult, error_of
+from kvplane.prefixes import ForgetScope
+from kvplane.results import (
+    CachedBlock,
+    ForgetResult,
+    PoolMatch,
+    SequenceState,
+    StepResult,
+    error_of,
+)
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import plan_pb2

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from starlette.types import Receive
 
-from kvplane.clients.prefix_feed import StoredBlock
 from kvplane.integrations.ray.replica_picker import ReplicaPicker
 from kvplane.integrations.router import app, engine_load, picker, proxy
 from kvplane.integrations.router.engine_load import EngineLoad
@@ -16,6 +15,7 @@ from kvplane.integrations.router.engines import Engines
 from kvplane.integrations.router.feeds import PoolFeeds
 from kvplane.integrations.router.picker import Picker
 from kvplane.integrations.router.pool_index import PoolIndex
+from kvplane.prefixes import StoredBlock
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import AbortResult, ControlClient, Session, StepResult, ops
+from kvplane import ControlClient, Session, StepResult, ops
 from kvplane.errors import (
     InvalidRequestError,
     NeverFitsError,
@@ -23,7 +23,7 @@ from kvplane.errors import (
     SessionExpiredError,
     StaleIncarnationError,
 )
-from kvplane.layout import Layout
+from kvplane.session import AbortResult
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.flaky_proxy import FlakyProxy
 from tests.helpers.planning.control_wire import RawShard
@@ -85,7 +85,7 @@ async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready
     with pytest.raises(PoolNotReadyError) as not_ready:
         await client.open_session(POOL, LAYOUT, timeout_s=0.3)
     assert not_ready.value.retry_delay_s is not None
-    opening = asyncio.create_task(client.open_session(POOL, LAYOUT))
+    opening = asyncio.ensure_future(client.open_session(POOL, LAYOUT))
     await asyncio.sleep(0.1)
     await shard.report()
     session = await opening
@@ -100,7 +100,7 @@ async def test_the_client_knows_its_plane_and_its_sessions_terms(
     assert info.incarnation == session.incarnation == control_server.core.incarnation
     assert await client.list_pools() == [POOL]
     pool = await client.wait_ready(POOL)
-    assert Layout.from_proto(pool.layout) == session.layout == LAYOUT
+    assert pool.layout == session.layout == LAYOUT
     assert pool.shards[0].address == session.shards[0].address == shard.hello.address
     grant = plan_pb2.SessionGrant.FromString(session.grant.payload)
     assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")

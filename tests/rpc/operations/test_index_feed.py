@@ -12,15 +12,15 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, ops
-from kvplane.clients.prefix_feed import (
+from kvplane.errors import BlockInUseError, PoolNotFoundError, RevisionTooOldError
+from kvplane.prefixes import (
     BlocksRemoved,
     BlocksStored,
+    ForgetScope,
     IndexCleared,
     PrefixEvent,
     StoredBlock,
 )
-from kvplane.clients.prefixes import ForgetScope
-from kvplane.errors import BlockInUseError, PoolNotFoundError, RevisionTooOldError
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.cached_prefixes import snapshot

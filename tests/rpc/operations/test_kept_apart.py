@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvplane import ops
-from kvplane.clients.prefixes import ForgetScope
+from kvplane.prefixes import ForgetScope
 from tests.helpers.planning.operations_world import BLOCK, World, prompt
 
 PAGE = Path(__file__).parents[3] / "docs" / "clients.md"

@@ -117,7 +117,7 @@ async def test_the_client_reads_all_pages(
     async with ControlClient(control_server.address) as client:
         assert await client.list_pools() == ["a", "b", "pool", "q", "r"]
         listed = await client.list_sessions("pool")
-    assert [each.session.session_id for each in listed] == sorted(opened)
+    assert [each.session_id for each in listed] == sorted(opened)
     for other in others:
         other.hang_up()
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 
 from kvplane import ControlClient, ops
-from kvplane.clients.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.errors import (
     BlockInUseError,
     InvalidRequestError,
@@ -15,6 +14,7 @@ from kvplane.errors import (
     PoolNotReadyError,
     QuotaExceededError,
 )
+from kvplane.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.results import ForgetResult
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.plane.v1 import registration_pb2 as rpb

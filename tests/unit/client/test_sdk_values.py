@@ -26,7 +26,7 @@ from kvplane.errors import (
 )
 from kvplane.tensor import Tensor
 from kvplane.transport.retry import Deadline, retry_until
-from kvplane.transport.tls import TlsOptions
+from kvplane.transport.tls import Tls, credentials_of
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import execution_pb2 as data_pb
@@ -305,14 +305,14 @@ async def test_a_cancelled_body_is_cancelled_and_not_late() -> None:
 @pytest.mark.parametrize(
     ("field", "options"),
     [
-        ("tls.key_file", TlsOptions(cert_file=Path("cert.pem"))),
-        ("tls.cert_file", TlsOptions(key_file=Path("key.pem"))),
-        ("tls.ca_file", TlsOptions(ca_file=Path("/nowhere/ca.pem"))),
+        ("tls.key_file", Tls(cert_file=Path("cert.pem"))),
+        ("tls.cert_file", Tls(key_file=Path("key.pem"))),
+        ("tls.ca_file", Tls(ca_file=Path("/nowhere/ca.pem"))),
     ],
 )
-def test_tls_options_that_do_not_fit_are_named(field: str, options: TlsOptions) -> None:
+def test_tls_options_that_do_not_fit_are_named(field: str, options: Tls) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        options.credentials()
+        credentials_of(options)
     assert caught.value.field == field
 
 

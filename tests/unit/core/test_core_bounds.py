@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from control_plane.config import CoreConfig
-from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
+from kvplane.prefixes import ForgetScope
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from tests.helpers.core.core_data_plane import DataPlane

@@ -6,8 +6,8 @@ import pytest
 
 from control_plane.config import CoreConfig
 from kvplane import ops
-from kvplane.clients.prefixes import ForgetScope
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
+from kvplane.prefixes import ForgetScope
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL

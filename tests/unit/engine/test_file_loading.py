@@ -10,8 +10,8 @@ import pytest
 from engine.request import Request, SamplingParams
 from engine.scheduling.loading import LoadingScheduler
 from engine.scheduling.sequence import EngineSequence, SequenceStatus
-from kvplane.clients.prefix_loader import Loaded
 from kvplane.errors import PlaneUnavailableError
+from kvplane.prefixes import Loaded
 
 
 class Rig:

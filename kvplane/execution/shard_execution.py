@@ -1,5 +1,8 @@
-"""Executions: plans run layer by layer on a stream, and beside it through shared memory where the
-data plane is on the same machine.
+"""One shard's part of an execution: plans run layer by layer on a stream, and beside it through
+shared memory where the data plane is on the same machine.
+
+Not for callers, who have ``kvplane.Execution``. ``kvplane.runtime`` uses the methods whose names
+end with "now", which need no event loop.
 
 If too many bytes of requests wait at the data plane, calls wait for its retry delay, up to their
 deadline.
@@ -16,8 +19,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -29,6 +31,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     PlanOutOfOrderError,
 )
+from kvplane.results import Signed
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.local import packets
@@ -39,30 +42,21 @@ from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.plane.v1.plan_pb2 import Plan
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import local_pb2
+from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 if TYPE_CHECKING:
     from kvplane_kernels import LayerCall
 
 T = TypeVar("T")
+_Receipted: TypeAlias = (
+    pb.StartPlanResponse | pb.RunLayerResponse | pb.WriteBlocksResponse | pb.LoadFileBlocksResponse
+)
 
 _LOGGER: Final = logging.getLogger(__name__)
 # Data planes for which a failure was logged, which is done once for each.
 _NOT_JOINED: Final[set[str]] = set()  # their offer of shared memory could not be taken
 _NOT_SHARED: Final[set[str]] = set()  # their GPU's memory could not be opened
-
-
-@dataclass(frozen=True, slots=True)
-class PlanStarted:
-    """A started plan. ``num_tokens``: first extent of q, k and v.
-
-    ``receipt`` is not None when no layer is expected: the plan has no spans, or it had run before.
-    """
-
-    plan_number: int
-    num_tokens: int
-    receipt: SignedPayload | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +67,7 @@ class _Presented:
     number: int
     pass_index: int | None
     """None for all tokens at once."""
+    num_tokens: int
     tail: bytes
     """Of the layers' packets: see ``packets.tail_of``."""
 
@@ -81,43 +76,48 @@ class _Presented:
 class _Begun:
     """A plan that was sent ``by`` a local connection, or over gRPC for None."""
 
-    num_tokens: int
     by: LocalConnection | None
 
 
-class Execution:
-    """Made by ``DataClient.open``. One call at a time: ``start`` or ``begin``, then ``layer`` for
-    each layer.
+class ShardExecution:
+    """Runs plans on one shard. One call at a time: ``start`` or ``begin``, then ``layer`` for each
+    layer.
 
     ``layers``: the layers held, ascending. ``receipt``: of the plan started last, once it has run;
     a layer sent again after that is answered again and writes nothing.
     """
 
     def __init__(
-        self, connection: Connection, stub: Any, grant: SignedPayload, *, local: bool = True
+        self,
+        connection: Connection,
+        grant: SignedPayload,
+        *,
+        local: bool = True,
+        take_receipt: Callable[[Signed], None] | None = None,
     ) -> None:
-        """``local``: whether to use shared memory where it is available."""
+        """``connection``: closed with the execution. ``local``: whether to use shared memory where
+        it is available. ``take_receipt``: called once for each plan's receipt, in the thread of the
+        call that brought it.
+        """
         self.layers: list[int] = []
         self.receipt: SignedPayload | None = None
         self._connection = connection
         self._grant = grant
         self._host_id = packets.host_id() if local else ""
+        self._take = take_receipt
+        self._last_taken = 0  # number of the plan whose receipt was given to ``take_receipt``
         self._plan: _Presented | None = None
         self._begun: _Begun | None = None  # a plan that was sent and not answered yet
+        stub = execution_pb2_grpc.ExecutionServiceStub(connection.channel)
+        self._blocks = execution_pb2_grpc.BlockServiceStub(connection.channel)
         self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
         self._local: LocalConnection | None = None
         self._lock = asyncio.Lock()
 
-    async def __aenter__(self) -> Execution:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the plan or pass started last computes; 0 before the first."""
+        return 0 if self._plan is None else self._plan.num_tokens
 
     @property
     def local(self) -> LocalConnection | None:
@@ -136,7 +136,7 @@ class Execution:
         *,
         pass_index: int | None = None,
         timeout_s: float | None = None,
-    ) -> PlanStarted:
+    ) -> None:
         """Present a plan, which makes its table changes and transfers. Safe to repeat.
 
         ``pass_index``: computes the plan in passes, one token of each span in each: see
@@ -150,8 +150,8 @@ class Execution:
             self._forget_plan()
             request = _request(plan, pass_index)
             started = await _tried(deadline, lambda: self._start(request))
-            self._plan, self.receipt = _presented(request, started.plan_number), started.receipt
-            return started
+            self._plan = _presented(request, started.plan_number, started.num_tokens)
+            self._note_receipt(started)
 
     async def begin(
         self,
@@ -205,7 +205,7 @@ class Execution:
         """``begin`` in the calling thread. Returns False if that is not possible: use ``begin``."""
         self._forget_plan()
         request = _request(plan, pass_index)
-        presented = _presented(request, _number_of(plan))
+        presented = _presented(request, _number_of(plan), num_tokens)
         local, packet = self._local_for(request)
         if local is None:
             return False
@@ -213,7 +213,7 @@ class Execution:
             local.send(packet)
         except PlaneUnavailableError:
             return False
-        self._plan, self._begun = presented, _Begun(num_tokens, local)
+        self._plan, self._begun = presented, _Begun(local)
         return True
 
     def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
@@ -292,9 +292,52 @@ class Execution:
             self._local = None
 
     async def close(self) -> None:
-        """End the stream. Another execution can continue the plan."""
+        """End the stream, and close the connection. Another execution can continue the plan."""
         self.leave()
         await self._stream.close()
+        await self._connection.close()
+
+    async def read_blocks(
+        self, request: pb.ReadBlocksRequest, timeout_s: float | None
+    ) -> pb.ReadBlocksResponse:
+        """Read blocks, under the execution's grant."""
+        request.grant.CopyFrom(self._grant)
+        response: pb.ReadBlocksResponse = await self._connection.call(
+            self._blocks.ReadBlocks, request, timeout_s
+        )
+        return response
+
+    async def write_blocks(self, request: pb.WriteBlocksRequest, timeout_s: float | None) -> None:
+        """Write blocks of the plan started last, and take its receipt with the last of them."""
+        request.grant.CopyFrom(self._grant)
+        request.plan.CopyFrom(self._started_plan().request.plan.plan)
+        self._note_receipt(
+            await self._connection.call(self._blocks.WriteBlocks, request, timeout_s)
+        )
+
+    async def find_files(self, token_ids: bytes, timeout_s: float | None) -> int:
+        """Count the leading full blocks of a prompt that the shard has in files."""
+        request = pb.LoadFileBlocksRequest(grant=self._grant, token_ids=token_ids)
+        response: pb.LoadFileBlocksResponse = await self._connection.call(
+            self._blocks.LoadFileBlocks, request, timeout_s
+        )
+        return response.num_blocks
+
+    async def load_files(self, sequence_id: int, token_ids: bytes, timeout_s: float | None) -> int:
+        """Write a sequence's span of the plan started last from files; return the number of blocks
+        that were written. The receipt comes with the last one.
+        """
+        request = pb.LoadFileBlocksRequest(
+            grant=self._grant,
+            plan=self._started_plan().request.plan.plan,
+            sequence_id=sequence_id,
+            token_ids=token_ids,
+        )
+        response: pb.LoadFileBlocksResponse = await self._connection.call(
+            self._blocks.LoadFileBlocks, request, timeout_s
+        )
+        self._note_receipt(response)
+        return response.num_blocks
 
     @property
     def _is_open(self) -> bool:
@@ -346,7 +389,7 @@ class Execution:
             _note_once(_NOT_JOINED, text, self._connection.target, error)
             return None
 
-    async def _start(self, plan: pb.ExecuteRequest) -> PlanStarted:
+    async def _start(self, plan: pb.ExecuteRequest) -> pb.StartPlanResponse:
         await self._open()
         local, packet = self._local_for(plan)
         if local is None:
@@ -359,9 +402,9 @@ class Execution:
         await self._open()
         if not self.begin_now(plan, num_tokens, pass_index):
             request = _request(plan, pass_index)
-            presented = _presented(request, _number_of(plan))
+            presented = _presented(request, _number_of(plan), num_tokens)
             await self._stream.send(request)
-            self._plan, self._begun = presented, _Begun(num_tokens, None)
+            self._plan, self._begun = presented, _Begun(None)
 
     async def _present(self, plan: _Presented) -> None:
         """Present the plan again on a new stream if the earlier stream has ended."""
@@ -369,7 +412,7 @@ class Execution:
             self._begun = None
             started = await self._start(plan.request)
             self._check_number(started)
-            self.receipt = started.receipt
+            self._note_receipt(started)
 
     async def _layer(
         self,
@@ -399,26 +442,23 @@ class Execution:
         if answer.layer != index:
             self._stream.drop()
             raise InternalError(f"layer {index} was answered as {answer.layer}")
-        self._take_receipt(answer)
+        self._note_receipt(answer)
         return _output(answer.output) if query is not None else Tensor(key.dtype, (0,), b"")
 
     def _check_begun(self, answer: pb.ExecuteResponse) -> None:
         """Take the answer to a plan that was sent by ``begin``. Raises its error."""
-        begun, self._begun = self._begun, None
-        assert begun is not None
+        self._begun = None
         try:
             started = _started(_expect("started", answer))
             self._check_number(started)
-            num_tokens = started.num_tokens
-            if num_tokens != begun.num_tokens:
-                raise InternalError(
-                    f"the plan computes {num_tokens} tokens, not {begun.num_tokens}"
-                )
+            num_tokens, wanted = started.num_tokens, self._started_plan().num_tokens
+            if num_tokens != wanted:
+                raise InternalError(f"the plan computes {num_tokens} tokens, not {wanted}")
         except KvplaneError:
             self._drop()  # with the layer's answer
             raise
 
-    def _check_number(self, started: PlanStarted) -> None:
+    def _check_number(self, started: pb.StartPlanResponse) -> None:
         number = self._started_plan().number
         if started.plan_number != number:
             raise InternalError(f"plan {number} was started as plan {started.plan_number}")
@@ -470,15 +510,21 @@ class Execution:
         if answer == layer.usual:
             return
         output = _expect("output", _parse(answer)).output
-        self._take_receipt(output)
+        self._note_receipt(output)
         output.ClearField("receipt")
         if pb.ExecuteResponse(output=output).SerializeToString() != layer.usual:
             self.leave()
             raise InternalError("a layer was answered as another one")
 
-    def _take_receipt(self, answer: pb.RunLayerResponse) -> None:
-        if answer.HasField("receipt"):
-            self.receipt = answer.receipt
+    def _note_receipt(self, answer: _Receipted) -> None:
+        """Keep the receipt of an answer that has one."""
+        if not answer.HasField("receipt"):
+            return
+        self.receipt = answer.receipt
+        number = self._started_plan().number
+        if self._take is not None and number != self._last_taken:
+            self._last_taken = number
+            self._take(answer.receipt)
 
     async def _receive(self, wanted: str) -> pb.ExecuteResponse:
         response = await self._stream.receive()
@@ -515,9 +561,10 @@ def _request(plan: SignedPayload, pass_index: int | None) -> pb.ExecuteRequest:
     return pb.ExecuteRequest(plan=pb.StartPlanRequest(plan=plan, pass_index=pass_index))
 
 
-def _presented(request: pb.ExecuteRequest, number: int) -> _Presented:
+def _presented(request: pb.ExecuteRequest, number: int, num_tokens: int) -> _Presented:
     pass_index = request.plan.pass_index if request.plan.HasField("pass_index") else None
-    return _Presented(request, number, pass_index, packets.tail_of(number, pass_index))
+    tail = packets.tail_of(number, pass_index)
+    return _Presented(request, number, pass_index, num_tokens, tail)
 
 
 def _number_of(plan: SignedPayload) -> int:
@@ -528,12 +575,11 @@ def _number_of(plan: SignedPayload) -> int:
         raise InvalidRequestError("is not a Plan", field="plan.payload") from error
 
 
-def _started(response: pb.ExecuteResponse) -> PlanStarted:
+def _started(response: pb.ExecuteResponse) -> pb.StartPlanResponse:
     started = response.started
-    receipt = started.receipt if started.HasField("receipt") else None
-    if receipt is None and (started.finished or not started.num_tokens):
+    if not started.HasField("receipt") and (started.finished or not started.num_tokens):
         raise InternalError("a plan that has run has no receipt")
-    return PlanStarted(started.plan_number, started.num_tokens, receipt)
+    return started
 
 
 def _output(output: Any) -> Tensor:

@@ -1,4 +1,5 @@
-"""Loads blocks that data planes keep in files into a pool, so that an admission finds them cached.
+"""Cached prefixes: the events of ``ControlClient.watch_prefixes``, what ``forget_prefixes`` takes,
+and a loader of blocks that data planes keep in files, so that an admission finds them cached.
 
 find, of each shard ──► admit ──► plan ──► each shard loads ──► receipts ──► cached ──► free
 """
@@ -13,15 +14,33 @@ from types import TracebackType
 from typing import Final
 
 from kvplane import ops
-from kvplane.clients.control_client import ControlClient
-from kvplane.clients.data_client import DataClient
-from kvplane.clients.sharded_execution import all_of
+from kvplane.clients.control_client import DEFAULT_PRIORITY, ControlClient, ForgetScope
+from kvplane.clients.prefix_feed import (
+    BlocksRemoved,
+    BlocksStored,
+    CaughtUp,
+    IndexCleared,
+    PrefixEvent,
+    StoredBlock,
+)
 from kvplane.errors import CapacityError, KvplaneError
-from kvplane.results import StepResult
+from kvplane.execution.execution import Execution, all_of, shards_of
+from kvplane.results import Signed, StepResult
 from kvplane.session.session import Session
 from kvplane.transport.retry import Deadline
-from kvplane.transport.tls import TlsOptions
-from kvplane.wire.v1.types_pb2 import SignedPayload
+
+__all__ = [
+    "DEFAULT_PRIORITY",
+    "BlocksRemoved",
+    "BlocksStored",
+    "CaughtUp",
+    "ForgetScope",
+    "IndexCleared",
+    "Loaded",
+    "PrefixEvent",
+    "PrefixLoader",
+    "StoredBlock",
+]
 
 _INT32_BYTES: Final = 4
 # Each failure removes a file from the tier, so another try asks for less.
@@ -42,7 +61,7 @@ class PrefixLoader:
     """Loads prefixes by a session of its own, in their pool and namespace: a session that computes
     could not continue meanwhile. Loads run one after another. ``control``: finds what is cached.
 
-    ``tls``: how to reach the data planes. ``timeout_s``: for all of a load.
+    ``timeout_s``: for all of a load.
     """
 
     def __init__(
@@ -50,16 +69,14 @@ class PrefixLoader:
         control: ControlClient,
         session: Session,
         *,
-        tls: TlsOptions | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         self._control = control
         self._session = session
         self._timeout_s = timeout_s
         self._has_files = all(shard.has_file_tier for shard in session.shards)
-        self._planes = [
-            DataClient(shard.address, tls=tls, timeout_s=timeout_s) for shard in session.shards
-        ]
+        self._execution: Execution | None = None  # opened by the first load
+        self._opening = asyncio.Lock()
         self._turn = asyncio.Lock()
         self._last_id = 0
         self._is_behind = False  # whether the session may have sequences, or plans that did not run
@@ -105,15 +122,20 @@ class PrefixLoader:
 
     async def close(self) -> None:
         """Ends every call. The session stays open."""
-        for plane in self._planes:
-            await plane.close()
+        if self._execution is not None:
+            await self._execution.close()
 
     async def _num_in_files(self, column: bytes) -> int:
         """Return the number of leading tokens that all shards have in files."""
-        found = await all_of(
-            [plane.find_file_blocks(self._session.grant, column) for plane in self._planes]
-        )
+        shards = shards_of(await self._opened())
+        found = await all_of([each.find_files(column, self._timeout_s) for each in shards])
         return min(found) * self._session.layout.block_size_tokens
+
+    async def _opened(self) -> Execution:
+        async with self._opening:
+            if self._execution is None:
+                self._execution = await self._session.open_execution(timeout_s=self._timeout_s)
+            return self._execution
 
     async def _num_cached(self, column: bytes) -> int:
         session = self._session
@@ -149,18 +171,12 @@ class PrefixLoader:
         plan = result.plan
         if plan is None:
             return False
-        answers = await all_of(
-            [
-                plane.load_file_blocks(self._session.grant, plan, sequence_id, column)
-                for plane in self._planes
-            ]
-        )
-        if not all(answer.HasField("receipt") for answer in answers):
-            return False
-        for answer in answers:
-            self._session.add_receipt(answer.receipt)
-        await self._session.submit_receipts()
-        return True
+        execution = await self._opened()
+        await execution.start(plan, timeout_s=self._timeout_s)
+        await execution.load_files(sequence_id, column, timeout_s=self._timeout_s)
+        if execution.has_run:
+            await self._session.submit_receipts()
+        return execution.has_run
 
     async def _free_all(self) -> None:
         """Free the sequences of a load that was interrupted anywhere. The outcome of its last call
@@ -181,10 +197,6 @@ class PrefixLoader:
                 await self._run(plan)
         await self._session.submit_receipts()
 
-    async def _run(self, plan: SignedPayload) -> None:
+    async def _run(self, plan: Signed) -> None:
         """Run a plan that only drops tables, or names those that are left."""
-        answers = await all_of(
-            [plane.copy_blocks(self._session.grant, plan) for plane in self._planes]
-        )
-        for answer in answers:
-            self._session.add_receipt(answer.receipt)
+        await (await self._opened()).start(plan, timeout_s=self._timeout_s)

@@ -1,0 +1,356 @@
+"""Executions: plans that all shards of a pool run, layer by layer.
+
+    query, key, value ──► of each shard's heads ──► its Execute stream ──► outputs, joined by heads
+
+Nothing here is a transaction. Each shard has the same guarantees by itself: a call that failed or
+was cancelled may be made again, and a shard that had answered answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeVar, cast
+from weakref import WeakSet
+
+from kvplane import ops
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import InvalidRequestError
+from kvplane.execution.shard_execution import ShardExecution
+from kvplane.layout import Layout
+from kvplane.results import ShardBlocks, Signed, shard_blocks
+from kvplane.shard import QueryHeads, Shard
+from kvplane.tensor import Tensor, join_heads
+from kvplane.transport.connection import Connection
+from kvplane.transport.opening import Opening
+from kvplane.transport.tls import Tls
+from kvplane.wire.columns import INT32, INT64, count
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1.types_pb2 import SignedPayload
+
+T = TypeVar("T")
+
+
+class Execution:
+    """Made by ``Session.open_execution``, or by ``DataClient.open`` for one shard alone. One call
+    at a time: ``start`` or ``begin``, then ``layer`` for each of ``layers``.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardExecution],
+        parts: Sequence[Shard] = (),
+        layout: Layout | None = None,
+    ) -> None:
+        """``parts``: of the pool, one for each of several ``shards``. ``layout``: the pool's, None
+        if it is not known.
+        """
+        self._shards = shards
+        self._only = shards[0] if len(shards) == 1 else None
+        self._layout = layout
+        self._held = {} if self._only or layout is None else _held(shards, parts, layout)
+
+    async def __aenter__(self) -> Execution:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that any shard holds, ascending."""
+        return sorted({layer for shard in self._shards for layer in shard.layers})
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the plan or pass started last computes: the first extent of q, k and v."""
+        return self._shards[0].num_tokens
+
+    @property
+    def receipts(self) -> list[Signed]:
+        """The receipts so far of the plan started last: one of each shard once it has run. An
+        execution of ``Session.open_execution`` has added them to the session.
+        """
+        return [each.receipt for each in self._shards if each.receipt is not None]
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the plan started last has every shard's receipt: no layer is expected any more. A
+        plan that computes nothing, or had run before, has them when it is started.
+        """
+        return all(each.receipt is not None for each in self._shards)
+
+    async def start(
+        self,
+        plan: Signed | None,
+        *,
+        pass_index: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Present a plan, which makes its table changes and transfers. Safe to repeat.
+
+        ``pass_index``: computes the plan in passes, one token of each span in each: see
+        ``StartPlanRequest``. Raises InvalidRequestError for None, the plan of a step that changed
+        nothing.
+        """
+        sent = cast(SignedPayload | None, plan)
+        starts = [x.start(sent, pass_index=pass_index, timeout_s=timeout_s) for x in self._shards]
+        await all_of(starts)
+
+    async def begin(
+        self,
+        plan: Signed,
+        num_tokens: int,
+        *,
+        pass_index: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """``start`` of a plan or pass that computes ``num_tokens``, at least one, without waiting
+        for the answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
+        """
+        sent = cast(SignedPayload, plan)
+        begins = [
+            x.begin(sent, num_tokens, pass_index=pass_index, timeout_s=timeout_s)
+            for x in self._shards
+        ]
+        await all_of(begins)
+
+    async def layer(
+        self,
+        index: int,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor | None,
+        *,
+        options: AttentionOptions = AttentionOptions(),
+        timeout_s: float | None = None,
+    ) -> Tensor:
+        """Write one layer's keys and values, then attend: [num_tokens, num_heads, value_head_size].
+
+        ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
+        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size; none
+        where the layer keeps latents. Safe to repeat.
+        """
+        if self._only is not None:
+            return await self._only.layer(
+                index, query, key, value, options=options, timeout_s=timeout_s
+            )
+        parts = self._held.get(index)
+        if parts is None:
+            raise InvalidRequestError(f"layer {index} is in no shard", field="layer")
+        heads = [[] if query is None else x.query_heads.ranges(query.shape[1]) for x in parts]
+        outputs = await all_of(
+            [
+                part.execution.layer(
+                    index,
+                    None if query is None else query.of_heads(own),
+                    key.of_heads([part.kv_heads]),
+                    None if value is None else value.of_heads([part.kv_heads]),
+                    options=options.of_heads(own),
+                    timeout_s=timeout_s,
+                )
+                for part, own in zip(parts, heads, strict=True)
+            ]
+        )
+        return outputs[0] if query is None else join_heads(list(zip(outputs, heads, strict=True)))
+
+    def key_shape(self, layer: int) -> tuple[int, int, int]:
+        """Return the shape of a layer's keys: [num_tokens, num_kv_heads, head_size]. Raises
+        InvalidRequestError for a layer that is not in the pool, and where ``DataClient.open`` made
+        the execution, which then does not know the layout.
+        """
+        if self._layout is None:
+            raise InvalidRequestError(
+                "is not known: open the execution by its session", field="layout"
+            )
+        for group in self._layout.groups:
+            if layer in group.layers:
+                return self.num_tokens, group.num_kv_heads, group.head_size
+        raise InvalidRequestError(f"layer {layer} is in no group of the layout", field="layer")
+
+    async def read_blocks(
+        self,
+        sequence_id: int,
+        entries: ops.Numbers = 0,
+        *,
+        group: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[ShardBlocks]:
+        """Read these entries of a sequence's table, from each shard.
+
+        ``num_layers``: layers read, from the model's layer ``first_layer`` on; 0 means all that
+        each shard holds. Raises SequenceNotFoundError, and BlockNotWrittenError for an entry in
+        which nothing was written.
+        """
+        request = pb.ReadBlocksRequest(
+            sequence_id=sequence_id,
+            entries=ops.pack_each(INT32, entries, "entries"),
+            group=group,
+            first_layer=first_layer,
+            num_layers=num_layers,
+        )
+        answers = await all_of([each.read_blocks(request, timeout_s) for each in self._shards])
+        return [shard_blocks(answer) for answer in answers]
+
+    async def write_blocks(
+        self,
+        sequence_id: int,
+        blocks: Sequence[ShardBlocks],
+        entries: ops.Numbers = 0,
+        *,
+        group: int = 0,
+        first_layer: int = 0,
+        num_layers: int = 0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Write the slots of the span that the plan started last has for a sequence.
+
+        ``blocks``: one for each shard, as ``read_blocks`` returned them; ``entries``: the places in
+        the table, which follow one another. ``first_layer``,
+        ``num_layers``: as of ``read_blocks``. Raises LayoutMismatchError when blocks come from a
+        pool of another layout.
+        """
+        if len(blocks) != len(self._shards):
+            raise InvalidRequestError(
+                f"has blocks of {len(blocks)} shards, must have those of {len(self._shards)}",
+                field="blocks",
+            )
+        column = ops.pack_each(INT32, entries, "entries")
+        sequence_ids = ops.pack_each(INT64, sequence_id, "sequence_id", count(INT32, column))
+        requests = [
+            pb.WriteBlocksRequest(
+                sequence_ids=sequence_ids,
+                entries=column,
+                blocks=each.blocks.to_proto(),
+                group=group,
+                first_layer=first_layer,
+                num_layers=num_layers,
+                layout_fingerprint=each.layout_fingerprint,
+            )
+            for each in blocks
+        ]
+        writes = [
+            shard.write_blocks(request, timeout_s)
+            for shard, request in zip(self._shards, requests, strict=True)
+        ]
+        await all_of(writes)
+
+    async def load_files(
+        self, sequence_id: int, tokens: ops.Tokens, *, timeout_s: float | None = None
+    ) -> int:
+        """Write the span that the plan started last has for a sequence from files. ``tokens``: the
+        sequence's, to the span's end.
+
+        Returns the number of blocks that every shard has written. ``has_run`` is False afterwards
+        when a file could not be used: abort the plan then.
+        """
+        column = ops.pack_tokens(tokens)
+        return min(
+            await all_of([x.load_files(sequence_id, column, timeout_s) for x in self._shards])
+        )
+
+    async def close(self) -> None:
+        """End the streams. Another execution can continue the plan."""
+        await all_of([each.close() for each in self._shards])
+
+
+def shards_of(execution: Execution) -> Sequence[ShardExecution]:
+    """Return the parts of an execution, by shard: for ``kvplane.runtime``, which calls them without
+    an event loop, and for ``kvplane.prefixes``. Not for callers.
+    """
+    return execution._shards
+
+
+class Executions:
+    """Opens executions with a client's settings, and closes them with the client or its session."""
+
+    def __init__(
+        self, *, tls: Tls | None = None, timeout_s: float = 10.0, shared_memory: bool = True
+    ) -> None:
+        """``tls``, ``timeout_s``, ``shared_memory``: as of ``DataClient``."""
+        self._tls = tls
+        self._timeout_s = timeout_s
+        self._shared_memory = shared_memory
+        self._opened: WeakSet[Execution] = WeakSet()
+
+    def open(
+        self,
+        grant: Signed,
+        addresses: Sequence[str],
+        parts: Sequence[Shard] = (),
+        layout: Layout | None = None,
+        *,
+        take_receipt: Callable[[Signed], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> Opening[Execution]:
+        """Open an execution on the data planes at ``addresses``. ``parts``, ``layout``: of the
+        pool, as of ``Execution``. ``take_receipt``: as of ``ShardExecution``.
+        """
+
+        async def opened() -> Execution:
+            shards = [
+                ShardExecution(
+                    Connection(address, tls=self._tls, timeout_s=self._timeout_s),
+                    cast(SignedPayload, grant),
+                    local=self._shared_memory,
+                    take_receipt=take_receipt,
+                )
+                for address in addresses
+            ]
+            execution = Execution(shards, parts, layout)
+            self._opened.add(execution)
+            try:
+                await all_of([each.connect(timeout_s=timeout_s) for each in shards])
+            except BaseException:
+                await execution.close()
+                raise
+            return execution
+
+        return Opening(opened)
+
+    async def close(self) -> None:
+        """Close all executions that are open."""
+        await all_of([each.close() for each in list(self._opened)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One shard's part of a layer."""
+
+    execution: ShardExecution
+    kv_heads: range
+    query_heads: QueryHeads
+
+
+def _held(
+    executions: Sequence[ShardExecution], shards: Sequence[Shard], layout: Layout
+) -> dict[int, list[_Part]]:
+    """Return the parts of each layer."""
+    held: dict[int, list[_Part]] = {}
+    for execution, shard in zip(executions, shards, strict=True):
+        for i in range(len(layout.groups)):
+            heads = QueryHeads.of(shard, shards, layout, i)
+            part = _Part(execution, shard.kv_heads(layout, i), heads)
+            for layer in shard.group_layers(layout, i):
+                held.setdefault(layer, []).append(part)
+    return held
+
+
+async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Await all, and only then raise the first error, so that none is left running."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
