@@ -1,0 +1,103 @@
+"""Executions in the data plane's process have the calls of the client's, and do what it does."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from data_plane.server.embedded_execution import EmbeddedExecution
+from kvplane import sync
+from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
+from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.plan_author import set_blocks, span, tokens
+
+
+class Session:
+    """Keeps the receipts."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.grant = rig.author.grant(1)
+        self.receipts: list[Any] = []
+
+    def add_receipt(self, receipt: Any) -> None:
+        self.receipts.append(receipt)
+
+
+def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tokens(num_tokens, 4), tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
+
+
+def prompt_of(rig: Rig) -> Any:
+    return rig.author.plan(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+
+
+def test_a_plan_has_the_executors_outputs_and_gives_its_receipt_once() -> None:
+    rig, twin = Rig(), Rig()
+    session = Session(rig)
+    twin.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    with EmbeddedExecution(rig.executor, session) as execution:
+        assert execution.layers == [*LAYERS]
+        plan = prompt_of(rig)
+        execution.start(plan)
+        assert (execution.num_tokens, execution.has_run, session.receipts) == (12, False, [])
+        for layer in execution.layers:
+            output = execution.layer(layer, *inputs(12))
+            want = twin.executor.layer(1, layer, *inputs(12), plan_number=1)
+            assert want is not None
+            assert torch.equal(output, want)
+        assert execution.has_run
+        assert rig.author.read_receipt(*session.receipts).plan_number == 1
+        execution.layer(LAYERS[-1], *inputs(12))
+        execution.start(plan)
+        assert execution.has_run
+        assert execution.receipts == session.receipts
+
+
+def test_a_plan_that_computes_nothing_gives_its_receipt_at_its_start() -> None:
+    rig = Rig()
+    session = Session(rig)
+    execution = EmbeddedExecution(rig.executor, session)
+    execution.start(rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
+    assert execution.has_run
+    assert rig.author.read_receipt(*session.receipts).plan_number == 1
+    execution.start(rig.author.plan(2, previous=1, spans=[span(1, 0, 3)]))
+    assert not execution.has_run
+
+
+def test_a_plan_in_passes_has_run_after_its_last_pass() -> None:
+    rig = Rig()
+    session = Session(rig)
+    execution = EmbeddedExecution(rig.executor, session)
+    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    for index in range(3):
+        execution.start(plan, pass_index=index)
+        assert execution.num_tokens == 1
+        for layer in execution.layers:
+            assert not session.receipts
+            execution.layer(layer, *inputs(1))
+    assert execution.has_run
+    assert len(session.receipts) == 1
+
+
+def test_no_plan_and_a_layer_before_any_are_refused() -> None:
+    rig = Rig()
+    execution = EmbeddedExecution(rig.executor, Session(rig))
+    with pytest.raises(InvalidRequestError, match="nothing to carry out"):
+        execution.start(None)
+    execution.start(prompt_of(rig))
+    execution.close()
+    with pytest.raises(PlanOutOfOrderError):
+        execution.layer(0, *inputs(12))
+
+
+@pytest.mark.parametrize("name", ["start", "layer", "close"])
+def test_its_calls_take_what_the_clients_take(name: str) -> None:
+    """Without a deadline: nothing travels."""
+    theirs = inspect.signature(getattr(sync.Execution, name)).parameters
+    wanted = [*theirs][1:]
+    if name != "close":
+        wanted.remove("timeout_s")
+    assert [*inspect.signature(getattr(EmbeddedExecution, name)).parameters][1:] == wanted
