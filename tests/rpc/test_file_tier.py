@@ -331,11 +331,12 @@ async def test_without_a_plan_blocks_are_counted_and_none_is_written(tmp_path: P
             await second.execution.start(plan)
             before = executor.pools.device_tier.clone()
             request = pb.LoadFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(PROMPT))
-            counted = await second.data._blocks.LoadFileBlocks(request)
+            (shard,) = shards_of(second.execution)
+            counted = await shard._blocks.LoadFileBlocks(request)
             assert counted == pb.LoadFileBlocksResponse(num_blocks=NUM_FULL)
             request.sequence_id = 9
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await second.data._blocks.LoadFileBlocks(request)
+                await shard._blocks.LoadFileBlocks(request)
             assert from_rpc_error(caught.value).field == "sequence_id"
             assert torch.equal(executor.pools.device_tier, before)
             assert await second.num_cached() == 0
