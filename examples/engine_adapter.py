@@ -19,7 +19,6 @@ import numpy as np
 from kvplane import Layout, Tensor, ops
 from kvplane.results import Signed
 from kvplane.sync import ControlClient, Execution, Session
-from kvplane.wire.v1.session_pb2 import Operation
 
 VOCABULARY = 64
 NUM_NEW_TOKENS = 24
@@ -52,7 +51,7 @@ class BlockManager:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._asked: list[Sequence | None] = []
-        self._operations: list[Operation] = []
+        self._operations: list[ops.Operation] = []
 
     def allocate(self, sequence: Sequence) -> None:
         """Allocate blocks for all tokens; those of a cached prefix are not computed again."""
@@ -87,7 +86,7 @@ class BlockManager:
                 step.batch.append((sequence, len(sequence.tokens) - sequence.num_computed))
         return step
 
-    def _ask(self, operation: Operation, sequence: Sequence | None) -> None:
+    def _ask(self, operation: ops.Operation, sequence: Sequence | None) -> None:
         self._operations.append(operation)
         self._asked.append(sequence)
 

@@ -10,13 +10,30 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2
+
+
+class Operation(Protocol):
+    """One operation of a step, which callers pass on unread. At run time it is a message."""
+
+    def SerializeToString(self) -> bytes:
+        """Return its bytes."""
+        ...
+
+
+class DeferredTokens(Protocol):
+    """Tokens for a step, which callers pass on unread. At run time they are a message."""
+
+    def SerializeToString(self) -> bytes:
+        """Return their bytes."""
+        ...
+
 
 Column = Iterable[int] | bytes
 Numbers = int | Column
@@ -36,7 +53,7 @@ def admit(
     skip_prefix_lookup: bool = False,
     fork_sequence_ids: Numbers = (),
     wait: bool = False,
-) -> pb.Operation:
+) -> Operation:
     """Start a sequence.
 
     ``num_compute_tokens``: uncached tokens that this step's plan computes, None for all.
@@ -71,7 +88,7 @@ def append(
     first_positions: Numbers,
     num_tokens: Numbers | None = None,
     num_lookahead_slots: Numbers = 0,
-) -> pb.Operation:
+) -> Operation:
     """Add known tokens to sequences, and compute positions [first_position, first_position +
     num_slots) of each.
 
@@ -102,7 +119,7 @@ def append(
     )
 
 
-def truncate(sequence_ids: Numbers, num_tokens: Numbers) -> pb.Operation:
+def truncate(sequence_ids: Numbers, num_tokens: Numbers) -> Operation:
     """Drop all positions of sequences but the first ``num_tokens`` of each."""
     ids = pack_each(INT64, sequence_ids, "sequence_ids")
     num = columns.count(INT64, ids)
@@ -113,7 +130,7 @@ def truncate(sequence_ids: Numbers, num_tokens: Numbers) -> pb.Operation:
     )
 
 
-def fork(parent_sequence_ids: Numbers, sequence_ids: Numbers) -> pb.Operation:
+def fork(parent_sequence_ids: Numbers, sequence_ids: Numbers) -> Operation:
     """Start sequences, each of which shares all blocks of its parent."""
     ids = pack_each(INT64, sequence_ids, "sequence_ids")
     num = columns.count(INT64, ids)
@@ -125,12 +142,12 @@ def fork(parent_sequence_ids: Numbers, sequence_ids: Numbers) -> pb.Operation:
     )
 
 
-def free(sequence_ids: Numbers) -> pb.Operation:
+def free(sequence_ids: Numbers) -> Operation:
     """End sequences."""
     return pb.Operation(free=pb.Free(sequence_ids=pack_each(INT64, sequence_ids, "sequence_ids")))
 
 
-def swap(sequence_ids: Numbers, tier: Literal["device", "host"]) -> pb.Operation:
+def swap(sequence_ids: Numbers, tier: Literal["device", "host"]) -> Operation:
     """Move sequences, which are in the other tier, to ``tier``, all or none."""
     if tier not in _TIERS:
         raise InvalidRequestError('must be "device" or "host"', field="tier")
@@ -144,7 +161,7 @@ def deferred_tokens(
     first_positions: Numbers,
     num_tokens: Numbers,
     token_ids: Tokens,
-) -> pb.DeferredTokens:
+) -> DeferredTokens:
     """Tokens of positions that earlier appends reserved, as those of ``append``.
 
     ``admitted_by``: the number of the step that admitted or forked each sequence, which is

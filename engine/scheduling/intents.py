@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvplane import ops
 from kvplane.errors import KvplaneError
 from kvplane.results import ItemFailure
-from kvplane.wire.v1 import session_pb2 as pb
 
 from .sequence import EngineSequence
 
@@ -33,7 +33,7 @@ class Intent:
     """
 
     kind: Kind
-    operation: pb.Operation
+    operation: ops.Operation
     sequences: tuple[EngineSequence, ...] = ()
     num_slots: tuple[int, ...] = ()
     num_known: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final
 
+from kvplane import ops
 from kvplane.clients.control_client import ControlClient
 from kvplane.errors import (
     InternalError,
@@ -27,7 +28,6 @@ from kvplane.results import PoolInfo, SequenceState, Signed, StepResult
 from kvplane.session import Session
 from kvplane.sync.loop_thread import LoopThread, Pending, wait
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import session_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _CLIENT_NAME: Final = "kvplane engine"
@@ -129,7 +129,7 @@ class ControlLink:
         self._session = self._loop.run(opened())
         return self._session
 
-    def begin_step(self, operations: Sequence[pb.Operation]) -> Pending[StepResult]:
+    def begin_step(self, operations: Sequence[ops.Operation]) -> Pending[StepResult]:
         """Send one step with all added receipts, without waiting for its answer. The next step, and
         every other call, is made after it.
         """
@@ -143,7 +143,7 @@ class ControlLink:
 
         return self._loop.send(step())
 
-    def step(self, operations: Sequence[pb.Operation]) -> StepResult:
+    def step(self, operations: Sequence[ops.Operation]) -> StepResult:
         """Make one step with all added receipts."""
         return wait(self.begin_step(operations))
 

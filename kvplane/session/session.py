@@ -207,8 +207,8 @@ class Session:
 
     async def step(
         self,
-        operations: Iterable[pb.Operation],
-        deferred_tokens: pb.DeferredTokens | None = None,
+        operations: Iterable[ops.Operation],
+        deferred_tokens: ops.DeferredTokens | None = None,
         *,
         timeout_s: float | None = None,
     ) -> StepResult:
@@ -218,15 +218,13 @@ class Session:
         Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an item of an
         operation that fails by itself is in the result: see ``StepResult.raise_for_status``.
         """
-        request = pb.StepRequest(
-            session=self.ref, operations=operations, deferred_tokens=deferred_tokens
-        )
+        request = self._request(operations, deferred_tokens)
         deadline = self._connection.deadline(timeout_s)
         result: StepResult = await self._call(request, self._send_step, deadline)
         self._was_told = False
         return self._steps.with_unread_news(result)
 
-    async def run(self, operation: pb.Operation, *, timeout_s: float | None = None) -> StepResult:
+    async def run(self, operation: ops.Operation, *, timeout_s: float | None = None) -> StepResult:
         """Take a step of one operation. Raises the error of an item that was not done
         (``kvplane.results.error_of``): PoolFullError for LATER, with the time to wait, and
         NeverFitsError for NEVER. The step's plan, if it has one, is then in ``take_abandoned``.
@@ -284,14 +282,14 @@ class Session:
         return AbortResult(sequence_states(response.sequences), plan)
 
     async def submit_receipts(
-        self, deferred_tokens: pb.DeferredTokens | None = None, *, timeout_s: float | None = None
+        self, deferred_tokens: ops.DeferredTokens | None = None, *, timeout_s: float | None = None
     ) -> None:
         """Submit pending receipts, and deferred tokens, by a step without operations. Its news are
         in the answer to the next step.
         """
         deadline = self._connection.deadline(timeout_s)
         while True:
-            request = pb.StepRequest(session=self.ref, deferred_tokens=deferred_tokens)
+            request = self._request((), deferred_tokens)
             self._steps.keep_news(await self._call(request, self._send_step, deadline))
             # A repeat of an abandoned call is sent as that was, without the receipts added since.
             if not self._steps.receipts:
@@ -327,12 +325,13 @@ class Session:
     # Queries, which change nothing and have no number: they may be made while a step runs.
 
     async def validate(
-        self, operations: Iterable[pb.Operation], *, timeout_s: float | None = None
+        self, operations: Iterable[ops.Operation], *, timeout_s: float | None = None
     ) -> list[OperationResult]:
         """Return what a step of each operation alone would answer now, with one item of it at a
         time. Nothing is reserved: another session may come first. Renews no lease.
         """
-        request = pb.StepRequest(session=self.ref, operations=operations, validate_only=True)
+        request = self._request(operations)
+        request.validate_only = True
         response: pb.StepResponse = await self._connection.call(self._stub.Step, request, timeout_s)
         return StepResult(response).results
 
@@ -361,6 +360,17 @@ class Session:
         return [block_table(each) for each in response.tables]
 
     # Helpers.
+
+    def _request(
+        self,
+        operations: Iterable[ops.Operation] = (),
+        deferred_tokens: ops.DeferredTokens | None = None,
+    ) -> pb.StepRequest:
+        return pb.StepRequest(
+            session=self.ref,
+            operations=cast("Iterable[pb.Operation]", operations),
+            deferred_tokens=cast("pb.DeferredTokens | None", deferred_tokens),
+        )
 
     async def _try_to_close(self) -> None:
         """Close, unless that fails: the lease ends by itself."""
@@ -404,7 +414,7 @@ class Session:
 
     async def _submit_idle(self) -> None:
         await self._steps.submit_idle(
-            pb.StepRequest(session=self.ref), self._send_step, Deadline.after(_IDLE_TIMEOUT_S)
+            self._request(), self._send_step, Deadline.after(_IDLE_TIMEOUT_S)
         )
 
     async def _send_abort(self, request: Any, deadline: Deadline) -> Any:

@@ -35,7 +35,6 @@ from kvplane.transformers import attention
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
-from kvplane.wire.v1 import session_pb2 as pb
 
 attention.register()
 
@@ -101,7 +100,7 @@ class PlaneCache(Cache):
         self._extent = _Extent()
         super().__init__(layers=[_ColumnLayer(self._extent)] * self._planes.num_layers)
         self._rows: list[_Row] = []
-        self._pending: list[pb.Operation] = []  # for the next step
+        self._pending: list[ops.Operation] = []  # for the next step
         self._held = _Held(self._planes)
         self._finalizer = weakref.finalize(self, self._held.free_later)
         self._finalizer.atexit = False
@@ -363,7 +362,7 @@ class PlaneCache(Cache):
             for row, tokens in zip(self._rows, ids, strict=True)
         ]
 
-    def _begin(self, operations: list[pb.Operation]) -> tuple[Session, list[OperationResult]]:
+    def _begin(self, operations: list[ops.Operation]) -> tuple[Session, list[OperationResult]]:
         self._held.session, results = self._planes.begin(operations, self._held.session)
         return self._held.session, results
 

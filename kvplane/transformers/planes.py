@@ -43,7 +43,6 @@ from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import session_pb2 as pb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MODEL_ID: Final = "embedded"
@@ -183,7 +182,7 @@ class Planes:
         return range(first, first + num)
 
     def begin(
-        self, operations: Sequence[pb.Operation], session: Session | None = None
+        self, operations: Sequence[ops.Operation], session: Session | None = None
     ) -> tuple[Session, list[OperationResult]]:
         """Make a step of ``operations`` and start its plan; all are done, or this raises.
 

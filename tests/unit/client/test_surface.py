@@ -41,8 +41,6 @@ PROPERTIES = {
     "DataClient": set(),
     "Execution": {"has_run", "layers", "num_tokens", "receipts"},
 }
-# Steps are made of messages, which ``ops`` builds.
-STILL_MESSAGES = {"Operation", "DeferredTokens"}
 # Where messages are read and written for the rest of the package.
 CODECS = {"from_proto", "to_proto"}
 
@@ -69,11 +67,10 @@ def parts(hint: Any) -> Iterator[Any]:
 
 
 def foreign(hint: Any) -> bool:
-    """Whether a type is of protobuf or gRPC, and not one that steps are still made of."""
+    """Whether a type is of protobuf or gRPC."""
     module = getattr(hint, "__module__", "") or ""
     is_message = hasattr(hint, "DESCRIPTOR") or "_pb2" in module
-    is_foreign = is_message or module.split(".")[0] in ("grpc", "google")
-    return is_foreign and getattr(hint, "__name__", "") not in STILL_MESSAGES
+    return is_message or module.split(".")[0] in ("grpc", "google")
 
 
 def classes() -> Iterator[type]:
