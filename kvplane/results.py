@@ -122,12 +122,15 @@ class AdmitResult:
 class ItemFailure:
     """An item of an operation that was not done. ``error``: why, PoolFullError if it may be done
     later, NeverFitsError if the pool can never hold it. ``queue_position``: of an admission that
-    waits, from 1, else 0. ``num_blocks_pending``: blocks that receipts are about to free.
+    waits, from 1, else 0. If there is no room, ``num_blocks_pending`` are those that receipts are
+    about to free.
     """
 
     item: int
     error: KvplaneError
     queue_position: int = 0
+    num_blocks_needed: int = 0
+    num_blocks_available: int = 0
     num_blocks_pending: int = 0
 
     @property
@@ -154,6 +157,8 @@ class OperationResult:
                 failure.item,
                 error_of(failure),
                 failure.shortage.queue_position,
+                failure.shortage.num_blocks_needed,
+                failure.shortage.num_blocks_available,
                 failure.shortage.num_blocks_pending,
             )
             for failure in self._message.failures

@@ -18,7 +18,7 @@ from grpc_status import rpc_status
 
 from engine import LLM, SamplingParams
 from kvplane.errors import REASONS
-from kvplane.v1 import execution_pb2, prefix_pb2, session_pb2, session_pb2_grpc
+from kvplane.v1 import execution_pb2, prefix_pb2, session_pb2, session_pb2_grpc, types_pb2
 
 NUM_MESSAGES = 20  # of each kind, for each call
 _WHOLE = {
@@ -173,7 +173,7 @@ def test_garbage_gets_a_typed_answer_and_both_planes_go_on(
     address = pair.control.address if is_control else pair.data.address
     with grpc.insecure_channel(pair.control.address) as control:
         stub = session_pb2_grpc.SessionServiceStub(control)
-        layout = llm.get_pool().layout.to_proto()
+        layout = types_pb2.Layout.FromString(llm.get_pool().layout.to_proto().SerializeToString())
         opened = stub.OpenSession(session_pb2.OpenSessionRequest(pool_id=POOL, layout=layout))
         admit = session_pb2.Admit(sequence_id=1, token_ids=[0] * 20)
         step = session_pb2.StepRequest(

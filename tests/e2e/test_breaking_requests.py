@@ -16,7 +16,6 @@ from engine import LLM, SamplingParams
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError
 from kvplane.results import total_of
-from kvplane.wire.v1 import session_pb2
 
 NUM_DEVICE_BLOCKS = 24
 MAX_POSITIONS = 512  # of the model
@@ -123,12 +122,11 @@ def test_a_full_pool_says_later_and_takes_the_same_prompt_once_something_was_fre
             async with await client.open_session(POOL, layout) as session:
                 admissions = [ops.admit(i, [i] * 40) for i in range(1, 10)]
                 results = (await session.step(admissions)).results
-                later = session_pb2.ITEM_STATUS_LATER
-                full = [[f.status for f in r.failures] == [later] for r in results]
+                full = [[f.is_later for f in r.failures] == [True] for r in results]
                 first = full.index(True)
                 assert first >= NUM_DEVICE_BLOCKS // 3 - 1
                 assert all(full[first:])
-                shortage = results[first].failures[0].shortage
+                shortage = results[first].failures[0]
                 assert shortage.num_blocks_needed == 3 > shortage.num_blocks_available
                 # Blocks of a plan that has not run come back to the session at once.
                 (await session.step([ops.free([1]), admissions[first]])).raise_for_status()
