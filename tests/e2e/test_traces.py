@@ -36,6 +36,14 @@ SUBMIT = {
     ("a-client", "kvplane.StepRequest", None),
     ("kvplane-control-plane", "kvplane.control_plane.step", "kvplane.StepRequest"),
 }
+ABORT = {
+    ("a-client", "kvplane.AbortPlansRequest", None),
+    (
+        "kvplane-control-plane",
+        "kvplane.v1.SessionService/AbortPlans",
+        "kvplane.AbortPlansRequest",
+    ),
+}
 CLIENT = """
 import sys
 
@@ -51,6 +59,7 @@ with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) a
     layout = control.wait_ready("default").layout
     with control.open_session("default", layout) as session:
         session.submit_receipts()
+        session.abort_plans()
         step = session_pb2.StepRequest(session=session._wrapped.ref, number=session.last_number + 1)
         stub = stub_of(channel)
         with tracing.span("a unary step"):
@@ -114,6 +123,7 @@ def test_the_engine_and_both_planes_send_one_trace_for_each_step(
     assert traces.count(STEP) >= 3, traces
     assert UNARY_STEP in traces
     assert SUBMIT in traces
+    assert ABORT in traces
     opened = ("kvplane-control-plane", "kvplane.v1.SessionService/OpenSession", None)
     assert {opened} in traces
     numbers = {

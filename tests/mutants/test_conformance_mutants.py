@@ -208,8 +208,8 @@ FAULTS = {
     ),
     "all_sessions_are_looked_at": Fault(
         "control_plane/core.py",
-        "        session.expires_at_s = now_s + self._config.lease_s\n        self._touch",
-        "        session.expires_at_s = now_s + self._config.lease_s\n"
+        "        session.expires_at_s = self._clock() + self._config.lease_s\n        self._touch",
+        "        session.expires_at_s = self._clock() + self._config.lease_s\n"
         "        sum(each.num_held() for each in self._sessions.values())\n        self._touch",
         SHARERS,
         "thousand_sessions",

@@ -21,8 +21,8 @@ FAULTS = {
     ),
     "a_client_takes_a_certificate_without_its_key": Fault(
         "kvplane/transport/tls.py",
-        "                server_context(self.cert_file, self.key_file)\n",
-        "                pass\n",
+        "            server_context(tls.cert_file, tls.key_file)\n",
+        "            pass\n",
         TESTS,
     ),
     "a_data_plane_keeps_its_first_certificate": Fault(
