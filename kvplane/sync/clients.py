@@ -138,8 +138,6 @@ class Session(Portal[sessions.Session]):
     layout: Layout
     grant: Signed
     shards: tuple[ShardInfo, ...]
-    num_device_blocks: int
-    num_host_blocks: int
     max_plans_in_flight: int
     time_to_live_s: float
     last_number: int

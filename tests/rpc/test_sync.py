@@ -34,6 +34,8 @@ def decode(planes: Planes) -> list[str]:
             (found,) = control.find_prefix([5] * 12)
             retained = control.retain_prefix(POOL, [5] * 12, time_to_live_s=9)
             seen.append(f"cached {found.num_cached_tokens}, blocks retained {retained}")
+            declared = [(x, name) for x in (session, execution) for name in type(x).__annotations__]
+            seen.append(f"lacks {[name for x, name in declared if not hasattr(x, name)]}")
             kinds = []
             while BlocksStored not in kinds or kinds[-1] is not CaughtUp:
                 kinds.append(type(next(events)))
@@ -49,7 +51,12 @@ def decode(planes: Planes) -> list[str]:
 
 async def test_a_thread_admits_attends_and_finds_its_prompt_cached(planes: Planes) -> None:
     seen = await asyncio.wait_for(asyncio.to_thread(decode, planes), 30)
-    assert seen == ["cached 8, blocks retained 1", "reopened True, True", "sessions 0"]
+    assert seen == [
+        "cached 8, blocks retained 1",
+        "lacks []",
+        "reopened True, True",
+        "sessions 0",
+    ]
 
 
 async def test_several_threads_share_a_client(planes: Planes) -> None:
