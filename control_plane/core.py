@@ -69,7 +69,7 @@ _MAX_CLIENT_NAME: Final = 128
 _CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
 
 _VALIDATED: Final = {"session", "operations", "traceparent", "validate_only"}
-"""All that a request which only validates may have."""
+"""A request that only validates has no other fields."""
 
 
 class ControlPlane:

@@ -543,7 +543,7 @@ def error_of(failure: pb.ItemFailure) -> KvplaneError:
         whose = "tenant may" if by_quota else "pool can"
         return NeverFitsError(f"{text}: the {whose} never hold this many; ask for fewer tokens")
     if failure.status != pb.ITEM_STATUS_LATER:
-        return InternalError(f"operation status {failure.status} is not known")
+        return InternalError(f"item status {failure.status} is not known")
     delay_s = None
     if shortage.HasField("retry_delay"):
         delay_s = shortage.retry_delay.ToTimedelta().total_seconds()

@@ -1,4 +1,4 @@
-"""All cases, and the worlds where each is measured."""
+"""Lists all cases, and the worlds where each is measured."""
 
 from __future__ import annotations
 

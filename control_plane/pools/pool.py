@@ -110,7 +110,7 @@ class Pool:
 
     @property
     def layout(self) -> Layout:
-        """What the pool's data means."""
+        """Return the layout that each shard registered with."""
         return self.shards.layout
 
     @property
@@ -130,7 +130,7 @@ class Pool:
 
     @property
     def ready(self) -> bool:
-        """Whether sessions can be opened."""
+        """Return whether sessions can be opened."""
         return self.built and self.shards.are_connected and not self.silent_shards
 
     @property
@@ -142,19 +142,21 @@ class Pool:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether no data plane is connected, no session is open and nobody follows the index."""
+        """Return whether no data plane is connected, no session is open and no stream follows the
+        index.
+        """
         return not (self._handles or self.followers or self.shards.has_connected)
 
     @property
     def has_work(self) -> bool:
-        """Whether it is being built, or has forgotten entries to free, or sequences of ended
-        sessions to release.
+        """Return whether the pool is being built, or has forgotten entries to free or sequences of
+        ended sessions to release.
         """
         return self.is_building or self.is_forgetting or bool(self._ending)
 
     @property
     def has_announcements(self) -> bool:
-        """Whether there are publications or withdrawals to send to shards."""
+        """Return whether there are publications or withdrawals to send to shards."""
         return self._has_forgotten or any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:

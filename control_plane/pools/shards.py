@@ -139,7 +139,7 @@ class FileForgets:
 
     @property
     def has_early(self) -> bool:
-        """Whether some are to be sent again, once their blocks are withdrawn."""
+        """Return whether messages are to be sent again once their blocks are withdrawn."""
         return bool(self._early)
 
     def add(self, message: rpb.ForgetFiles) -> list[rpb.RegisterResponse]:
@@ -221,7 +221,7 @@ def _response(message: rpb.ForgetFiles) -> rpb.RegisterResponse:
 
 
 class PoolShards:
-    """All data planes of one pool, and the key that they share."""
+    """Holds the state of a pool's data planes, and the key that they share."""
 
     def __init__(
         self, num_shards: int, layout: Layout, new_key: Callable[[], bytes] = signing.new_key
@@ -270,7 +270,7 @@ class PoolShards:
 
     @property
     def are_complete(self) -> bool:
-        """Whether they hold each KV head of each layer, and all have reported."""
+        """Return whether the shards hold each KV head of each layer, and all have reported."""
         return self._hold_everything() and all(state.complete for state in self.states.values())
 
     @property

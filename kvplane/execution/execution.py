@@ -214,10 +214,9 @@ class Execution:
     ) -> None:
         """Write the slots of the span that the plan started last has for a sequence.
 
-        ``blocks``: one for each shard, as ``read_blocks`` returned them; ``entries``: the places in
-        the table, which follow one another. ``first_layer``,
-        ``num_layers``: as of ``read_blocks``. Raises LayoutMismatchError when blocks come from a
-        pool of another layout.
+        ``blocks``: one for each shard, as ``read_blocks`` returned them. ``entries``: the places in
+        the table, which follow one another. ``first_layer``, ``num_layers``: as of ``read_blocks``.
+        Raises LayoutMismatchError when blocks come from a pool of another layout.
         """
         if len(blocks) != len(self._shards):
             raise InvalidRequestError(
