@@ -162,8 +162,7 @@ class Followers:
         if self._num >= self._most:
             raise QuotaExceededError(f"{self._most} streams follow prefix indexes: end one first")
         follower = Follower(pool, (tenant, request.namespace), request, self._incarnation(), wake)
-        pool.followers.add(follower)
-        pool.keep_changes()
+        pool.add_follower(follower)
         self._num += 1
         return follower
 

@@ -409,6 +409,13 @@ class Pool:
         """Convert a pool's revision to the present core's; negative for one of an earlier core."""
         return revision - self._earlier_revision
 
+    def add_follower(self, follower: Follower) -> None:
+        """Add a follower, which takes what there is at once: only later changes wake it."""
+        if not self.followers:
+            self._followed_revision = self.revision()
+        self.followers.add(follower)
+        self.keep_changes()
+
     def keep_changes(self) -> None:
         """Keep the changes of the index from now on, for followers."""
         if not self._keeps_changes:

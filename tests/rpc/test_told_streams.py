@@ -87,6 +87,7 @@ async def test_a_step_writes_to_its_own_pools_streams_alone(
     told = Told(monkeypatch, world)
     shard, session, call = pools["pool-3"]
     for number in range(1, NUM_STEPS + 1):
+        world.server.core.tick()  # looks at every pool
         result = await session.step([ops.admit(number, prompt(2, seed=number))])
         session.add_receipt(shard.receipt(result.plan))
         await session.submit_receipts()
