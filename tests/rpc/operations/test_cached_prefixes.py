@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.v1 import prefix_pb2 as pb
+from tests.helpers.planning.control_wire import PATIENCE_S
 from tests.helpers.planning.operations_world import DEVICE, HOST, plan_of, prompt
 
 
@@ -119,7 +121,7 @@ async def test_the_longest_match_of_every_pool_is_found_without_a_session(world,
 async def test_searches_of_many_pools_take_turns(
     world, caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each pool takes a slice."""
+    """Each pool takes a slice; after its first, the first search waits until another runs."""
     monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 1)
     others = [await world.register(pool_id=f"pool-{i}") for i in range(3)]
     await caller.admit(1, prompt(2))
@@ -130,12 +132,21 @@ async def test_searches_of_many_pools_take_turns(
         nonlocal running, most
         running += 1
         most = max(most, running)
+        slices = original(*args)
         try:
-            return (yield from original(*args))
+            while True:
+                try:
+                    next(slices)
+                except StopIteration as end:
+                    return end.value
+                yield
+                while most == 1 and time.monotonic() < give_up_s:
+                    yield
         finally:
             running -= 1
 
     monkeypatch.setattr(core, "find_prefix", counted)
+    give_up_s = time.monotonic() + PATIENCE_S
     answers = await asyncio.gather(*(world.client.find_prefix(prompt(2)) for _ in range(4)))
     assert most > 1, "others come between two slices"
     assert [each.num_device_tokens for each in answers[0]] == [16, 0, 0, 0]
