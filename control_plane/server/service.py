@@ -304,7 +304,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if num_bytes is None:
             num_bytes = request.ByteSize()  # protobuf encodes the request to find it
         session_id = request.session.session_id
-        await self._long.wait(session_id)
+        if self._long.is_running(session_id):
+            await self._long.wait(session_id)
         try:
             slices = self._core.run(request, tenant)
             has_begun = num_bytes <= LARGE_REQUEST_BYTES

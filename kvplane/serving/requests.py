@@ -84,19 +84,32 @@ class Requests:
         """
         self.close()
         assert self._incoming is not None
-        return await self.take(await self._incoming.__anext__())
+        data = await self._incoming.__anext__()
+        self._hold(data)
+        if len(data) >= _LARGE_BYTES:
+            await self._take_turn()
+        return self._read(data)
 
     async def take(self, data: bytes) -> Any:
         """Decode the request in ``data``. Raises as iteration does."""
+        self._hold(data)
+        if len(data) >= _LARGE_BYTES:
+            await self._take_turn()
+        return self._read(data)
+
+    def _hold(self, data: bytes) -> None:
         if not self._is_open:
             self.check_caller()
         self._budget.take(self._caller, len(data))
         self._num_held = len(data)
         if self._bounds is not None:
             self._bounds.check(data)
-        if len(data) >= _LARGE_BYTES:
-            await self._large.acquire()
-            asyncio.get_running_loop().call_soon(self._large.release)
+
+    async def _take_turn(self) -> None:
+        await self._large.acquire()
+        asyncio.get_running_loop().call_soon(self._large.release)
+
+    def _read(self, data: bytes) -> Any:
         if self._decode is None:
             return data
         try:
