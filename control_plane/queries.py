@@ -136,3 +136,5 @@ def _check_session(pool: Pool, session: Session) -> None:
     assert native.last_plan(handle) == session.last_plan, "last plans differ"
     assert all(number > session.done for number in session.plans), "a plan that ran is in flight"
     assert session.done == min(session.receipted), f"session {session.id}: receipts differ"
+    receipts = {payload for record in session.plans.values() for payload in record.receipts}
+    assert session.expected.keys() == receipts, "receipts of plans not in flight are expected"

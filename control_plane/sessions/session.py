@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from control_plane.pools.pool import Pool
@@ -19,6 +20,7 @@ from kvplane.errors import (
     SessionNotFoundError,
     StaleEpochError,
 )
+from kvplane.wire import signing
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -39,10 +41,19 @@ def random_session_id() -> int:
 
 
 class PlanRecord(NamedTuple):
-    """A plan in flight: its SHA-256, and when it was made."""
+    """A plan in flight: its SHA-256, when it was made, and the receipts that are expected of it."""
 
     digest: bytes
     made_s: float
+    receipts: Sequence[bytes] = ()
+
+
+class ExpectedReceipt(NamedTuple):
+    """What a shard signs once it has run a plan."""
+
+    signature: bytes
+    plan_number: int
+    shard_index: int
 
 
 class Session:
@@ -54,6 +65,7 @@ class Session:
         "client_name",
         "done",
         "epochs",
+        "expected",
         "expires_at_s",
         "handle",
         "id",
@@ -110,7 +122,17 @@ class Session:
         self.plan_prefix = plan_pb2.Plan(
             version=self.payload_version, session=ref, pool_id=pool.id, shard_epochs=self.epochs
         ).SerializeToString(deterministic=True)
-        self._receipt_prefixes: dict[int, bytes] = {}  # by shard: what its receipts begin with
+        self.expected: dict[bytes, ExpectedReceipt] = {}  # of plans in flight, by payload
+        self._receipt_prefixes = [
+            plan_pb2.Receipt(
+                version=self.payload_version,
+                session=ref,
+                pool_id=pool.id,
+                shard_index=shard_index,
+                epoch=epoch,
+            ).SerializeToString(deterministic=True)
+            for shard_index, epoch in enumerate(self.epochs)
+        ]
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
 
     @property
@@ -124,7 +146,7 @@ class Session:
 
     def end(self, *, lacks_receipt: bool = False) -> None:
         """Release all blocks. They are retired until every shard has fenced the session."""
-        self.plans.clear()
+        self.drop_plans([*self.plans])
         self.pool.end(self.ref, self.ordinal, lacks_receipt=lacks_receipt)
 
     # Plans
@@ -135,21 +157,27 @@ class Session:
             return record.made_s
         return None
 
-    def receipt_of(self, number: int, shard_index: int) -> bytes | None:
-        """Return a shard's encoded receipt of a plan in flight; None if either does not exist."""
+    def settle(self) -> None:
+        """Do what the last answer need not wait for: let go of its request, and expect the receipts
+        of its plan, so that those are known when they come.
+        """
+        self.numbers.settle()
+        number = self.last_plan
         record = self.plans.get(number)
-        if record is None or not 0 <= shard_index < len(self.epochs):
-            return None
-        prefix = self._receipt_prefixes.get(shard_index)
-        if prefix is None:
-            prefix = self._receipt_prefixes[shard_index] = plan_pb2.Receipt(
-                version=self.payload_version,
-                session=self.ref,
-                pool_id=self.pool.id,
-                shard_index=shard_index,
-                epoch=self.epochs[shard_index],
-            ).SerializeToString(deterministic=True)
-        return b"%b\x30%b\x3a\x20%b" % (prefix, _varint(number), record.digest)
+        if record is None or record.receipts or not record.digest:
+            return  # no plan, or one that is still being hashed
+        end = b"\x30%b\x3a\x20%b" % (_varint(number), record.digest)
+        receipts = [prefix + end for prefix in self._receipt_prefixes]
+        for shard_index, payload in enumerate(receipts):
+            signature = signing.sign(self.pool.key, signing.RECEIPT, payload)
+            self.expected[payload] = ExpectedReceipt(signature, number, shard_index)
+        self.plans[number] = record._replace(receipts=receipts)
+
+    def drop_plans(self, numbers: Sequence[int]) -> None:
+        """Forget plans in flight: they have run, or are aborted."""
+        for number in numbers:
+            for payload in self.plans.pop(number).receipts:
+                del self.expected[payload]
 
     def void(self, number: int) -> None:
         """Remember that the plan is aborted, so that aborting it again changes nothing."""

@@ -36,7 +36,7 @@ def abort_plans(session: Session, request: cpb.AbortPlansRequest) -> Slices[None
             raise InvalidRequestError("is not the number of a plan", field="plan_number")
     for number in session.plans:
         session.void(number)
-    session.plans.clear()
+    session.drop_plans([*session.plans])
     next_plan = request.number + (1 if keeps_tables else 0)
     while session.native.abort(session.handle, next_plan, keeps_tables, SLICE_ENTRIES):
         yield

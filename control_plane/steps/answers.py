@@ -63,5 +63,5 @@ def step_answer(
         news.SerializeToString() if news is not None else b"",
     )
     return StepAnswer(
-        encoded, step_at, operations, result.results, plan is not None, session.numbers.settle
+        encoded, step_at, operations, result.results, plan is not None, session.settle
     )

@@ -19,6 +19,7 @@ from kvplane.errors import SessionNotFoundError
 from kvplane.slices import Slices, run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_model import LATER, Engine, World, status_of
@@ -105,8 +106,15 @@ def copied(message: Any) -> Any:
 
 def receipt(session: Session, number: int) -> tpb.SignedPayload:
     """The data plane's, of a plan in flight."""
-    payload = session.receipt_of(number, 0)
-    assert payload is not None
+    payload = plan_pb2.Receipt(
+        version=session.payload_version,
+        session=session.ref,
+        pool_id=session.pool.id,
+        shard_index=0,
+        epoch=session.epochs[0],
+        plan_number=number,
+        plan_digest=session.plans[number].digest,
+    ).SerializeToString(deterministic=True)
     signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
     return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 

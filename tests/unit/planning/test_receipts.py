@@ -9,6 +9,7 @@ import pytest
 
 from control_plane.pools.shards import ShardState
 from control_plane.sessions.session import Session
+from control_plane.steps.abort import abort_plans
 from control_plane.steps.receipts import take_receipts
 from kvplane import ops
 from kvplane.errors import (
@@ -22,16 +23,21 @@ from kvplane.errors import (
 from kvplane.slices import run_to_end
 from kvplane.wire import signing
 from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
 
 
-@pytest.fixture
-def rig() -> PlanningRig:
+@pytest.fixture(params=[True, False], ids=["expected", "not_yet_expected"])
+def rig(request: pytest.FixtureRequest) -> PlanningRig:
     """Plans 1 and 2 are in flight: a prompt of 12 tokens, and 6 more."""
     rig = PlanningRig()
     rig.admit(1, range(12))
+    if request.param:
+        rig.session.settle()
     rig.step(ops.append(1, range(12, 18), 6, first_positions=12))
+    if request.param:
+        rig.session.settle()
     return rig
 
 
@@ -105,6 +111,40 @@ def test_a_signature_of_another_key_is_refused(rig: PlanningRig) -> None:
     receipt.signature = signing.sign(b"k" * 32, signing.RECEIPT, receipt.payload)
     with pytest.raises(BadSignatureError):
         take(rig.session, [receipt])
+
+
+@pytest.mark.parametrize("field", ["type", "signature"])
+def test_a_receipt_of_the_expected_bytes_still_needs_its_signature(
+    rig: PlanningRig, field: str
+) -> None:
+    receipt = rig.receipt(rig.session, 1)
+    if field == "type":
+        receipt.type = signing.PLAN
+    else:
+        receipt.signature = receipt.signature[:-1] + bytes([receipt.signature[-1] ^ 1])
+    with pytest.raises(BadSignatureError) as refused:
+        take(rig.session, [receipt])
+    assert refused.value.field == f"receipts[0].{field}"
+    rig.check()
+
+
+def test_receipts_are_expected_of_plans_in_flight_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = PlanningRig()
+    rig.admit(1, range(12))
+    rig.session.settle()
+    rig.session.settle()
+    assert list(rig.session.expected) == [rig.receipt(rig.session, 1).payload]
+    with monkeypatch.context() as patch:
+        patch.setattr(signing, "verify", None)  # an expected receipt is not looked into
+        take(rig.session, [rig.receipt(rig.session, 1)])
+    assert (rig.session.done, rig.session.expected) == (1, {})
+    rig.step(ops.append(1, range(12, 18), 6, first_positions=12))
+    rig.session.settle()
+    run_to_end(abort_plans(rig.session, cpb.AbortPlansRequest(number=3, plan_number=2)))
+    assert rig.session.expected == {}
+    rig.check()
 
 
 def test_what_was_written_is_published_and_what_was_retired_becomes_free(rig: PlanningRig) -> None:
