@@ -44,9 +44,10 @@ class StreamWire:
         self._writing, self._reading = asyncio.Lock(), asyncio.Lock()
 
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
+        message = cpb.StreamStepsRequest(step=request)
         began = time.perf_counter()
         async with self._writing:
-            await self._stream.write(cpb.StreamStepsRequest(step=request))
+            await self._stream.write(message)
         async with self._reading:
             response = await self._stream.read()
             while response is not grpc.aio.EOF and response.HasField("news"):

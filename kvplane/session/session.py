@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, cast
 
@@ -218,9 +219,9 @@ class Session:
         Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an item of an
         operation that fails by itself is in the result: see ``StepResult.raise_for_status``.
         """
-        request = self._request(operations, deferred_tokens)
+        message = self._message(operations, deferred_tokens)
         deadline = self._connection.deadline(timeout_s)
-        result: StepResult = await self._call(request, self._send_step, deadline)
+        result: StepResult = await self._call_step(message, deadline)
         self._was_told = False
         return self._steps.with_unread_news(result)
 
@@ -289,8 +290,8 @@ class Session:
         """
         deadline = self._connection.deadline(timeout_s)
         while True:
-            request = self._request((), deferred_tokens)
-            self._steps.keep_news(await self._call(request, self._send_step, deadline))
+            message = self._message((), deferred_tokens)
+            self._steps.keep_news(await self._call_step(message, deadline))
             # A repeat of an abandoned call is sent as that was, without the receipts added since.
             if not self._steps.receipts:
                 return
@@ -330,7 +331,7 @@ class Session:
         """Return what a step of each operation alone would answer now, with one item of it at a
         time. Nothing is reserved: another session may come first. Renews no lease.
         """
-        request = self._request(operations)
+        request = self._message(operations).step
         request.validate_only = True
         response: pb.StepResponse = await self._connection.call(self._stub.Step, request, timeout_s)
         return StepResult(response).results
@@ -361,16 +362,18 @@ class Session:
 
     # Helpers.
 
-    def _request(
+    def _message(
         self,
         operations: Iterable[ops.Operation] = (),
         deferred_tokens: ops.DeferredTokens | None = None,
-    ) -> pb.StepRequest:
-        return pb.StepRequest(
-            session=self.ref,
-            operations=cast("Iterable[pb.Operation]", operations),
-            deferred_tokens=cast("pb.DeferredTokens | None", deferred_tokens),
-        )
+    ) -> pb.StreamStepsRequest:
+        """Return a step as the stream's message, since putting one into another copies it."""
+        message = pb.StreamStepsRequest()
+        message.step.session.CopyFrom(self.ref)
+        message.step.operations.extend(cast("Iterable[pb.Operation]", operations))
+        if deferred_tokens is not None:
+            message.step.deferred_tokens.CopyFrom(cast("pb.DeferredTokens", deferred_tokens))
+        return message
 
     async def _try_to_close(self) -> None:
         """Close, unless that fails: the lease ends by itself."""
@@ -413,17 +416,23 @@ class Session:
             self._ended_by = error
 
     async def _submit_idle(self) -> None:
-        await self._steps.submit_idle(
-            self._request(), self._send_step, Deadline.after(_IDLE_TIMEOUT_S)
-        )
+        message = self._message()
+        send = partial(self._send_step, message)
+        await self._steps.submit_idle(message.step, send, Deadline.after(_IDLE_TIMEOUT_S))
 
     async def _send_abort(self, request: Any, deadline: Deadline) -> Any:
         return await self._connection.attempt(self._stub.AbortPlans, request, deadline)
 
-    async def _send_step(self, request: pb.StepRequest, _: Deadline) -> StepResult:
+    async def _call_step(self, message: pb.StreamStepsRequest, deadline: Deadline) -> StepResult:
+        send = partial(self._send_step, message)
+        return cast(StepResult, await self._call(message.step, send, deadline))
+
+    async def _send_step(
+        self, message: pb.StreamStepsRequest, request: pb.StepRequest, _: Deadline
+    ) -> StepResult:
         if not self._stream.is_open:
             self._stream.open()
-        await self._stream.send(pb.StreamStepsRequest(step=request))
+        await self._stream.send(message)
         response = await self._stream.receive()
         while response.number == 0:
             if response.HasField("error"):  # the control plane could not read the request
