@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common.cpu import cpu_name
-from benchmarks.common.planes import run
 from benchmarks.control_plane.report import quantile
+from integrations.push.benchmarks.planes import run
 from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 
 NUM_LAYERS: Final = 4

@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.block_rates import Rates, report_rates
-from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
 from data_plane.files.disk import Disk
 from data_plane.files.record import HEADER_BYTES, read_data, read_header
+from integrations.push.benchmarks.planes import BLOCK_BYTES, LAYOUT, planes
+from integrations.push.benchmarks.rates import Rates, report_rates
 from kvplane import ControlClient, Execution, Session, Tensor, ops
 
 POOL = "files"

@@ -1,7 +1,7 @@
 """Measures a router before several engines on a trace of requests, in simulated time.
 
-    python -m benchmarks.routing --trace FILE|synthetic:NAME:SEED [--policy NAME]... [--json OUT]
-        [--format mooncake|bailian|dynamo|kv-cache-tester] [--engines N] [--capacity-blocks N]
+    python -m integrations.router.benchmarks --trace FILE|synthetic:NAME:SEED [--policy NAME]...
+        [--json OUT] [--format mooncake|bailian|dynamo|kv-cache-tester] [--engines N] [--capacity-blocks N]
         [--prefill-tokens-per-s RATE] [--feed-lag-s S] [--check]
 
 Each half of the trace is reported separately, from one run over all of it: settings chosen on the
@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.replay.__main__ import read_half
 from benchmarks.replay.traces import FORMATS, TraceError
-from benchmarks.routing.fleet import Fleet, Outcome, Shape
-from benchmarks.routing.policies import POLICIES, PolicyRouter
+from integrations.router.benchmarks.fleet import Fleet, Outcome, Shape
+from integrations.router.benchmarks.policies import POLICIES, PolicyRouter
 from kvplane.integrations.router.picker import HIT_BIAS
 
 CHOSEN = f"seconds:{HIT_BIAS:g}"

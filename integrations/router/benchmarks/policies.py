@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from benchmarks.replay.cache import BLOCK_SIZE_TOKENS, Prompts
 from benchmarks.replay.traces import Request
-from benchmarks.routing.fleet import Shape
+from integrations.router.benchmarks.fleet import Shape
 from kvplane.integrations.router.picker import Pick, Picker
 from kvplane.integrations.router.pool_index import PoolIndex
 from kvplane.prefixes import PrefixEvent

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common.cpu import machine_now
-from benchmarks.common.planes import BLOCK_BYTES
+
+from .planes import BLOCK_BYTES
 
 Rates = dict[str, list[float]]
 """GB/s of each round, by way."""
