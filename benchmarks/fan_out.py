@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.cpu import cpu_name
-from benchmarks.control_plane.report import quantile
+from benchmarks.common.report import cpu_name
+from benchmarks.common.timing import quantile
 from integrations.push.benchmarks.planes import run
 from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 

@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 import uvloop
 
-from benchmarks.control_plane.report import quantile
+from benchmarks.common.timing import quantile
 
 METHOD = "/floor.Echo/Echo"
 MESSAGE = bytes(500)

@@ -23,11 +23,12 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.common.leftovers import drop_leftovers
+from benchmarks.common.report import machine
+from benchmarks.common.timing import drop_leftovers
 from benchmarks.control_plane.cases import CASES
 from benchmarks.control_plane.in_process import InProcess
 from benchmarks.control_plane.over_grpc import OverGrpc
-from benchmarks.control_plane.report import Outcome, best_of, machine, table
+from benchmarks.control_plane.report import Outcome, best_of, table
 from benchmarks.control_plane.sizes import FULL, QUICK
 
 
@@ -42,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.no_gc:
         gc.disable()
-    described = machine()
+    described = machine(gc="on" if gc.isenabled() else "off")
     rounds = []
     for _ in range(max(1, arguments.rounds)):
         rows = uvloop.run(measure(arguments.only, quick=arguments.quick))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.common.cpu import cpu_name
+from benchmarks.common.timing import quantile
 
 MICROSECONDS: Final = "us"
 STEPS_PER_S: Final = "steps/s"
@@ -144,12 +141,6 @@ def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, obj
     return best
 
 
-def quantile(values: Sequence[float], q: float) -> float:
-    """Return a quantile by the nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
 def table(rows: Sequence[dict[str, object]]) -> str:
     """Return rows of ``Outcome.as_json`` as lines, with goals beside the figures."""
     head = ("", "unit", "p50", "goal", "p99", "goal", "gc pauses", "longest, us")
@@ -193,15 +184,3 @@ def _goal(row: dict[str, object], figure: str, goal: str) -> str:
 def _number(value: object) -> str:
     number = float(str(value))
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:,.1f}"
-
-
-def machine() -> dict[str, object]:
-    """Return the machine that this runs on."""
-    return {
-        "cpu": cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "load_average_1_min": round(os.getloadavg()[0], 2),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "gc": "on" if gc.isenabled() else "off",
-    }

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
-from benchmarks.common.leftovers import drop_leftovers
+from benchmarks.common.timing import drop_leftovers
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.in_process import CorePool
 from benchmarks.control_plane.messages import EPOCH, POOL

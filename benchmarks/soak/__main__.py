@@ -26,9 +26,9 @@ from typing import Any, Final
 
 import grpc.aio
 
+from benchmarks.common.report import machine
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.over_grpc import DataPlane
-from benchmarks.control_plane.report import machine
 from benchmarks.soak.engine import MEAN_TOKENS, Counts, Engine
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import session_pb2_grpc

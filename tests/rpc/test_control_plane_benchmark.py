@@ -18,7 +18,6 @@ from benchmarks.control_plane.report import (
     Row,
     best_of,
     goal_of,
-    quantile,
     table,
 )
 
@@ -114,8 +113,3 @@ def test_of_rounds_the_one_with_the_best_median_is_given_and_the_median_of_all()
     assert head.endswith("median of rounds")
     assert [line.split()[-1] for line in lines] == ["14", "14"]
     assert best_of(rounds[:1]) == rounds[0]
-
-
-def test_a_quantile_is_a_sample() -> None:
-    values = [5.0, 1.0, 3.0, 2.0]
-    assert (quantile(values, 0.0), quantile(values, 0.5), quantile(values, 1.0)) == (1, 3, 5)

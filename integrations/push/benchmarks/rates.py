@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common.cpu import machine_now
+from benchmarks.common.report import machine, said, save
 
 from .planes import BLOCK_BYTES
 
@@ -34,14 +33,13 @@ def report_rates(
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
     num_blocks = max(1, options.mebibytes * 1024 * 1024 // BLOCK_BYTES)
-    machine = machine_now()
-    print(f"{machine}; {num_blocks * BLOCK_BYTES / 2**20:.0f} MiB, {options.rounds} rounds")
+    described = machine()
+    print(f"{said(described)}; {num_blocks * BLOCK_BYTES / 2**20:.0f} MiB, {options.rounds} rounds")
     with tempfile.TemporaryDirectory() as folder:
         rates = measure(Path(folder), num_blocks, options.rounds)
     print(f"{'way':<12} {'median GB/s':>12} {'best':>6} {last_column:>11}")
     for name, values in rates.items():
         median = statistics.median(values)
         print(f"{name:<12} {median:>12.2f} {max(values):>6.2f} {cell(rates, median):>11}")
-    if options.json is not None:
-        record = {"machine": machine, "num_bytes": num_blocks * BLOCK_BYTES, "gb_per_s": rates}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    num_bytes = num_blocks * BLOCK_BYTES
+    save(options.json, {"machine": described, "num_bytes": num_bytes, "gb_per_s": rates})

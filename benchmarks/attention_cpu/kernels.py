@@ -1,14 +1,18 @@
-"""The measurements of the CPU kernels, with torch's attention beside them."""
+"""The measurements of the CPU kernels, beside torch's attention and bare loops, and their goals."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+import kvplane_kernels
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common.calls import Calls
-from benchmarks.common.memory import page_offsets, read_runs
+from benchmarks.common.memory import Memory, page_offsets, read_runs
+from benchmarks.common.report import markdown
+from benchmarks.common.timing import Calls, Spread
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory import huge_pages
@@ -19,20 +23,30 @@ NUM_LAYERS = 4  # of a decode step: one call after another, each over pages of i
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 SCALE = HEAD_SIZE**-0.5
 KERNELS = CpuKernels()
+BARE_ROUNDS = 100_000
+SHARES_OF_READ: Final = {
+    "avx512bf16": {"decode/bf16/g1": 0.85, "decode/bf16/g4": 0.65, "decode/bf16/g8": 0.50},
+    "avx2": {"decode/bf16/g1": 0.70, "decode/bf16/g4": 0.60, "decode/bf16/g8": 0.35},
+}
+SHARES_OF_COPY: Final = {"copy_blocks": 0.80, "swap_out": 0.80, "swap_in": 0.80}
+TIMES_TORCH: Final = {"decode/bf16": 2.0, "decode/fp32": 1.3, "prefill": 1.5}
+HEADS: Final = (
+    *("", "rate", "lowest to highest", "a core", "of memory", "goal", "× torch", "goal"),
+    *("of read_pages", "of fused_products"),
+)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the measurements, and the number of rounds."""
+    """The sizes of the measurements."""
 
     context_tokens: int = 4096
     memory_bytes: int = 256 << 20
     num_blocks: int = 1024
     prefill_tokens: int = 2048
-    num_rounds: int = 15
 
 
-QUICK = Sizes(512, 64 << 20, 256, 512, 3)
+QUICK = Sizes(512, 64 << 20, 256, 512)
 
 
 def random_pool(
@@ -143,3 +157,97 @@ def block_rows(num_blocks: int) -> list[Calls]:
         Calls("swap_in", "GB/s", num_bytes, lambda: KERNELS.swap_blocks(host, device, back)),
         Calls("reshape_and_cache", "GB/s", key.nbytes + value.nbytes, write),
     ]
+
+
+def products_of_prefill(num_tokens: float) -> float:
+    """Count products of queries with keys and weights with values, where queries see keys."""
+    num_seen = num_tokens * (num_tokens + 1) / 2
+    return num_seen * NUM_KV_HEADS * PREFILL_GROUP * 2 * HEAD_SIZE
+
+
+def bare_rows(num_threads: int, num_rounds: int = BARE_ROUNDS) -> list[Calls]:
+    """Return the bare loop of products; no row where the instruction set has no fused products."""
+
+    def multiply() -> int:
+        return kvplane_kernels.fused_products(num_rounds=num_rounds, num_threads=num_threads)
+
+    num_products = multiply()
+    return [Calls("fused_products", "10^9 products/s", num_products, multiply)] * bool(num_products)
+
+
+def kernel_rows(sizes: Sizes, num_threads: int) -> list[Calls]:
+    """Return all rows, to be measured by turns."""
+    memory = Memory(sizes.memory_bytes, num_threads)
+    rows = [memory.read_calls(), memory.copy_calls()]
+    for name, dtype in DTYPES.items():
+        rows += decode_rows(name, dtype, sizes.context_tokens)
+    rows += block_rows(sizes.num_blocks)
+    return rows + prefill_rows(sizes.prefill_tokens) + bare_rows(num_threads)
+
+
+def table(rows: Sequence[Calls], isa: str) -> Iterator[str]:
+    """Yield the table, by wall time but for the column "a core", which is per second of CPU time.
+    ``isa``: the instruction set, which has goals of its own.
+    """
+    rates = {row.name: row.rate() for row in rows}
+    ours = [row for row in rows if not row.name.startswith("torch")]
+    return markdown(HEADS, (_cells(row, isa, rates) for row in ours))
+
+
+def _cells(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
+    rate = rates[row.name]
+    return [
+        row.name if row.unit == "GB/s" else f"{row.name}, {row.unit}",
+        _figure(rate.middle),
+        f"{_figure(rate.lowest)} to {_figure(rate.highest)}",
+        _figure(row.best_rate_of_core().middle),
+        *_of_memory(row, isa, rates),
+        *_of_torch(row, rates),
+        *_of_bare_loops(row, rates),
+    ]
+
+
+def _of_memory(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
+    """Return the share of the memory's rate in the same passes, and the goal."""
+    if row.unit != "GB/s" or row.name in ("read_bandwidth", "memcpy"):
+        return ["", ""]
+    whole = "read_bandwidth" if row.name.startswith(("decode", "read")) else "memcpy"
+    share = rates[row.name].middle / rates[whole].middle
+    goal = (SHARES_OF_READ.get(isa, {}) | SHARES_OF_COPY).get(row.name)
+    return [f"{share:.1%} of {whole.partition('_')[0]}", _goal(share, goal)]
+
+
+def _of_torch(row: Calls, rates: dict[str, Spread]) -> list[str]:
+    """Return our figure divided by torch's, and the goal."""
+    torchs = rates.get(f"torch_{row.name}" if row.name == "prefill" else _torchs(row.name))
+    if torchs is None:
+        return ["", ""]
+    times = rates[row.name].middle / torchs.middle
+    return [f"{times:.2f}", _goal(times, TIMES_TORCH.get(row.name.rpartition("/")[0] or row.name))]
+
+
+def _of_bare_loops(row: Calls, rates: dict[str, Spread]) -> list[str]:
+    """Return the shares of what bare loops reach, over pages whose products are fused."""
+    kind, _, which = row.name.partition("/")
+    name, _, group = which.partition("/g")
+    products, rate = rates.get("fused_products"), rates[row.name].middle
+    if products is None or kind not in ("decode", "prefill") or name == "fp32":
+        return ["", ""]
+    if kind == "prefill":
+        limit = products.middle * 1e9 * row.amount / products_of_prefill(row.amount)
+        return ["", f"{rate / limit:.0%}"]
+    limit = products.middle * DTYPES[name].itemsize / int(group)
+    return [f"{rate / rates[f'read_pages/{name}'].middle:.0%}", f"{rate / limit:.0%}"]
+
+
+def _torchs(name: str) -> str:
+    kind, _, which = name.partition("/")
+    return f"torch/{which}" if kind == "decode" else ""
+
+
+def _goal(reached: float, goal: float | None) -> str:
+    return "" if goal is None else f"{goal:g}: {'met' if reached >= goal else 'missed'}"
+
+
+def _figure(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}"
