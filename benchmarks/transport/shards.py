@@ -1,6 +1,6 @@
 """Measures the cost of running a plan on several shards: the same plans on pools of 1, 2, 4 and 8.
 
-    python -m benchmarks.fan_out [--shards 1 2 4 8] [--steps N] [--tokens N]
+    python -m benchmarks.transport.shards [--shards 1 2 4 8] [--steps N] [--tokens N]
 
 Control plane and data planes are processes of their own on loopback, each kernel with one thread;
 the pools live at the same time and take turns. A step appends one token to each of N sequences;
@@ -22,9 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from benchmarks.common.report import cpu_name
+from benchmarks.common.processes import start, start_control_plane
+from benchmarks.common.report import machine, said
 from benchmarks.common.timing import quantile
-from integrations.push.benchmarks.planes import run
 from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor, ops
 
 NUM_LAYERS: Final = 4
@@ -47,14 +47,10 @@ def planes(folder: Path, counts: list[int]) -> Iterator[str]:
     layout = folder / "layout.json"
     layout.write_text(json.dumps(asdict(LAYOUT)))
     with ExitStack() as stack:
-        port = folder / "port"
-        run(stack, "control_plane", "--bind", "127.0.0.1:0", "--port-file", str(port))
-        while not port.exists():
-            time.sleep(0.05)
-        address = f"127.0.0.1:{port.read_text().strip()}"
+        _, address = start_control_plane(stack)
         for count in counts:
             for index in range(count):
-                run(
+                start(
                     stack,
                     *("data_plane", "--bind", "127.0.0.1:0", "--control-plane", address),
                     *("--layout", str(layout), "--pool-id", f"pool-{count}"),
@@ -138,7 +134,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="sequences that decode")
     options = parser.parse_args()
     print(
-        f"{cpu_name()}; {options.tokens} sequences, {NUM_HEADS}/{NUM_KV_HEADS} heads of "
+        f"{said(machine())}; {options.tokens} sequences, {NUM_HEADS}/{NUM_KV_HEADS} heads of "
         f"{HEAD_SIZE}, float32, {options.steps} steps"
     )
     with tempfile.TemporaryDirectory() as folder, planes(Path(folder), options.shards) as address:

@@ -11,16 +11,13 @@ attending take, in the embedded data plane. "between" is how long the engine com
 layers, as it does in its model: the data plane may have gone to sleep.
 
 "empty" layers have one head of 16 over a few tokens, so that there is next to nothing to copy and
-to compute. "bare packets" go from a process to another and back, as a layer's do, with nothing
-else; "asleep": both wait in the kernel, so that the system has to wake them up.
+to compute. ``python -m benchmarks.transport.shards`` measures a plan on several shards.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +28,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bare_packets import SPIN_S, Echo
+from benchmarks.common.report import machine, save
+from benchmarks.common.timing import quantile
 from examples.planes import Planes
 from kvplane import LayerGroup, Layout, ops
 from kvplane.attention_options import AttentionOptions
@@ -150,29 +148,6 @@ class Side:
         return sum(self._backend._executor.counters.kernel_s.values())
 
 
-class Bare:
-    """Sends packets in place of a plan's layers."""
-
-    def __init__(self, name: str, echo: Echo) -> None:
-        self.name = name
-        self._echo = echo
-
-    def admit(self, num_sequences: int) -> list[int]:
-        """Do nothing: there are no sequences."""
-        return []
-
-    def decode(self, ids: list[int], step: int, between_s: float, times: Times) -> None:
-        """Send as many packets as a step has layers."""
-        for _ in range(NUM_LAYERS):
-            compute(between_s)
-            began_s = time.perf_counter()
-            self._echo.round_trip()
-            times.layer_s.append(time.perf_counter() - began_s)
-
-    def free(self, ids: list[int]) -> None:
-        """Do nothing: there are no sequences."""
-
-
 def compute(seconds: float) -> None:
     """Keep this thread busy."""
     end_s = time.perf_counter() + seconds
@@ -181,7 +156,7 @@ def compute(seconds: float) -> None:
 
 
 @contextmanager
-def sides(shape: Shape, num_threads: int) -> Iterator[list[Side | Bare]]:
+def sides(shape: Shape, num_threads: int) -> Iterator[list[Side]]:
     """Yield all sides, over planes of their own."""
     with ExitStack() as closing, tempfile.TemporaryDirectory() as folder:
         layout = Path(folder) / "layout.json"
@@ -190,9 +165,7 @@ def sides(shape: Shape, num_threads: int) -> Iterator[list[Side | Bare]]:
         flags += ["--num-threads", str(num_threads)]
         # Before gRPC has threads: a process with them should not fork.
         planes = closing.enter_context(Planes(Path(folder), flags))
-        found: list[Side | Bare] = []
-        for name, spin_s in (("bare packets, asleep", 0.0), ("bare packets", SPIN_S)):
-            found.append(Bare(name, closing.enter_context(Echo(spin_s))))
+        found: list[Side] = []
         loop = LoopThread("benchmark")
         closing.callback(loop.close)
         address, embedded = start_planes(
@@ -216,9 +189,7 @@ def sides(shape: Shape, num_threads: int) -> Iterator[list[Side | Bare]]:
         yield found
 
 
-def measure(
-    of: Sequence[Side | Bare], batch: int, between_s: float, num_steps: int
-) -> dict[str, Times]:
+def measure(of: Sequence[Side], batch: int, between_s: float, num_steps: int) -> dict[str, Times]:
     """Time steps of all sides, by turns. The first tenth warms up and is not counted."""
     times = {side.name: Times() for side in of}
     ids = {side.name: side.admit(batch) for side in of}
@@ -231,12 +202,9 @@ def measure(
     return times
 
 
-def quantile_us(seconds: Sequence[float], quantile: float) -> float | None:
-    """Return a quantile by the nearest rank, in microseconds; None where nothing was measured."""
-    ordered = sorted(seconds)
-    if not any(ordered):
-        return None
-    return 1e6 * ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
+def quantile_us(seconds: Sequence[float], q: float) -> float | None:
+    """Return a quantile in microseconds; None where nothing was measured."""
+    return 1e6 * quantile(seconds, q) if any(seconds) else None
 
 
 def row_of(times: Times) -> dict[str, float | None]:
@@ -278,9 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     texts = ["" if each is None else f"{each:,.0f}" for each in row.values()]
                     print(f"{name:36}{side:22}{cells(texts)}", flush=True)
                     rows.append({"case": name, "side": side, "unit": "us", **row})
-    if arguments.json is not None:
-        machine = {"cpu_count": os.cpu_count(), "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    save(arguments.json, {"machine": machine(), "rows": rows})
 
 
 if __name__ == "__main__":
