@@ -1,8 +1,8 @@
 """Measures a router before several engines on a trace of requests, in simulated time.
 
     python -m integrations.router.benchmarks --trace FILE|synthetic:NAME:SEED [--policy NAME]...
-        [--json OUT] [--format mooncake|bailian|dynamo|kv-cache-tester] [--engines N] [--capacity-blocks N]
-        [--prefill-tokens-per-s RATE] [--feed-lag-s S] [--check]
+        [--json OUT] [--engines N] [--capacity-blocks N] [--prefill-tokens-per-s RATE]
+        [--feed-lag-s S] [--check]
 
 Each half of the trace is reported separately, from one run over all of it: settings chosen on the
 first half can be judged on the second. ``--check`` ends with 1 when ``seconds`` misses its floors
@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.replay.__main__ import read_half
-from benchmarks.replay.traces import FORMATS, TraceError
+from benchmarks.replay.synthetic import read
+from benchmarks.replay.traces import BLOCK_TOKENS, TraceError
 from integrations.router.benchmarks.fleet import Fleet, Outcome, Shape
 from integrations.router.benchmarks.policies import POLICIES, PolicyRouter
 from kvplane.integrations.router.picker import HIT_BIAS
@@ -72,7 +72,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trace", required=True, help="file or folder, may be .gz, or synthetic:NAME:SEED"
     )
-    parser.add_argument("--format", choices=FORMATS, default="mooncake")
     parser.add_argument("--policy", action="append", dest="policies", help="default: all")
     parser.add_argument("--engines", type=int, default=_DEFAULT.num_engines)
     parser.add_argument("--capacity-blocks", type=int, default=_DEFAULT.capacity_blocks)
@@ -92,13 +91,13 @@ def main() -> None:
     """Run all policies, print a table, write the JSON."""
     arguments = _arguments()
     try:
-        requests = read_half(arguments.trace, arguments.format, "all")
+        requests = read(arguments.trace)
     except TraceError as error:
         sys.exit(f"cannot simulate: {error}")
     shape = Shape(
         num_engines=arguments.engines,
         capacity_blocks=arguments.capacity_blocks,
-        block_tokens=FORMATS[arguments.format].block_tokens,
+        block_tokens=BLOCK_TOKENS,
         prefill_tokens_per_s=arguments.prefill_tokens_per_s,
         feed_lag_s=arguments.feed_lag_s,
     )
