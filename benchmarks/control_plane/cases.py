@@ -11,7 +11,6 @@ from benchmarks.control_plane import prompts, rates, rebuild, scale, slices
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
-from benchmarks.control_plane.truncate import truncate
 
 BOTH: Final = ("core", "grpc")
 CORE: Final = ("core",)
@@ -30,8 +29,6 @@ class Case:
 CASES: Final = (
     Case("hit_in_use_32k", prompts.hit_in_use_32k),
     Case("miss_32k", prompts.miss_32k),
-    Case("miss_32k_parts", prompts.miss_32k_parts, CORE),
-    Case("miss_32k_followed", prompts.miss_32k_followed, CORE),
     Case("announce_32k", prompts.announce_32k, CORE),
     Case("hit_free_32k_pool100k", prompts.hit_free_32k_pool100k),
     Case("empty_step", prompts.empty_step),
@@ -39,7 +36,7 @@ CASES: Final = (
     Case("fork_2048_blocks", prompts.fork_2048_blocks),
     Case("swap_2048_blocks", prompts.swap_2048_blocks),
     Case("abort_256x2048", prompts.abort_256x2048),
-    Case("truncate", truncate),
+    Case("truncate", prompts.truncate),
     *(
         Case(rates.rate_name(num), partial(rates.steps_per_s, num_engines=num))
         for num in (1, 8, 64)

@@ -1,7 +1,6 @@
 """Measures the control plane: its core in this process, and over gRPC as a process of its own.
 
-    python -m benchmarks.control_plane [--quick] [--only PATTERN] [--rounds N] [--no-gc]
-                                       [--json OUT]
+    python -m benchmarks.control_plane [--quick] [--only PATTERN] [--rounds N] [--json OUT]
 
 ``core/CASE``: packed request bytes in, parsed, planned, and the signed plan encoded into the
 answer's bytes; all of that is timed. ``grpc/CASE``: a Step on a stream, from the request message to
@@ -16,19 +15,17 @@ the round with the best median, and the median of all rounds' medians.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import re
 from pathlib import Path
 
 import uvloop
 
-from benchmarks.common.report import machine
+from benchmarks.common.report import machine, said, save
 from benchmarks.common.timing import drop_leftovers
 from benchmarks.control_plane.cases import CASES
 from benchmarks.control_plane.in_process import InProcess
 from benchmarks.control_plane.over_grpc import OverGrpc
-from benchmarks.control_plane.report import Outcome, best_of, table
+from benchmarks.control_plane.report import as_json, best_of, table
 from benchmarks.control_plane.sizes import FULL, QUICK
 
 
@@ -38,12 +35,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--only", default="", help="a regular expression: of core/CASE, grpc/CASE")
     parser.add_argument("--rounds", type=int, default=1, help="how often each case is measured")
-    parser.add_argument("--no-gc", action="store_true", help="turn the garbage collector off")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/control_plane.json"))
     arguments = parser.parse_args()
-    if arguments.no_gc:
-        gc.disable()
-    described = machine(gc="on" if gc.isenabled() else "off")
+    described = machine()
     rounds = []
     for _ in range(max(1, arguments.rounds)):
         rows = uvloop.run(measure(arguments.only, quick=arguments.quick))
@@ -51,11 +45,9 @@ def main() -> None:
     rows = best_of(rounds)
     if not rows:
         parser.error(f"--only {arguments.only}: no case has such a name")
-    print(", ".join(f"{name} {value}" for name, value in described.items()))
+    print(said(described))
     print(table(rows))
-    report = {"machine": described, "quick": arguments.quick, "rows": rows}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    save(arguments.json, {"machine": described, "quick": arguments.quick, "rows": rows})
     print(f"saved to {arguments.json}")
 
 
@@ -63,14 +55,12 @@ async def measure(only: str, *, quick: bool) -> list[dict[str, object]]:
     """Measure the cases whose names ``only`` matches. Return their rows."""
     rows: list[dict[str, object]] = []
     sizes = QUICK if quick else FULL
-    for world in (InProcess(), OverGrpc(is_gc_on=gc.isenabled())):
+    for world in (InProcess(), OverGrpc()):
         for case in CASES:
             name = f"{world.name}/{case.name}"
             if world.name not in case.worlds or not re.search(only, name):
                 continue
             print(name, flush=True)
             drop_leftovers()
-            world.gc_s.clear()
-            measured = await case.measure(world, sizes)
-            rows += Outcome(world.name, measured, world.gc_s).as_json()
+            rows += as_json(world.name, await case.measure(world, sizes))
     return rows

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from benchmarks.control_plane import messages, resume
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import CorePool, InProcess
 from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, prompt, report_part
-from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, Server
+from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, server
 from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
@@ -29,10 +30,8 @@ async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
     num_blocks = num_entries + num_entries // 32
     parts = await published(num_blocks, sizes)
     if isinstance(world, OverGrpc):
-        return await _over_grpc(world, num_blocks, num_entries, parts)
-    assert isinstance(world, InProcess), "there are two worlds"
-    with world.counting_pauses():
-        return await _in_process(num_blocks, num_entries, parts)
+        return await _over_grpc(num_blocks, num_entries, parts)
+    return await _in_process(num_blocks, num_entries, parts)
 
 
 async def _in_process(
@@ -60,15 +59,14 @@ async def _in_process(
 
 
 async def _over_grpc(
-    world: OverGrpc, num_blocks: int, num_entries: int, parts: list[rpb.RegisterRequest]
+    num_blocks: int, num_entries: int, parts: list[rpb.RegisterRequest]
 ) -> list[Row]:
-    with Server(world) as server:
+    with ExitStack() as stack:
         async with (
-            DataPlane(server.address, messages.hello(num_blocks, 0)) as data_plane,
-            Connection(server.address, data_plane.key) as connection,
+            DataPlane(server(stack), messages.hello(num_blocks, 0)) as data_plane,
+            Connection(data_plane.address, data_plane.key) as connection,
         ):
             await connection.server.GetServerInfo(GetServerInfoRequest())
-            server.count_pauses()
             async with resume.waits_of_another(connection.server) as waits_s:
                 began = time.perf_counter()
                 await data_plane.report(parts)
