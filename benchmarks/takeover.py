@@ -32,7 +32,7 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.common.report import machine, said
+from benchmarks.common.report import machine, said, save
 from benchmarks.common.timing import quantile
 from kvplane import ControlClient, LayerGroup, Layout
 from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
@@ -212,8 +212,7 @@ def main() -> None:
             for row in measure(kind, options.ttl_s, options.how, options.rounds, folder):
                 print(line_of(row), flush=True)
                 rows.append(row)
-                if options.json is not None:  # after each row: the next may take minutes
-                    options.json.write_text(json.dumps(record, indent=1) + "\n")
+                save(options.json, record)  # after each row: the next may take minutes
 
 
 if __name__ == "__main__":
