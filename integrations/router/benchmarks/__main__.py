@@ -22,9 +22,10 @@ from typing import Any
 
 from benchmarks.replay.synthetic import read
 from benchmarks.replay.traces import BLOCK_TOKENS, TraceError
-from integrations.router.benchmarks.fleet import Fleet, Outcome, Shape
-from integrations.router.benchmarks.policies import POLICIES, PolicyRouter
-from kvplane.integrations.router.picker import HIT_BIAS
+
+from ..picker import HIT_BIAS
+from .fleet import Fleet, Outcome, Shape
+from .policies import POLICIES, PolicyRouter
 
 CHOSEN = f"seconds:{HIT_BIAS:g}"
 # Floors of the chosen policy; the second is a part of round-robin's time.

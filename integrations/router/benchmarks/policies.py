@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 from benchmarks.replay.cache import BLOCK_SIZE_TOKENS, Prompts
 from benchmarks.replay.traces import Request
-from integrations.router.benchmarks.fleet import Shape
-from kvplane.integrations.router.picker import Pick, Picker
-from kvplane.integrations.router.pool_index import PoolIndex
 from kvplane.prefixes import PrefixEvent
+
+from ..picker import Pick, Picker
+from ..pool_index import PoolIndex
+from .fleet import Shape
 
 POLICIES = (
     *("round-robin", "least-loaded", "longest-prefix", "longest-prefix-least-loaded"),
