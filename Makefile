@@ -56,8 +56,8 @@ chaos: setup  ## Break a running fleet for SECONDS and check every answer; SEED 
 serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
 	@$(BIN)/python -m scripts.serve
 
-bench: setup  ## Measure a step's latency over gRPC
-	@$(BIN)/python -m benchmarks.step_latency
+bench: setup  ## Measure a step through both planes, by transport
+	@$(BIN)/python -m benchmarks.transport
 
 NEWCOMER := newcomer newcomer_metrics boards alerts clients
 test-tools:  ## Install, as root, what tests and make lint use of Debian; else print the line that does

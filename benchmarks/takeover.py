@@ -32,8 +32,8 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.common.cpu import machine_now
-from benchmarks.control_plane.report import quantile
+from benchmarks.common.report import machine, said, save
+from benchmarks.common.timing import quantile
 from kvplane import ControlClient, LayerGroup, Layout
 from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
 from kvplane.errors import KvplaneError
@@ -203,8 +203,8 @@ def main() -> None:
     if "etcd" in options.election and shutil.which("etcd") is None:
         sys.exit("etcd is not installed (apt install etcd-server etcd-client)")
     rows: list[dict[str, Any]] = []
-    record = {"machine": machine_now(), "ttl_s": options.ttl_s, "rows": rows}
-    print(f"{record['machine']}; {options.rounds} rounds each, lease {options.ttl_s} s; seconds")
+    record = {"machine": machine(), "ttl_s": options.ttl_s, "rows": rows}
+    print(f"{said(machine())}; {options.rounds} rounds each, lease {options.ttl_s} s; seconds")
     print("                 takeover                             ready")
     print("elector how         min     p50     p95   goal  held        p50     max  etcd's data")
     for kind in options.election:
@@ -212,8 +212,7 @@ def main() -> None:
             for row in measure(kind, options.ttl_s, options.how, options.rounds, folder):
                 print(line_of(row), flush=True)
                 rows.append(row)
-                if options.json is not None:  # after each row: the next may take minutes
-                    options.json.write_text(json.dumps(record, indent=1) + "\n")
+                save(options.json, record)  # after each row: the next may take minutes
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.cpu import cpu_name
+from benchmarks.common.report import cpu_name
 from examples.load import Load
 from kvplane import ControlClient
 from scripts import boards

@@ -23,6 +23,7 @@ import json
 from pathlib import Path
 
 from benchmarks.admission.cases import CASES, NORMAL, measure
+from benchmarks.common.report import save
 from control_plane.admission.decisions import AdmissionConfig
 
 
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
     parser.add_argument("--duration-s", type=float, default=200.0, help="simulated seconds")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/admission.json"))
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
     for setting in dataclasses.fields(AdmissionConfig):
         kind = type(setting.default)
         parser.add_argument(
@@ -75,10 +76,7 @@ def main() -> None:
         for name in arguments["case"] or CASES
     }
     print_table(results)
-    saved: Path = arguments["json"]
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    saved.write_text(json.dumps({"config": dataclasses.asdict(config), "rows": results}, indent=2))
-    print(f"saved to {saved}")
+    save(arguments["json"], {"config": dataclasses.asdict(config), "rows": results})
 
 
 if __name__ == "__main__":

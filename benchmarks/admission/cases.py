@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from benchmarks.admission.pool import NUM_BLOCKS, Engine, Request
 from benchmarks.admission.simulation import Simulation
+from benchmarks.common.timing import quantile
 from control_plane.admission.decisions import AdmissionConfig
 
 SERVED_S: Final = (60.0, 120.0)
@@ -76,8 +77,3 @@ def requests(kind: str, trace: Iterator[dict[str, Any]]) -> Callable[[], Request
         return Request(row["hash_ids"], row["input_length"], row["output_length"])
 
     return next_request
-
-
-def quantile(ordered: list[float], share: float) -> float:
-    """Return a quantile by the nearest rank."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

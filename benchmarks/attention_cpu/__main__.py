@@ -1,98 +1,119 @@
-"""Measures the CPU kernels against the speed of memory and against torch's attention, in one run.
+"""Measures the CPU kernels: against the speed of memory, torch's attention, and each other.
 
-    python -m benchmarks.attention_cpu [--quick] [--runs N] [--threads N] [--json OUT]
+    python -m benchmarks.attention_cpu [PART] [--isa ISA] [--quick] [--rounds N] [--runs N]
+                                       [--threads N] [--json OUT]
 
-All measurements take turns in rounds, so that noise from elsewhere affects them alike: compare rows
-of one run, not of two. ``--runs``: the number of passes over all rounds; each row's figure is the
-median of the passes' medians. Before every call, torch's included, other memory is read so that no
-cache holds the call's data. Torch's threads sleep between its calls (OMP_WAIT_POLICY=PASSIVE,
-unless the environment says otherwise), and freed memory stays with the process: otherwise a call of
-some milliseconds could take twice as long because the allocator returns the memory of earlier calls
-in it. A decode is a step of four layers. ``GB/s`` count each byte once: the keys and values that
-decode reads, and the bytes that a copy copies, not both its read and its write. ``read_bandwidth``
-and ``read_pages`` read and do nothing else, on the kernels' own threads: memory in order, and pages
-in the order of decode, which is the limit of any kernel over them; ``fused_products`` multiplies
-and adds in registers. The last table has the shares of these limits (limits.py).
+    kernels   every kernel against the speed of memory, torch's attention, and bare loops (default)
+    idle      decode after the caller slept: are all threads at work at once?
+    prefill   a prompt in bf16 against torch and a bare loop of fused products
+    shared    decode over a common prefix, against decode that does not share reads or blocks
+    latents   a layer of DeepSeek V3 over latents, against keys and values
+
+All measurements of a part take turns in rounds, so that noise from elsewhere affects them alike:
+compare rows of one run, not of two. ``--runs``: the number of passes over all rounds; the figures
+of ``kernels`` are the medians of the passes' medians. Before every call, torch's included, other
+memory is read so that no cache holds the call's data. ``--isa``: the kernels' instruction set, and
+with it the most that torch may use, which else computes on larger units (AVX-512, AMX).
+
+A decode of ``kernels`` is a step of four layers. ``GB/s`` count each byte once: the keys and values
+that decode reads, and the bytes that a copy copies, not both its read and its write.
+``read_bandwidth`` and ``read_pages`` read and do nothing else, on the kernels' own threads: memory
+in order, and pages in the order of decode, which is the limit of any kernel over them;
+``fused_products`` multiplies and adds in registers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from benchmarks.attention_cpu.limits import bare_rows, limits
-from benchmarks.attention_cpu.report import as_json, machine
-from benchmarks.attention_cpu.rows import (
-    DTYPES,
-    QUICK,
-    Sizes,
-    block_rows,
-    decode_rows,
-    prefill_rows,
-)
-from benchmarks.attention_cpu.tables import tables
-from benchmarks.common.calls import Calls, call_in_rounds
-from benchmarks.common.memory import Memory, cold_caches
+from benchmarks.attention_cpu import kernels, parts
+from benchmarks.attention_cpu.kernels import QUICK, Sizes, kernel_rows
+from benchmarks.common.memory import cold_caches
+from benchmarks.common.report import machine, said, save
+from benchmarks.common.timing import Calls, call_in_rounds
 from data_plane.kernels.backends.cpu import cpu_isa
 
+# Torch's threads sleep between its calls, where they would spin on the cores that the next call
+# needs. glibc keeps freed memory, and takes allocations below 32 MiB from the heap: else a call of
+# some milliseconds could take twice as long because it returns the memory of earlier ones.
+SETTINGS: Final = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
+# The limits of torch's own kernels, oneDNN and MKL, by instruction set.
+TORCH_LIMITS: Final = {
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
+    "avx512bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E3"),
+}
+TORCH_VARIABLES: Final = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
-def measure(sizes: Sizes, *, num_threads: int, num_passes: int) -> list[Calls]:
-    """Measure all rows by turns."""
-    memory = Memory(sizes.memory_bytes, num_threads)
-    rows = [memory.read_calls(), memory.copy_calls()]
-    for name, dtype in DTYPES.items():
-        rows += decode_rows(name, dtype, sizes.context_tokens)
-    rows += block_rows(sizes.num_blocks)
-    rows += prefill_rows(sizes.prefill_tokens) + bare_rows(num_threads)
-    empty = cold_caches(num_threads)
-    call_in_rounds(rows, empty, num_passes=num_passes, num_rounds=sizes.num_rounds)
-    return rows
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """Read the flags."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_cpu")
+    parser.add_argument(
+        "part", nargs="?", default="kernels", choices=("kernels", *parts.PARTS), metavar="PART"
+    )
+    parser.add_argument("--isa", choices=sorted(TORCH_LIMITS), help="of the kernels and of torch")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=1, help="passes over all rounds")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description="Measure the CPU kernels.")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the tokens, few rounds")
-    parser.add_argument("--runs", type=int, default=1, help="passes over all of it")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/attention_cpu.json"))
-    arguments = parser.parse_args(words)
+    """Measure, print the table, write the JSON."""
+    given = parse(words)
     torch.manual_seed(0)
-    torch.set_num_threads(arguments.threads)
-    described = machine(arguments.threads, arguments.runs)
-    sizes = QUICK if arguments.quick else Sizes()
-    rows = measure(sizes, num_threads=arguments.threads, num_passes=arguments.runs)
-    print(", ".join(f"{name} {value}" for name, value in described.items()), end="\n\n")
-    print(tables(rows, cpu_isa()), end="\n\n")
-    print(*limits(rows), sep="\n", end="\n\n")
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(as_json(rows, described), indent=2) + "\n")
-    print(f"saved to {arguments.json}")
+    torch.set_num_threads(given.threads)
+    sizes, empty = QUICK if given.quick else Sizes(), cold_caches(given.threads)
+    described = machine(threads=given.threads, isa=cpu_isa(), torch=torch.__version__)
+    print(said(described), end="\n\n", flush=True)
+    times = {"num_passes": given.runs, "num_rounds": given.rounds}
+    groups: list[list[Calls]] = []
+    if given.part == "kernels":
+        groups.append(kernel_rows(sizes, given.threads))
+        call_in_rounds(groups[0], empty, **times)
+        print(*kernels.table(groups[0], cpu_isa()), sep="\n")
+    else:
+        for group in parts.PARTS[given.part](sizes, given.threads):
+            call_in_rounds(group, empty, **times)
+            groups.append(group)
+        print(*parts.table(groups), sep="\n")
+    rows = [
+        {"name": row.name, "unit": row.unit, "amount": row.amount, "p50": row.rate().middle}
+        | {"seconds": row.seconds, "least_cpu_s": row.least_cpu_s}
+        for group in groups
+        for row in group
+    ]
+    save(given.json, {"machine": described, "part": given.part, "rows": rows})
 
 
-def restart_quietly() -> None:
-    """Restart this program with settings that are read when it starts, or when torch is loaded:
-    idle threads of torch sleep, as otherwise they would spin after a call, on the cores that the
-    next call needs; and freed memory stays with the process.
+def environment(isa: str | None) -> dict[str, str]:
+    """Return the variables that this program needs, which are read when it starts or when torch is
+    loaded.
     """
-    settings = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        # glibc keeps freed memory, and takes allocations below 32 MiB from the heap.
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-    }
-    missing = {name: value for name, value in settings.items() if name not in os.environ}
-    if missing:
-        os.environ.update(missing)
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.attention_cpu", *sys.argv[1:]])
+    wanted = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
+    if isa is not None:
+        wanted |= dict(zip(TORCH_VARIABLES, TORCH_LIMITS[isa], strict=True))
+        wanted["KVPLANE_KERNELS_ISA"] = isa
+    return wanted
 
 
 if __name__ == "__main__":
-    restart_quietly()
+    wanted = environment(parse(None).isa)
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        command = [sys.executable, "-m", "benchmarks.attention_cpu", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | wanted)
     main()

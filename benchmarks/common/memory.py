@@ -11,7 +11,7 @@ from typing import Final
 import kvplane_kernels
 import torch
 
-from benchmarks.common.calls import Calls
+from benchmarks.common.timing import Calls
 from data_plane.memory import huge_pages
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

@@ -84,12 +84,9 @@ class Pool(Protocol):
 
 
 class World(Protocol):
-    """Where the control plane runs. ``name``: prefix of its rows. ``gc_s``: garbage collector
-    pauses while there was a pool, in seconds.
-    """
+    """Where the control plane runs. ``name``: prefix of its rows."""
 
     name: str
-    gc_s: list[float]
 
     def pool(
         self, num_device_blocks: int, num_host_blocks: int = 0

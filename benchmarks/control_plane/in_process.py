@@ -7,13 +7,12 @@ the notified sessions, and serialise the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import Engine
-from benchmarks.control_plane.gc_pauses import Pauses
 from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -56,10 +55,6 @@ class CorePool:
             return None
         self.core.work()
         return time.thread_time() - began
-
-    def follow(self) -> None:
-        """Follow the index from now on."""
-        self.core.follow(ppb.WatchPrefixesRequest(pool_id=POOL), TENANT, lambda: None)
 
     def forget(self, token_ids: Sequence[int]) -> float:
         """Forget a prefix; return the call's seconds."""
@@ -118,9 +113,6 @@ class InProcess:
 
     name = "core"
 
-    def __init__(self) -> None:
-        self.gc_s: list[float] = []
-
     @asynccontextmanager
     async def pool(
         self, num_device_blocks: int, num_host_blocks: int = 0
@@ -130,12 +122,4 @@ class InProcess:
         pool.report(report.SerializeToString())
         while pool.work() is not None:
             pass
-        with self.counting_pauses():
-            yield pool
-
-    @contextmanager
-    def counting_pauses(self) -> Iterator[None]:
-        """Count the garbage collections during a block of code."""
-        with Pauses() as pauses:
-            yield
-        self.gc_s += [seconds for _, seconds in pauses.found]
+        yield pool

@@ -8,28 +8,21 @@ receipts.
 from __future__ import annotations
 
 import asyncio
-import json
-import math
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import grpc.aio
 
-from benchmarks.control_plane import gc_pauses, messages
+from benchmarks.common.processes import start_control_plane
+from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import Engine
 from kvplane.transport.tls import open_channel
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as cpb
 
-START_TIMEOUT_S: Final = 60.0
-STOP_TIMEOUT_S: Final = 30.0
 _HEARTBEAT_S: Final = 60.0
 # A registration stream whose answers after the first ones are not parsed.
 _REGISTER: Final = "/kvplane.plane.v1.RegistrationService/Register"
@@ -105,13 +98,13 @@ class DataPlane:
     """The data plane's end of a registration stream, for as long as a block of code runs."""
 
     def __init__(self, address: str, hello: rpb.Hello) -> None:
-        self._address = address
+        self.address = address
         self._hello = hello
 
     async def __aenter__(self) -> DataPlane:
         """Register. The pool is ready after ``report``."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._channel = open_channel(self._address, None)
+        self._channel = open_channel(self.address, None)
         serialize = rpb.RegisterRequest.SerializeToString
         open_stream: Any = self._channel.stream_stream(_REGISTER, request_serializer=serialize)
         self._stream = open_stream()
@@ -153,64 +146,11 @@ class DataPlane:
             await self._stream.write(rpb.RegisterRequest(heartbeat=rpb.Heartbeat()))
 
 
-class Server:
-    """A control plane that runs as a process for as long as a block of code."""
-
-    def __init__(self, world: OverGrpc, *flags: str) -> None:
-        """At its end the world gets the pauses since ``count_pauses``. ``flags``: more of the
-        program.
-        """
-        self._world = world
-        self._flags = flags
-        self._counts_from_s = math.inf
-
-    def count_pauses(self) -> None:
-        """Count garbage collections from now on."""
-        self._counts_from_s = time.perf_counter()
-
-    def __enter__(self) -> Server:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            port_file, self._pauses = folder / "port", folder / "pauses"
-            log = folder / "log"
-            program = ["-m", gc_pauses.__name__, str(self._pauses)]
-            program.append("on" if self._world.is_gc_on else "off")
-            flags = ["--bind", "127.0.0.1:0", "--port-file", str(port_file)]
-            flags += ["--metrics-port", "-1", "--lease-s", "3600"]
-            flags += ["--heartbeat-s", str(_HEARTBEAT_S)]
-            # 256 prompts of 32,768 tokens in one step.
-            flags += ["--max-message-bytes", str(1 << 26), *self._flags]
-            output = stack.enter_context(log.open("wb"))
-            process = subprocess.Popen(
-                [sys.executable, *program, *flags], stdout=output, stderr=subprocess.STDOUT
-            )
-            stack.callback(self._stop, process)
-            self.address = f"127.0.0.1:{_wait_for_port(process, port_file, log)}"
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        else:
-            found = json.loads(self._pauses.read_text()) if self._pauses.exists() else []
-            self._world.gc_s += [s for began_s, s in found if began_s >= self._counts_from_s]
-
-
-def _wait_for_port(process: subprocess.Popen[bytes], port_file: Path, log: Path) -> int:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline_s:
-        if port_file.exists() and (text := port_file.read_text().strip()):
-            return int(text)
-        time.sleep(0.02)
-    raise RuntimeError(f"the control plane did not start:\n{log.read_text()}")
+def server(stack: ExitStack) -> str:
+    """Run a control plane as a process that ends with ``stack``; return its address."""
+    flags = ("--lease-s", "3600", "--heartbeat-s", str(_HEARTBEAT_S))
+    # 256 prompts of 32,768 tokens in one step.
+    return start_control_plane(stack, *flags, "--max-message-bytes", str(1 << 26))[1]
 
 
 class OverGrpc:
@@ -218,19 +158,14 @@ class OverGrpc:
 
     name = "grpc"
 
-    def __init__(self, *, is_gc_on: bool) -> None:
-        self.is_gc_on = is_gc_on
-        self.gc_s: list[float] = []
-
     @asynccontextmanager
     async def pool(
         self, num_device_blocks: int, num_host_blocks: int = 0
     ) -> AsyncIterator[Connection]:
         hello = messages.hello(num_device_blocks, num_host_blocks)
-        with Server(self) as server:
-            async with DataPlane(server.address, hello) as data_plane:
+        with ExitStack() as stack:
+            async with DataPlane(server(stack), hello) as data_plane:
                 await data_plane.report([rpb.RegisterRequest(report=rpb.BlockReport(last=True))])
-                async with Connection(server.address, data_plane.key) as connection:
+                async with Connection(data_plane.address, data_plane.key) as connection:
                     await connection.wait_ready()
-                    server.count_pauses()
                     yield connection

@@ -1,7 +1,6 @@
 """Measures the control plane: its core in this process, and over gRPC as a process of its own.
 
-    python -m benchmarks.control_plane [--quick] [--only PATTERN] [--rounds N] [--no-gc]
-                                       [--json OUT]
+    python -m benchmarks.control_plane [--quick] [--only PATTERN] [--rounds N] [--json OUT]
 
 ``core/CASE``: packed request bytes in, parsed, planned, and the signed plan encoded into the
 answer's bytes; all of that is timed. ``grpc/CASE``: a Step on a stream, from the request message to
@@ -16,19 +15,62 @@ the round with the best median, and the median of all rounds' medians.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import uvloop
 
-from benchmarks.common.leftovers import drop_leftovers
-from benchmarks.control_plane.cases import CASES
+from benchmarks.common.report import machine, said, save
+from benchmarks.common.timing import drop_leftovers
+from benchmarks.control_plane import prompts, rates, rebuild, scale, slices
+from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import InProcess
 from benchmarks.control_plane.over_grpc import OverGrpc
-from benchmarks.control_plane.report import Outcome, best_of, machine, table
-from benchmarks.control_plane.sizes import FULL, QUICK
+from benchmarks.control_plane.report import Row, as_json, best_of, table
+from benchmarks.control_plane.sizes import FULL, QUICK, Sizes
+
+BOTH: Final = ("core", "grpc")
+CORE: Final = ("core",)
+GRPC: Final = ("grpc",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement, which may give several rows. ``worlds``: where it is measured."""
+
+    name: str
+    measure: Callable[[World, Sizes], Awaitable[list[Row]]]
+    worlds: tuple[str, ...] = BOTH
+
+
+CASES: Final = (
+    Case("hit_in_use_32k", prompts.hit_in_use_32k),
+    Case("miss_32k", prompts.miss_32k),
+    Case("announce_32k", prompts.announce_32k, CORE),
+    Case("hit_free_32k_pool100k", prompts.hit_free_32k_pool100k),
+    Case("empty_step", prompts.empty_step),
+    Case("decode_step_256", prompts.decode_step_256),
+    Case("fork_2048_blocks", prompts.fork_2048_blocks),
+    Case("swap_2048_blocks", prompts.swap_2048_blocks),
+    Case("abort_256x2048", prompts.abort_256x2048),
+    Case("truncate", prompts.truncate),
+    *(
+        Case(rates.rate_name(num), partial(rates.steps_per_s, num_engines=num))
+        for num in (1, 8, 64)
+    ),
+    Case("steps_per_s_64_engines_paced", rates.steps_per_s_paced, GRPC),
+    Case("steps_per_s_1_engine_ahead", rates.steps_per_s_1_engine_ahead, GRPC),
+    Case("decode_beside_32k_admissions", rates.decode_beside_32k_admissions, GRPC),
+    Case("scale", scale.scale, CORE),
+    Case("rebuild_1M_blocks", rebuild.rebuild_1m_blocks),
+    Case("memory", scale.memory, CORE),
+    Case("memory_per_session", scale.memory_per_session, CORE),
+    Case("slices", slices.slices, CORE),
+)
 
 
 def main() -> None:
@@ -37,11 +79,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--only", default="", help="a regular expression: of core/CASE, grpc/CASE")
     parser.add_argument("--rounds", type=int, default=1, help="how often each case is measured")
-    parser.add_argument("--no-gc", action="store_true", help="turn the garbage collector off")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/control_plane.json"))
     arguments = parser.parse_args()
-    if arguments.no_gc:
-        gc.disable()
     described = machine()
     rounds = []
     for _ in range(max(1, arguments.rounds)):
@@ -50,11 +89,9 @@ def main() -> None:
     rows = best_of(rounds)
     if not rows:
         parser.error(f"--only {arguments.only}: no case has such a name")
-    print(", ".join(f"{name} {value}" for name, value in described.items()))
+    print(said(described))
     print(table(rows))
-    report = {"machine": described, "quick": arguments.quick, "rows": rows}
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    save(arguments.json, {"machine": described, "quick": arguments.quick, "rows": rows})
     print(f"saved to {arguments.json}")
 
 
@@ -62,14 +99,12 @@ async def measure(only: str, *, quick: bool) -> list[dict[str, object]]:
     """Measure the cases whose names ``only`` matches. Return their rows."""
     rows: list[dict[str, object]] = []
     sizes = QUICK if quick else FULL
-    for world in (InProcess(), OverGrpc(is_gc_on=gc.isenabled())):
+    for world in (InProcess(), OverGrpc()):
         for case in CASES:
             name = f"{world.name}/{case.name}"
             if world.name not in case.worlds or not re.search(only, name):
                 continue
             print(name, flush=True)
             drop_leftovers()
-            world.gc_s.clear()
-            measured = await case.measure(world, sizes)
-            rows += Outcome(world.name, measured, world.gc_s).as_json()
+            rows += as_json(world.name, await case.measure(world, sizes))
     return rows

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from benchmarks.control_plane.engine import Engine, World
 from benchmarks.control_plane.in_process import CorePool
-from benchmarks.control_plane.messages import Decoding, prompt
+from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, Decoding, prompt
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 
 _NUM_HELD_PROMPTS = 4
 _NUM_DECODING = 256
+_NUM_COMPUTED_TOKENS = 5
+_NUM_ACCEPTED_TOKENS = 2
 _NUM_PLANS_IN_FLIGHT = 4  # as many as a control plane allows a session
 
 
@@ -37,19 +39,7 @@ async def miss_32k(world: World, sizes: Sizes) -> list[Row]:
     """Admit a new prompt to a pool that is full of others; each step carries the receipt of the
     step before, and so publishes that step's prompt.
     """
-    return await _misses("miss_32k", world, sizes)
-
-
-async def miss_32k_followed(world: World, sizes: Sizes) -> list[Row]:
-    """Run ``miss_32k`` while a follower of the index makes the pool keep each change."""
-    return (await _misses("miss_32k_followed", world, sizes))[:1]
-
-
-async def _misses(name: str, world: World, sizes: Sizes) -> list[Row]:
     async with world.pool(sizes.num_pool_blocks) as pool:
-        if name == "miss_32k_followed":
-            assert isinstance(pool, CorePool), "measured in process only"
-            pool.follow()
         engine = await pool.engine()
         await _fill(engine, sizes)
         most_held = sizes.num_pool_blocks // sizes.prompt_blocks // 2
@@ -65,25 +55,8 @@ async def _misses(name: str, world: World, sizes: Sizes) -> list[Row]:
                 await engine.settle()
                 free_s += [await engine.step(ops.free([i])) for i in held]
                 held.clear()
-        rows = [Row.of_seconds(name, admit_s)]
+        rows = [Row.of_seconds("miss_32k", admit_s)]
         return [*rows, Row.of_seconds("free_32k", free_s)] if free_s else rows
-
-
-async def miss_32k_parts(world: World, sizes: Sizes) -> list[Row]:
-    """Measure the two parts of ``miss_32k``: the admission, and the receipt that publishes it."""
-    admit_s, receipt_s = [], []
-    async with world.pool(sizes.num_pool_blocks) as pool:
-        engine = await pool.engine()
-        await _fill(engine, sizes)
-        for sequence_id in engine.new_ids(sizes.num_prompts):
-            tokens = prompt(sequence_id, sizes.prompt_tokens)
-            admit_s.append(await engine.step(ops.admit(sequence_id, tokens)))
-            receipt_s.append(await engine.settle())
-            await engine.step(ops.free([sequence_id]))
-    return [
-        Row.of_seconds("miss_32k/admit", admit_s),
-        Row.of_seconds("miss_32k/receipt", receipt_s),
-    ]
 
 
 async def empty_step(world: World, sizes: Sizes) -> list[Row]:
@@ -102,6 +75,27 @@ async def decode_step_256(world: World, sizes: Sizes) -> list[Row]:
         await engine.step(*decoding.admits())
         seconds = [await engine.step(decoding.append()) for _ in range(sizes.num_decode_steps)]
         return [Row.of_seconds("decode_step_256", seconds)]
+
+
+async def truncate(world: World, sizes: Sizes) -> list[Row]:
+    """Shorten each of 256 sequences by 3 of 5 tokens that the step before computed; the step
+    carries that step's receipt.
+    """
+    async with world.pool(sizes.num_pool_blocks) as pool:
+        engine = await pool.engine()
+        ids = engine.new_ids(_NUM_DECODING)
+        lengths = [BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS for i in range(len(ids))]
+        pairs = zip(ids, lengths, strict=True)
+        await engine.step(*[ops.admit(i, prompt(i, length)) for i, length in pairs])
+        num = _NUM_COMPUTED_TOKENS
+        seconds = []
+        for step in range(sizes.num_decode_steps // 2):
+            tokens = range(step, step + num * len(ids))
+            append = ops.append(ids, tokens, num, first_positions=lengths, num_tokens=num)
+            await engine.step(append)
+            lengths = [length + _NUM_ACCEPTED_TOKENS for length in lengths]
+            seconds.append(await engine.step(ops.truncate(ids, lengths)))
+        return [Row.of_seconds("truncate", seconds)]
 
 
 async def fork_2048_blocks(world: World, sizes: Sizes) -> list[Row]:

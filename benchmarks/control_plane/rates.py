@@ -21,10 +21,11 @@ from typing import Any, Final
 
 import uvloop
 
+from benchmarks.common.timing import quantile
 from benchmarks.control_plane.engine import Engine, World
 from benchmarks.control_plane.messages import Decoding, prompt
 from benchmarks.control_plane.over_grpc import Connection, OverGrpc
-from benchmarks.control_plane.report import STEPS_PER_S, Row, quantile
+from benchmarks.control_plane.report import STEPS_PER_S, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 from kvplane.wire.v1 import session_pb2 as cpb

@@ -1,25 +1,32 @@
 """Measures how long a control plane takes to learn a million published blocks from a report, to
-send them again, and to forget them.
+forget them, and to send them again to a data plane whose stream broke, while others wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from typing import Any
 
-from benchmarks.control_plane import messages, resume
+from benchmarks.common.timing import drop_leftovers
+from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import CorePool, InProcess
-from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, prompt, report_part
-from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, Server
+from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, EPOCH, POOL, prompt, report_part
+from benchmarks.control_plane.over_grpc import Connection, DataPlane, OverGrpc, server
 from benchmarks.control_plane.report import MICROSECONDS, Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 
 _NAME = "rebuild_1M_blocks"
+_RESUME = "resume_1M_blocks"
 _FIRST_BLOCK = prompt(0, BLOCK_SIZE_TOKENS)  # of all prompts
 
 
@@ -29,10 +36,8 @@ async def rebuild_1m_blocks(world: World, sizes: Sizes) -> list[Row]:
     num_blocks = num_entries + num_entries // 32
     parts = await published(num_blocks, sizes)
     if isinstance(world, OverGrpc):
-        return await _over_grpc(world, num_blocks, num_entries, parts)
-    assert isinstance(world, InProcess), "there are two worlds"
-    with world.counting_pauses():
-        return await _in_process(num_blocks, num_entries, parts)
+        return await _over_grpc(num_blocks, num_entries, parts)
+    return await _in_process(num_blocks, num_entries, parts)
 
 
 async def _in_process(
@@ -43,7 +48,7 @@ async def _in_process(
     while (slice_s := pool.work()) is not None:
         seconds.append(slice_s)
     _check(pool.description(), num_entries)
-    resumed = resume.in_process(pool, num_blocks, num_entries)
+    resumed = resumed_in_process(pool, num_blocks, num_entries)
     forget_s = pool.forget(_FIRST_BLOCK)
     slices_s = list(iter(pool.work, None))
     if num_left := pool.description().usage[0].num_cached_blocks:
@@ -60,22 +65,21 @@ async def _in_process(
 
 
 async def _over_grpc(
-    world: OverGrpc, num_blocks: int, num_entries: int, parts: list[rpb.RegisterRequest]
+    num_blocks: int, num_entries: int, parts: list[rpb.RegisterRequest]
 ) -> list[Row]:
-    with Server(world) as server:
+    with ExitStack() as stack:
         async with (
-            DataPlane(server.address, messages.hello(num_blocks, 0)) as data_plane,
-            Connection(server.address, data_plane.key) as connection,
+            DataPlane(server(stack), messages.hello(num_blocks, 0)) as data_plane,
+            Connection(data_plane.address, data_plane.key) as connection,
         ):
             await connection.server.GetServerInfo(GetServerInfoRequest())
-            server.count_pauses()
-            async with resume.waits_of_another(connection.server) as waits_s:
+            async with waits_of_another(connection.server) as waits_s:
                 began = time.perf_counter()
                 await data_plane.report(parts)
                 description = await connection.wait_ready()
                 seconds = time.perf_counter() - began
             _check(description, num_entries)
-            resumed = await resume.over_grpc(connection, data_plane, num_blocks, num_entries)
+            resumed = await resumed_over_grpc(connection, data_plane, num_blocks, num_entries)
     return [
         Row.of_one(_NAME, MICROSECONDS, 1e6 * seconds),
         Row.of_one(f"{_NAME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),
@@ -111,3 +115,88 @@ def _parts(publications: list[rpb.PublishBlocks]) -> Iterator[rpb.RegisterReques
     for publication in publications:
         yield rpb.RegisterRequest(report=report_part(publication.publications))
     yield rpb.RegisterRequest(report=rpb.BlockReport(last=True))
+
+
+def resumed_in_process(pool: CorePool, num_blocks: int, num_entries: int) -> list[Row]:
+    """Measure the calls for a full pool, in processor time of the thread."""
+    hello = _hello(num_blocks, pool.core.incarnation, pool.key)
+    pool.core.disconnect(POOL, 0, EPOCH)
+    drop_leftovers()
+    began = time.thread_time()
+    if not pool.core.register(hello).resumed:
+        raise RuntimeError("the data plane was not resumed")
+    seconds = [time.thread_time() - began]
+    num_sent = 0
+    while True:
+        began = time.thread_time()
+        missed = pool.core.take_missed(POOL, 0)
+        packed = [message.SerializeToString() for message in missed or ()]
+        seconds.append(time.thread_time() - began)
+        num_sent += sum(map(_num_publications, packed))
+        if missed is None:
+            break
+    _check_sent(num_sent, num_entries)
+    return [
+        Row.of_one(_RESUME, MICROSECONDS, 1e6 * sum(seconds)),
+        Row.of_one(f"{_RESUME}/longest_call", MICROSECONDS, 1e6 * max(seconds)),
+    ]
+
+
+async def resumed_over_grpc(
+    connection: Connection, data_plane: DataPlane, num_blocks: int, num_entries: int
+) -> list[Row]:
+    """Measure until the data plane has read everything, while another caller asks all the time."""
+    hello = _hello(num_blocks, data_plane.welcome.incarnation, data_plane.key)
+    drop_leftovers()
+    async with (
+        waits_of_another(connection.server) as waits_s,
+        DataPlane(connection.address, hello) as again,
+    ):
+        began = time.perf_counter()
+        num_sent = 0
+        while num_sent < num_entries:
+            num_sent += _num_publications(await again.read())
+        seconds = time.perf_counter() - began
+    _check_sent(num_sent, num_entries)
+    return [
+        Row.of_one(_RESUME, MICROSECONDS, 1e6 * seconds),
+        Row.of_one(f"{_RESUME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),
+    ]
+
+
+@asynccontextmanager
+async def waits_of_another(server: Any) -> AsyncIterator[list[float]]:
+    """Collect the seconds that another caller, who asks all the time, waits for each answer."""
+    waits_s: list[float] = []
+    asking = asyncio.create_task(_ask_again_and_again(server, waits_s))
+    try:
+        yield waits_s
+    finally:
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking  # or its last wait would include this process's next work
+
+
+async def _ask_again_and_again(server: Any, waits_s: list[float]) -> None:
+    while True:
+        began = time.perf_counter()
+        try:
+            await server.GetServerInfo(GetServerInfoRequest())
+        finally:
+            waits_s.append(time.perf_counter() - began)
+
+
+def _hello(num_blocks: int, incarnation: int, key: bytes) -> rpb.Hello:
+    hello = messages.hello(num_blocks, 0)
+    hello.incarnation, hello.key_id = incarnation, signing.key_id(key)
+    return hello
+
+
+def _num_publications(packed: bytes) -> int:
+    message = rpb.RegisterResponse.FromString(packed)
+    return columns.count(INT32, message.publish.publications.indices)
+
+
+def _check_sent(num_sent: int, num_entries: int) -> None:
+    if num_sent != num_entries:
+        raise RuntimeError(f"{num_sent} publications were sent instead of {num_entries}")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.common.cpu import cpu_name
+from benchmarks.common.timing import quantile
 
 MICROSECONDS: Final = "us"
 STEPS_PER_S: Final = "steps/s"
@@ -88,36 +85,24 @@ class Row:
         return cls(name, unit, value, value, 1)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The rows of one case in one world. ``gc_s``: garbage collector pauses, while there was a
-    pool, of the process that the control plane ran in.
-    """
-
-    world: str
-    rows: Sequence[Row]
-    gc_s: Sequence[float] = ()
-
-    def as_json(self) -> list[dict[str, object]]:
-        """Return the rows, for programs."""
-        rows = []
-        for row in self.rows:
-            name = f"{self.world}/{row.name}"
-            entry: dict[str, object] = {
-                "name": name,
-                "unit": row.unit,
-                "p50": round(row.p50, 2),
-                "p99": round(row.p99, 2),
-                "num_samples": row.num_samples,
-            }
-            if (goal := goal_of(name)) is not None:
-                entry["goal"] = goal
-            if name in GOALS_P99:
-                entry["goal_p99"] = GOALS_P99[name]
-            entry["num_gc_pauses"] = len(self.gc_s)
-            entry["gc_longest_us"] = round(1e6 * max(self.gc_s, default=0.0), 1)
-            rows.append(entry)
-        return rows
+def as_json(world: str, rows: Sequence[Row]) -> list[dict[str, object]]:
+    """Return the rows of one case in one world, for programs."""
+    entries = []
+    for row in rows:
+        name = f"{world}/{row.name}"
+        entry: dict[str, object] = {
+            "name": name,
+            "unit": row.unit,
+            "p50": round(row.p50, 2),
+            "p99": round(row.p99, 2),
+            "num_samples": row.num_samples,
+        }
+        if (goal := goal_of(name)) is not None:
+            entry["goal"] = goal
+        if name in GOALS_P99:
+            entry["goal_p99"] = GOALS_P99[name]
+        entries.append(entry)
+    return entries
 
 
 def goal_of(name: str) -> float | None:
@@ -128,7 +113,7 @@ def goal_of(name: str) -> float | None:
 
 
 def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, object]]:
-    """Return for each name the row, of ``Outcome.as_json``'s, of the round with the best ``p50``.
+    """Return for each name the row, of ``as_json``'s, of the round with the best ``p50``.
     With several rounds it also has ``median_p50``, the median of all of them.
     """
     by_name: dict[str, list[dict[str, object]]] = {}
@@ -144,15 +129,9 @@ def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, obj
     return best
 
 
-def quantile(values: Sequence[float], q: float) -> float:
-    """Return a quantile by the nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
 def table(rows: Sequence[dict[str, object]]) -> str:
-    """Return rows of ``Outcome.as_json`` as lines, with goals beside the figures."""
-    head = ("", "unit", "p50", "goal", "p99", "goal", "gc pauses", "longest, us")
+    """Return rows of ``as_json`` as lines, with goals beside the figures."""
+    head = ("", "unit", "p50", "goal", "p99", "goal")
     lines = [head, *map(_cells, rows)]
     if any("median_p50" in row for row in rows):
         medians = ["median of rounds", *(_number(row["median_p50"]) for row in rows)]
@@ -175,8 +154,6 @@ def _cells(row: dict[str, object]) -> tuple[str, ...]:
         _goal(row, "p50", "goal"),
         _number(row["p99"]),
         _goal(row, "p99", "goal_p99"),
-        _number(row["num_gc_pauses"]),
-        _number(row["gc_longest_us"]),
     )
 
 
@@ -193,15 +170,3 @@ def _goal(row: dict[str, object], figure: str, goal: str) -> str:
 def _number(value: object) -> str:
     number = float(str(value))
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:,.1f}"
-
-
-def machine() -> dict[str, object]:
-    """Return the machine that this runs on."""
-    return {
-        "cpu": cpu_name(),
-        "cpu_count": os.cpu_count(),
-        "load_average_1_min": round(os.getloadavg()[0], 2),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "gc": "on" if gc.isenabled() else "off",
-    }

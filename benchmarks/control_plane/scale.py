@@ -14,10 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from benchmarks.common.timing import quantile
 from benchmarks.control_plane.engine import Engine, World
 from benchmarks.control_plane.in_process import CorePool, InProcess
 from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, Decoding, prompt
-from benchmarks.control_plane.report import Row, quantile
+from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 

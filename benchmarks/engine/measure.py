@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.report import machine, save
 from benchmarks.engine.share import StepTimes, service_share
 from benchmarks.engine.sides import VOCABULARY, Prompts, Side
 from engine.threads import waiting
@@ -159,18 +159,12 @@ class Rows:
     def add(self, row: Row) -> None:
         """Add a row, and write the file."""
         self._rows.append(as_json(row, self._threads))
-        if self._file is None:
-            return
-        machine = {
-            "cpu_count": len(os.sched_getaffinity(0)),
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "linears": self._linears,
-        }
-        beside = self._file.with_name(f"{self._file.name}.new")
-        beside.write_text(json.dumps({"machine": machine, "rows": self._rows}, indent=1) + "\n")
-        beside.replace(self._file)
+        described = machine(
+            usable_cpus=len(os.sched_getaffinity(0)),
+            torch=torch.__version__,
+            linears=self._linears,
+        )
+        save(self._file, {"machine": described, "rows": self._rows})
 
 
 def as_json(row: Row, threads: int) -> dict[str, Any]:

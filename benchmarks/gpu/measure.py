@@ -1,141 +1,329 @@
 """Measures the CUDA kernels on this machine's GPU, its bandwidth, and the installed peers.
 
-    python -m benchmarks.gpu.measure [--quick | --tiny | --survey] [--seconds S] [--out FOLDER]
+    python -m benchmarks.gpu.measure [--tiny] [--seconds S] [--out FOLDER]
 
-Needs a GPU and a build of csrc with KVPLANE_CUDA=ON, as benchmarks/gpu/run.sh makes it. GB/s count
-each byte that has to be moved once: the keys and values of the contexts for decode, reads and
-writes of a copy, what crosses the link for a swap. Contexts are in blocks in random order. Each
-result is checked before it is timed. Prints the estimates for this GPU, by the copy bandwidth that
-it has just measured, and a line for each row; saves rows as they come, and prints the targets last,
-also when it is interrupted. The exit code is 1 when a result was wrong, 2 when there is no GPU to
-use.
+GB/s count each byte that has to be moved once: the keys and values of the contexts for decode,
+reads and writes of a copy, what crosses the link for a swap. Each figure is the median of runs with
+an emptied L2 cache, of replayed graphs except for swaps and links; ``us`` excludes the plan, whose
+time is ``plan_us``: a step makes it once for all layers. Each result is checked
+before it is timed. Rows are saved as they come, to ``<GPU>-<date>.jsonl``; the targets are printed
+last, also when the program is interrupted. ``--tiny`` runs each operation once on a few tokens and
+saves nothing. The exit code is 1 when a result was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any, Final
 
-from benchmarks.gpu import estimate
-from benchmarks.gpu.cases import shapes
-from benchmarks.gpu.cases.attention import estimated_seconds, measure_attention
-from benchmarks.gpu.cases.bandwidth import measure_bandwidths
-from benchmarks.gpu.cases.copies import measure_copies
-from benchmarks.gpu.device.machine import Machine, NoGpuError, this_gpu
-from benchmarks.gpu.device.timing import Once, Stopwatch
-from benchmarks.gpu.measurement import Measurement
-from benchmarks.gpu.verdict import case_of, same_case, say, verdicts
+import torch
 
-SECONDS = 280.0
-TINY_BYTES = 1 << 20
+from benchmarks.gpu.case import (
+    BF16,
+    DEVICE,
+    E4M3,
+    MAX_ERRORS,
+    Case,
+    Log,
+    Settings,
+    copy_blocks,
+    move_pages,
+    native,
+    random_bytes,
+)
+from benchmarks.gpu.peers import peers_of
+from benchmarks.gpu.timing import bandwidths, cold_seconds
+from benchmarks.gpu.verdict import SPLIT, is_held, said
 
-
-def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.measure", description="Measure the CUDA kernels."
-    )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="few shapes, few runs")
-    size.add_argument(
-        "--tiny",
-        action="store_true",
-        help="run each operation once on a few tokens, to check results; saves nothing",
-    )
-    size.add_argument(
-        "--survey", action="store_true", help="six shapes with each split; saves nothing"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="start nothing after this (%(default)s)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    return parser.parse_args(words)
+SPLITS: Final = (128, 256, 512, 1024, 2048)
+MEMORY_SHARE: Final = 0.3  # of free memory, for one case's pages; peers need twice that again
+BLOCK_BYTES: Final = (2 << 20, 128 << 10, 64 << 10, 8 << 10)
+PAGE_BYTES: Final = 64 << 10  # of one layer of an 8B model, 16 tokens
+COPIED_BYTES: Final = 512 << 20
 
 
-def measure_tiny(machine: Machine) -> Measurement:
-    """Everything but the peers, once, on a few tokens."""
-    m = Measurement(machine, SECONDS)
-    measure_bandwidths(m)
-    measure_copies(m, tiny=True)
-    tiny = (*shapes.TINY_DECODES, *shapes.TINY_APPENDS, *shapes.TINY_SHARED)
-    measure_attention(m, tiny, with_peers=False)
-    return m
+@dataclass(frozen=True)
+class Shape:
+    """A batch: ``new`` query tokens of each of ``batch`` sequences of ``context`` tokens, these
+    included. The first ``shared`` ones are in blocks that all sequences have.
+    """
 
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head: int = 128
+    block: int = 16
+    kv_dtype: str = "bfloat16"
+    new: int = 1
+    shared: int = 0
 
-def measure_survey(machine: Machine) -> Measurement:
-    """Time six shapes with each split: a replayed graph, kernels by the profiler, and the host."""
-    m = Measurement(machine, SECONDS)
-    measure_attention(m, shapes.SURVEY, with_peers=False, all_splits=True)
-    for shape in shapes.SURVEY:
-        case = {"name": "decode" if shape.new == 1 else "append", **shape.named()}
-        times = (
-            f"{row['split']}: {row['us']:.4g} ({row.get('kernels_us', '-')}, {row['host_us']})"
-            for row in m.rows
-            if same_case(row, case)
+    @property
+    def kind(self) -> str:
+        return "shared" if self.shared else "decode" if self.new == 1 else "append"
+
+    def case(self) -> Case:
+        return Case(
+            [(self.new, self.context)] * self.batch,
+            heads=(self.heads, self.kv_heads),
+            dim=self.head,
+            block=self.block,
+            dtype=BF16,
+            kv_dtype=BF16 if self.kv_dtype == "bfloat16" else E4M3,
+            shared=self.shared,
+            poisons=False,
         )
-        print(f"survey: {shape.new} of {case_of(case)}, split: µs (in kernels, of the host): ")
-        print(f"survey:   {'; '.join(times)}")
-    return m
 
 
-def measure_all(m: Measurement, watch: Stopwatch, quick: bool, seconds: float) -> None:
+def decodes() -> Iterator[Shape]:
+    for batch in (16, 64, 256):
+        for context in (4096, 8192, 32768):
+            yield Shape(batch, context)
+    for batch, context in ((16, 8192), (64, 4096)):
+        for heads, kv_heads in ((64, 8), (28, 4), (32, 32)):
+            yield Shape(batch, context, heads, kv_heads)
+        for head in (64, 256):
+            yield Shape(batch, context, head=head)
+        yield Shape(batch, context, block=64)
+    yield Shape(16, 32768, 64, 8, head=64, block=64)
+    yield Shape(64, 4096, 28, 4, head=256, block=64)
+    for batch in (16, 64):
+        yield Shape(batch, 131072)
+    for batch in (1, 4):
+        for context in (512, 2048, 8192, 32768, 131072):
+            yield Shape(batch, context)
+    for batch in (16, 64, 256):
+        for context in (512, 2048):
+            yield Shape(batch, context)
+    for batch in (1, 16, 64, 256):  # of one of eight GPUs that share a model
+        for context in (4096, 32768):
+            yield Shape(batch, context, 8, 1)
+
+
+def appends() -> Iterator[Shape]:
+    for batch in (1, 4):
+        yield Shape(batch, 64 + 100_000, new=64)
+    for batch, context in ((1, 32768), (16, 4096), (64, 4096)):
+        for new in (4, 8):
+            yield Shape(batch, new + context, new=new)
+    yield Shape(1, 4096, new=4096)
+    yield Shape(8, 1024, new=1024)
+    yield Shape(8, 256 + 8192, new=256)
+    yield Shape(4, 512 + 32768, new=512)
+    yield Shape(64, 16 + 4096, new=16)
+    for head in (64, 256):
+        yield Shape(4, 2048, head=head, new=2048)
+
+
+# A long document with many questions about it, and a system prompt. Both in whole splits.
+SHARED: Final = (Shape(128, 32768 + 256, shared=32768), Shape(16, 8192 + 1024, shared=8192))
+TINY: Final = (
+    Shape(3, 150, 4, 2, 64),
+    Shape(2, 40, 4, 4, 32, 8),
+    Shape(2, 90, 4, 2, 32, new=70),
+    Shape(3, 130, 2, 1, 32, shared=128),
+)
+
+
+def with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
+    """Yield each shape in bf16 and, right after it, in fp8."""
+    for shape in shapes:
+        for name in ("bfloat16", "float8_e4m3fn"):
+            yield Shape(**asdict(shape) | {"kv_dtype": name})
+
+
+class Measurement:
+    """The rows of a run; nothing is started later than ``seconds`` after its start."""
+
+    def __init__(self, log: Log, seconds: float) -> None:
+        self.log = log
+        self._end_s = time.monotonic() + seconds
+
+    def attempt(self, about: dict[str, Any], work: Callable[[], None], *, is_ours: bool) -> None:
+        """Run ``work``. If it raises, or no time is left, note why the case is left out; errors of
+        our kernels are wrong results unless memory is short.
+        """
+        try:
+            if time.monotonic() > self._end_s:
+                raise TimeoutError("no time left")
+            work()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"[:300]
+            if is_ours and not isinstance(error, torch.OutOfMemoryError | TimeoutError):
+                self.log.check(ok=False, name=about.pop("case"), **about, raised=reason)
+            else:
+                self.log.add(**about, left_out=reason)
+        torch.cuda.empty_cache()
+
+    def attention(self, shape: Shape) -> None:
+        """Add a row for each split of a shape, and one for each peer."""
+        about = {"case": shape.kind, **asdict(shape)}
+        self.attempt(about, partial(self._attention, shape), is_ours=True)
+
+    def _attention(self, shape: Shape) -> None:
+        one = 2 * 2 * shape.kv_heads * shape.head * shape.batch * shape.context
+        if one > MEMORY_SHARE * torch.cuda.mem_get_info()[0]:
+            raise torch.OutOfMemoryError(f"its pages take {one >> 30} GiB")
+        case, kind = shape.case(), shape.kind
+        ours = [(kind, split, True) for split in (SPLITS if kind == "decode" else (SPLIT,))]
+        ours += [("shared/alone", SPLIT, False)] * bool(shape.shared)
+        for name, split, share in ours:
+            case.prepare(split=split, share=share and shape.shared > 0)
+            plan = case.plan()
+            case.out.fill_(math.nan)
+            case.attend(plan, lse=True)
+            torch.cuda.synchronize()
+            error, whole = case.errors()[0], bool(case.out.isfinite().all())
+            ok = error < MAX_ERRORS[BF16] and whole and int(case.faults.item()) == 0
+            about = {**asdict(shape), "split": split, "error": error}
+            if not ok:
+                self.log.check(name, ok, **about)
+                continue
+            about["plan_us"] = 1e6 * cold_seconds(case.plan)
+            self._time(name, case, partial(case.attend, plan), about)
+        for name, make in peers_of(case).items():
+            about = {"case": f"{kind}/{name}", **asdict(shape)}
+            self.attempt(about, partial(self._peer, about, case, make), is_ours=False)
+
+    def _peer(self, about: dict[str, Any], case: Case, make: Callable[[], Any]) -> None:
+        call = make()
+        error = case.errors(call())[0]
+        if not error <= MAX_ERRORS[BF16]:
+            raise ValueError(f"its result has a relative error of {error:.3g}")
+        more = {name: value for name, value in about.items() if name != "case"}
+        self._time(about["case"], case, call, more | {"error": error})
+
+    def _time(
+        self, name: str, case: Case, call: Callable[[], object], about: dict[str, Any]
+    ) -> None:
+        took = cold_seconds(call)
+        rates = {"gb_s": case.kv_bytes / took / 1e9, "tflops": case.flops / took / 1e12}
+        self.log.add(case=name, **about, us=took * 1e6, **rates)
+
+    def copies(self, block_bytes: int) -> None:
+        """Add rows for copies of blocks in the pool, to the canonical order and back, and swaps."""
+        num = 5 if Settings.tiny else max(64, COPIED_BYTES // 2 // block_bytes)
+        about = {"block_bytes": block_bytes, "num_blocks": num}
+        for kind in (self._inside, self._swaps):
+            case = {"case": "copies" if kind == self._inside else "swaps", **about}
+            self.attempt(case, partial(kind, block_bytes, num), is_ours=True)
+
+    def _inside(self, block_bytes: int, num: int) -> None:
+        page_bytes = min(block_bytes, PAGE_BYTES)
+        pool = random_bytes(2 * num + 1, block_bytes)
+        ids = torch.randperm(2 * num)
+        first, second = ids[:num].contiguous(), ids[num:].contiguous()
+        there = first.to(DEVICE), second.to(DEVICE)
+        pages = pool.view(len(pool), -1, page_bytes)
+        canonical = torch.empty_like(pages[:num].transpose(0, 1).contiguous())
+        pairs = torch.stack((first, second), dim=1)
+        for name, call in (
+            ("copy_blocks", partial(copy_blocks, pool, pool, pairs)),
+            ("gather_blocks", partial(move_pages, pages, first, canonical, back=False)),
+            ("scatter_blocks", partial(move_pages, pages, second, canonical, back=True)),
+        ):
+            if name != "gather_blocks":
+                pool[there[1]] = 0
+            call()
+            right = pages[there[0]]
+            made = canonical.transpose(0, 1) if name == "gather_blocks" else pages[there[1]]
+            self._moved(name, call, torch.equal(made, right), block_bytes, 2 * num * block_bytes)
+
+    def _swaps(self, block_bytes: int, num: int) -> None:
+        pool = random_bytes(2 * num, block_bytes)
+        host = random_bytes(num, block_bytes, on_host=True)
+        for order, ids in (
+            ("scattered", torch.randperm(2 * num)[:num]),
+            ("runs", torch.arange(num)),
+        ):
+            out = torch.stack((ids, torch.arange(num)), dim=1).contiguous()
+            before, there = pool[ids.to(DEVICE)].cpu(), ids.to(DEVICE)
+            call = partial(copy_blocks, pool, host, out, swap=True)
+            call()
+            torch.cuda.synchronize()
+            size = num * block_bytes
+            self._moved("swap_out", call, torch.equal(host, before), block_bytes, size, order)
+            pool[there] = 0
+            back = partial(copy_blocks, host, pool, out.flip(1).contiguous(), swap=True)
+            back()
+            torch.cuda.synchronize()
+            right = torch.equal(pool[there].cpu(), before)
+            self._moved("swap_in", back, right, block_bytes, size, order)
+
+    def _moved(
+        self,
+        name: str,
+        call: Callable[[], object],
+        ok: bool,
+        block_bytes: int,
+        num_bytes: int,
+        order: str = "scattered",
+    ) -> None:
+        about = {"block_bytes": block_bytes, "order": order}
+        if not ok:
+            self.log.check(name, ok, **about)
+            return
+        took = cold_seconds(call, in_graph=not name.startswith("swap"))  # which may wait
+        self.log.add(case=name, **about, us=took * 1e6, gb_s=num_bytes / took / 1e9)
+
+    def bandwidths(self) -> None:
+        """Add the bandwidths of this device and of its link, the base of all comparisons."""
+        copy, read = bandwidths()
+        there = random_bytes(1, 1 << 20 if Settings.tiny else 1 << 30)
+        host = random_bytes(1, there.nbytes, on_host=True)
+        out = cold_seconds(lambda: host.copy_(there, non_blocking=True), in_graph=False)
+        into = cold_seconds(lambda: there.copy_(host, non_blocking=True), in_graph=False)
+        rates = {"copy": copy, "read": read, "link_out": there.nbytes / out}
+        rates["link_in"] = there.nbytes / into
+        for name, rate in rates.items():
+            self.log.add(case=f"{name} bandwidth", gb_s=rate / 1e9)
+
+
+def measure(m: Measurement, shapes: Sequence[Shape]) -> None:
     """Measure everything, the most important first, in case the time runs out."""
-    decodes, appends = shapes.DECODES, shapes.APPENDS
-    if quick:
-        decodes, appends = shapes.QUICK_DECODES, shapes.QUICK_APPENDS
-    everything = (*decodes, *appends, *shapes.SHARED)
-    expected = estimated_seconds(everything, watch.budget_s, watch.min_runs)
-    num_shapes = len(everything)
-    print(f"{num_shapes} shapes, about {expected:.0f} s, {seconds:.0f} s at most", flush=True)
-    measure_bandwidths(m)
-    print(f"bandwidths: {m.elapsed_s:.0f} s", flush=True)
-    say_estimates(m)
-    measure_copies(m)
-    print(f"copies: {m.elapsed_s:.0f} s", flush=True)
-    held, others = shapes.by_target(decodes)
-    for some in (held, shapes.SHARED, appends, others):
-        measure_attention(m, some)
-    print(f"attention: {m.elapsed_s:.0f} s", flush=True)
+    m.attempt({"case": "bandwidths"}, m.bandwidths, is_ours=False)
+    for block_bytes in (4 << 10, 64 << 10) if Settings.tiny else BLOCK_BYTES:
+        m.copies(block_bytes)
+    for shape in shapes:
+        m.attention(shape)
 
 
-def say_estimates(m: Measurement) -> None:
-    """Print the model's estimates for this device, by the copy bandwidth just measured."""
-    copy, count = m.copy_gb_s, m.machine.num_multiprocessors
-    if copy is None:
-        print("estimate: none, as no copy bandwidth was measured", flush=True)
-        return
-    print(f"estimate: by {copy:.0f} GB/s of copies and {count} multiprocessors, as measured here")
-    for line in estimate.lines(copy, count):
-        print(f"estimate: {line}", flush=True)
-
-
-def main(
-    words: Sequence[str] | None = None, machine_of: Callable[[Once | Stopwatch], Machine] = this_gpu
-) -> int:
-    """Measure, save ``<GPU>-<date>.json``, and print which targets are met."""
-    arguments = arguments_of(words)
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, save, and print which targets are met."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.measure")
+    parser.add_argument("--tiny", action="store_true", help="once, on a few tokens")
+    parser.add_argument("--seconds", type=float, default=280.0, help="start nothing after this")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu/out"))
+    given = parser.parse_args(words)
+    Settings.tiny, Settings.split = given.tiny, 64 if given.tiny else SPLIT
+    gpu, path = torch.cuda.get_device_name(), None
+    if not given.tiny:
+        given.out.mkdir(parents=True, exist_ok=True)
+        name = f"{gpu.lower().replace(' ', '-')}-{time.strftime('%Y-%m-%d')}.jsonl"
+        path = given.out / name
+        path.unlink(missing_ok=True)
+    log = Log(path)
+    log.add(case="machine", gpu=gpu, torch=torch.__version__, gpus_of_module=native.device_count())
+    every = list(with_fp8(decodes()))
+    held = [shape for shape in every if is_held(asdict(shape))]
+    others = [shape for shape in every if shape not in held]
+    shapes = TINY if given.tiny else chain(held, SHARED, with_fp8(appends()), others)
     try:
-        if arguments.tiny:
-            machine = machine_of(Once())
-            machine.large_bytes = TINY_BYTES
-            m = measure_tiny(machine)
-        elif arguments.survey:
-            m = measure_survey(machine_of(Stopwatch(3, 10, 0.02)))
-        else:
-            watch = Stopwatch(3, 5, 0.02) if arguments.quick else Stopwatch()
-            m = Measurement(machine_of(watch), arguments.seconds, folder=arguments.out)
-            try:
-                measure_all(m, watch, arguments.quick, arguments.seconds)
-            except KeyboardInterrupt:
-                print("interrupted")
-    except NoGpuError as error:
-        print(f"benchmarks.gpu.measure: {error}")
-        return 2
-    if not arguments.tiny and not arguments.survey:
-        print(f"saved to {m.save(arguments.out)}")
-        print(say(verdicts(m.result())))
-    print(f"wrong results: {len(m.wrong)}; left out: {len(m.left_out)}")
-    return 1 if m.wrong else 0
+        measure(Measurement(log, given.seconds), list(shapes))
+    except KeyboardInterrupt:
+        print("interrupted")
+    if path is not None:
+        print(f"saved to {path}")
+        print("\n".join(said(log.rows)))
+    print(f"wrong results: {len(log.wrong)}; rows: {len(log.rows)}")
+    return 1 if log.wrong else 0
 
 
 if __name__ == "__main__":

@@ -17,16 +17,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gpu.cases.problem import Problem
-from benchmarks.gpu.cases.shapes import Shape
-from benchmarks.gpu.device.machine import Machine, this_gpu
-from benchmarks.gpu.device.timing import Once
-
 SHAPES: Final = {
-    "decode": Shape(16, 4096),
-    "speculative": Shape(16, 4 + 4096, new=4),
-    "prefill": Shape(1, 4096, new=4096),
+    "decode": [(1, 4096)] * 16,
+    "speculative": [(4, 4 + 4096)] * 16,
+    "prefill": [(4096, 4096)],
 }
+"""New tokens and context of each sequence."""
 KERNELS: Final = {"decode": "attend_short", "speculative": "attend_short", "prefill": "attend_long"}
 """The kernel that attends to a shape's rows. The call launches others too, some with no work."""
 METRICS: Final = {
@@ -41,12 +37,17 @@ METRICS: Final = {
 }
 
 
-def run(name: str, machine: Machine) -> None:
+def run(name: str) -> None:
     """Call the kernels twice: the first call warms up."""
-    call = Problem(SHAPES[name], machine.device).attention(machine.kernels())
+    import torch
+
+    from benchmarks.gpu.case import Case
+
+    case = Case(SHAPES[name])
+    plan = case.plan()
     for _ in range(2):
-        call.run()
-    machine.wait()
+        case.attend(plan)
+    torch.cuda.synchronize()
 
 
 def lines(rows: Sequence[dict[str, str]]) -> Iterator[str]:
@@ -69,7 +70,7 @@ def say(path: Path) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Run a command; return 0, or 2 for unknown words."""
     if len(words) == 2 and words[0] == "run" and words[1] in SHAPES:
-        run(words[1], this_gpu(Once()))
+        run(words[1])
     elif len(words) == 2 and words[0] == "say":
         print("\n".join(say(Path(words[1]))))
     elif len(words) == 2 and words[0] == "kernel" and words[1] in KERNELS:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.device.session import SESSION, Session
+from benchmarks.gpu.session import SESSION, Session
 from data_plane import FixedStep, StepBounds
 from data_plane.kernels.backends.cuda import CudaKernels
 from kvplane.layout import LayerGroup, Layout

@@ -1,46 +1,45 @@
-"""Compares a run with the targets: met, met so far, missed, or not measured.
+"""Compares a run with the targets, and prints its figures as a table for docs/performance.md.
 
-    python -m benchmarks.gpu.verdict RESULT.json
+    python -m benchmarks.gpu.verdict RESULT.jsonl
 
 The targets for decode apply to the data plane's split, to batches of 16 or more sequences of 4096
-or more tokens. A case with a wrong result is missed. If cases of a target were left out, it is "met
-so far" at best.
+or more tokens. A case that was wrong once, even at another split, is missed. A target is met, met
+so far if cases were left out, missed, or not measured.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-MIN_BATCH: Final = 16
-MIN_CONTEXT: Final = 4096
+from benchmarks.common.report import markdown
+
+SPLIT: Final = 512
 OF_COPY: Final = 0.90
 OF_READ: Final = 0.93
 OVER_PEER: Final = 1.05
 OVER_BF16: Final = 1.7
 OVER_ALONE: Final = 3.0
 OF_LINK: Final = 0.90
-
-BANDWIDTH_TARGET: Final = f"decode ≥ {OF_COPY:.0%} of copy bandwidth"
-PEER_TARGET: Final = f"decode ≥ {OVER_PEER} × the best peer or ≥ {OF_READ:.0%} of read bandwidth"
-FP8_TARGET: Final = f"fp8 decode ≥ {OVER_BF16} × bf16"
-SHARED_TARGET: Final = f"decode over a shared prefix ≥ {OVER_ALONE} × without sharing"
-COPY_TARGET: Final = f"copies ≥ {OF_COPY:.0%} of copy bandwidth"
-SWAP_TARGET: Final = f"swaps ≥ {OF_LINK:.0%} of the link"
-TARGETS: Final = (
-    *(BANDWIDTH_TARGET, PEER_TARGET, FP8_TARGET, SHARED_TARGET, COPY_TARGET, SWAP_TARGET),
-)
+TARGETS: Final = {
+    "copy": f"decode ≥ {OF_COPY:.0%} of copy bandwidth",
+    "peer": f"decode ≥ {OVER_PEER} × the best peer or ≥ {OF_READ:.0%} of read bandwidth",
+    "fp8": f"fp8 decode ≥ {OVER_BF16} × bf16",
+    "shared": f"decode over a shared prefix ≥ {OVER_ALONE} × without sharing",
+    "copies": f"copies ≥ {OF_COPY:.0%} of copy bandwidth",
+    "swaps": f"swaps ≥ {OF_LINK:.0%} of the link",
+}
 COPIES: Final = ("copy_blocks", "gather_blocks", "scatter_blocks")
-SWAPS: Final = ("swap_out", "swap_in")
+SWAPS: Final = {"swap_out": "link_out", "swap_in": "link_in"}
 _SIZES: Final = ("batch", "context", "heads", "kv_heads", "head", "block", "new", "shared")
-_ORDER: Final = (False, None, True)
 _OF_CASE: Final = (*_SIZES, "kv_dtype", "block_bytes", "order")
 
 Row = dict[str, Any]
+Judged = tuple[bool | None, str]
 
 
 @dataclass(frozen=True)
@@ -52,232 +51,173 @@ class Verdict:
     met: bool | None
     figures: str
 
-    @property
-    def word(self) -> str:
-        return {True: "met", False: "MISSED", None: "left out"}[self.met]
+
+def is_held(row: Row) -> bool:
+    """Return whether decode of this batch has a target."""
+    return bool(row["batch"] >= 16 and row["context"] >= 4096)
 
 
 class Results:
     """The rows of a run, and queries on them."""
 
-    def __init__(self, result: dict[str, Any]) -> None:
-        self.machine: Row = result["machine"]
-        self.rows: list[Row] = result["rows"]
-        self.not_timed: list[Row] = result["not_timed"]
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = rows
 
     def bandwidth(self, name: str) -> float | None:
-        return next((row["p50"] for row in self.rows if row["name"] == name), None)
+        found = self.named(f"{name} bandwidth")
+        return float(found[0]["gb_s"]) if found else None
 
     def named(self, name: str) -> list[Row]:
-        return [row for row in self.rows if row["name"] == name]
+        return [row for row in self.rows if row["case"] == name]
 
-    def ours(self, kind: str) -> list[Row]:
-        """Return the rows of ``decode`` or ``append`` with the data plane's split."""
-        return [row for row in self.named(kind) if row["split"] == self.machine["split_tokens"]]
-
-    def judged(self, name: str) -> tuple[list[Row], list[Row], list[Row]]:
-        """Return an operation's rows to judge, wrong cases, and cases left out, each once.
-
-        A case that was wrong once, even at another split, counts as wrong.
+    def like(self, name: str, row: Row, **other: str) -> list[Row]:
+        """Return the timed rows of an operation on the same batch or blocks, fastest first.
+        ``other``: columns that differ.
         """
-        rows = self.ours(name) if name == "decode" else self.named(name)
-        lost = [row for row in self.not_timed if row["name"] == name]
-        wrong = _each_once([row for row in lost if row["wrong"]], [])
-        rows = [row for row in rows if not _is_in(row, wrong)]
-        return rows, wrong, _each_once([row for row in lost if not row["wrong"]], [*rows, *wrong])
+        wanted = [(row | other).get(column) for column in _OF_CASE]
+        found = [
+            each
+            for each in self.named(name)
+            if "us" in each and [each.get(column) for column in _OF_CASE] == wanted
+        ]
+        return sorted(found, key=lambda each: float(each["us"]))
 
-    def best_split(self, row: Row) -> Row:
-        """Return the row with the fastest split for the same batch."""
-        same = [r for r in self.named(row["name"]) if same_case(r, row)]
-        return max(same, key=lambda r: float(r["p50"]))
+    def ours(self, name: str, row: Row, **other: str) -> Row | None:
+        """Return our row of the same batch with the data plane's split."""
+        found = self.like(name, row, **other)
+        return next((each for each in found if each.get("split", SPLIT) == SPLIT), None)
 
     def best_peer(self, row: Row) -> Row | None:
-        """Return the fastest peer's row for the same batch and type of KV."""
-        start = f"{row['name']}/"
-        peers = [r for r in self.rows if r["name"].startswith(start) and same_case(r, row)]
-        return max(peers, key=lambda r: float(r["p50"]), default=None)
+        """Return the fastest peer's row of the same batch."""
+        start = f"{row['case']}/"
+        names = {each["case"] for each in self.rows if each["case"].startswith(start)} - {
+            "shared/alone"
+        }
+        found = [each for name in names for each in self.like(name, row)]
+        return min(found, key=lambda each: float(each["us"]), default=None)
 
-    def as_bf16(self, row: Row) -> Row | None:
-        """Return the row of the same batch in bf16."""
-        wanted = {**row, "kv_dtype": "bfloat16"}
-        return next((r for r in self.ours(row["name"]) if same_case(r, wanted)), None)
+    def times(self, row: Row, other: Row | None) -> float | None:
+        """Return the time of another row, divided by this one's."""
+        return None if other is None else float(other["us"]) / float(row["us"])
+
+    # Each judges a timed row with the data plane's split.
+
+    def of_copy(self, row: Row) -> Judged:
+        return self._share(row, "copy", OF_COPY)
+
+    def of_peers(self, row: Row) -> Judged:
+        met, said = self._share(row, "read", OF_READ)
+        peer = self.best_peer(row)
+        ratio = self.times(row, peer)
+        if peer is None or ratio is None:
+            return met, f"{said} of read"
+        said = f"{ratio:.2f} × {peer['case'].split('/')[1]}, {said} of read"
+        return bool(met) or ratio >= OVER_PEER, said
+
+    def of_bf16(self, row: Row) -> Judged:
+        return _least(self.times(row, self.ours("decode", row, kv_dtype="bfloat16")), OVER_BF16)
+
+    def of_alone(self, row: Row) -> Judged:
+        return _least(self.times(row, self.ours("shared/alone", row)), OVER_ALONE)
+
+    def of_link(self, row: Row) -> Judged:
+        return self._share(row, SWAPS[row["case"]], OF_LINK)
+
+    def _share(self, row: Row, name: str, least: float) -> Judged:
+        whole = self.bandwidth(name)
+        if whole is None:
+            return None, f"no {name} bandwidth"
+        share = float(row["gb_s"]) / whole
+        return share >= least, f"{share:.1%}"
 
 
-def times_bf16(results: Results, row: Row) -> float | None:
-    """Return the time of the same batch in bf16, divided by this row's."""
-    other = results.as_bf16(row)
-    return None if other is None else float(other["us"]) / float(row["us"])
+def _least(ratio: float | None, least: float) -> Judged:
+    if ratio is None:
+        return None, "nothing to compare with"
+    return ratio >= least, f"{ratio:.2f} ×"
 
 
-def times_peer(results: Results, row: Row) -> float | None:
-    peer = results.best_peer(row)
-    return None if peer is None else float(row["p50"]) / float(peer["p50"])
+def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:
+    """Yield a verdict for each case that has a target, measured or not."""
+    results = Results(rows)
+    judges: list[tuple[str, str, Callable[[Row], Judged]]] = [
+        ("copy", "decode", results.of_copy),
+        ("peer", "decode", results.of_peers),
+        ("fp8", "decode", results.of_bf16),
+        ("shared", "shared", results.of_alone),
+        *(("copies", name, results.of_copy) for name in COPIES),
+        *(("swaps", name, results.of_link) for name in SWAPS),
+    ]
+    for target, name, judge in judges:
+        of_cases: dict[tuple[Any, ...], list[Row]] = {}
+        for row in results.named(name):
+            of_cases.setdefault(tuple(row.get(column) for column in _OF_CASE), []).append(row)
+        for found in of_cases.values():
+            is_bf16 = found[0].get("kv_dtype") == "bfloat16"
+            if name == "decode" and not (is_held(found[0]) and is_bf16 == (target != "fp8")):
+                continue
+            timed = results.ours(name, found[0])
+            if any(row.get("ok") is False for row in found):
+                met, said = False, "wrong"
+            else:
+                met, said = (None, "") if timed is None else judge(timed)
+            yield Verdict(target, case_of(found[0]), met, said)
 
 
 def case_of(row: Row) -> str:
-    """Describe a batch of attention in a few words."""
-    words = f"batch {row['batch']} × {row['context']}, heads {row['heads']}/{row['kv_heads']}"
-    words += f" of {row['head']}, blocks of {row['block']}"
-    if row.get("shared"):
-        words += f", {row['shared']} tokens shared"
+    """Describe a case in a few words."""
+    if "batch" not in row:
+        return f"{row['case']}, {row.get('order', '')} blocks of {row['block_bytes'] >> 10} KiB"
+    words = f"{row['case']} {row['batch']} × {row['context']}, heads {row['heads']}/"
+    words += f"{row['kv_heads']} of {row['head']}, blocks of {row['block']}"
+    words += f", {row['new']} new" if row["new"] > 1 else ""
+    words += f", {row['shared']} tokens shared" if row["shared"] else ""
     return words if row["kv_dtype"] == "bfloat16" else f"{words}, {row['kv_dtype']}"
 
 
-def verdicts(result: dict[str, Any]) -> list[Verdict]:
-    """Return a verdict for each case that has a target, measured or not."""
-    results = Results(result)
-    return [*_of_decode(results), *_of_shared(results), *_of_copies(results)]
-
-
-def is_held(row: Row) -> bool:
-    """Return whether decode of this batch has a target."""
-    return bool(row["batch"] >= MIN_BATCH and row["context"] >= MIN_CONTEXT)
-
-
-def same_case(a: Row, b: Row) -> bool:
-    """Return whether two rows are of the same batch and type, or of the same blocks."""
-    return all(a.get(name) == b.get(name) for name in _OF_CASE)
-
-
-def _is_in(row: Row, rows: list[Row]) -> bool:
-    return any(same_case(row, other) for other in rows)
-
-
-def _each_once(rows: list[Row], known: list[Row]) -> list[Row]:
-    found: list[Row] = []
-    for row in rows:
-        if not _is_in(row, [*known, *found]):
-            found.append(row)
-    return found
-
-
-def _lost(target: str, case: str, *, wrong: bool) -> Verdict:
-    return Verdict(target, case, False, "wrong") if wrong else Verdict(target, case, None, "")
-
-
-def _of_decode(results: Results) -> Iterator[Verdict]:
-    rows, *lost = results.judged("decode")
-    for row in filter(is_held, rows):
-        if row["kv_dtype"] == "bfloat16":
-            yield _against_copy(results, row)
-            yield _against_peers(results, row)
-        else:
-            yield _against_bf16(results, row)
-    for row in filter(is_held, (row for some in lost for row in some)):
-        targets: tuple[str, ...] = (FP8_TARGET,)
-        if row["kv_dtype"] == "bfloat16":
-            targets = (BANDWIDTH_TARGET, PEER_TARGET)
-        for target in targets:
-            yield _lost(target, case_of(row), wrong=row["wrong"])
-
-
-def _against_copy(results: Results, row: Row) -> Verdict:
-    copy, case, rate = results.bandwidth("copy_bandwidth"), case_of(row), float(row["p50"])
-    if copy is None:
-        return Verdict(BANDWIDTH_TARGET, case, None, "no copy bandwidth")
-    share = rate / copy
-    return Verdict(BANDWIDTH_TARGET, case, share >= OF_COPY, f"{share:.1%}{_estimated(row, share)}")
-
-
-def _estimated(row: Row, share: float) -> str:
-    """Return the share that the model of benchmarks/gpu/estimate.py gave before the run."""
-    if "estimated_us" not in row:
-        return ""
-    most, least = (share * row["us"] / time for time in row["estimated_us"])
-    return f" (estimated {least:.0%} to {most:.0%})"
-
-
-def _against_peers(results: Results, row: Row) -> Verdict:
-    read, case, rate = results.bandwidth("read_bandwidth"), case_of(row), float(row["p50"])
-    if read is None:
-        return Verdict(PEER_TARGET, case, None, "no read bandwidth")
-    ratio, peer = times_peer(results, row), results.best_peer(row)
-    said = f"{rate / read:.1%} of read"
-    if ratio is not None and peer is not None:
-        said = f"{ratio:.2f} × {peer['name'].split('/')[1]}, {said}"
-    met = rate >= OF_READ * read or (ratio is not None and ratio >= OVER_PEER)
-    return Verdict(PEER_TARGET, case, met, said)
-
-
-def _against_bf16(results: Results, row: Row) -> Verdict:
-    ratio = times_bf16(results, row)
-    if ratio is None:
-        return Verdict(FP8_TARGET, case_of(row), None, "no bf16 of the same batch")
-    return Verdict(FP8_TARGET, case_of(row), ratio >= OVER_BF16, f"{ratio:.2f} ×")
-
-
-def _of_shared(results: Results) -> Iterator[Verdict]:
-    rows, *lost = results.judged("shared")
-    for row in rows:
-        alone = next((r for r in results.named("shared/alone") if same_case(r, row)), None)
-        if alone is None:
-            yield Verdict(SHARED_TARGET, case_of(row), None, "not measured without sharing")
-            continue
-        ratio = float(alone["us"]) / float(row["us"])
-        said = f"{ratio:.1f} ×{_estimated_ratio(row, alone)}"
-        yield Verdict(SHARED_TARGET, case_of(row), ratio >= OVER_ALONE, said)
-    for row in (row for some in lost for row in some):
-        yield _lost(SHARED_TARGET, case_of(row), wrong=row["wrong"])
-
-
-def _estimated_ratio(row: Row, alone: Row) -> str:
-    """Return the ratio of two rows' estimates, as ``_estimated`` does for one."""
-    if "estimated_us" not in row or "estimated_us" not in alone:
-        return ""
-    pairs = zip(alone["estimated_us"], row["estimated_us"], strict=True)
-    least, most = sorted(a / b for a, b in pairs)
-    return f" (estimated {least:.1f} to {most:.1f})"
-
-
-def _of_copies(results: Results) -> Iterator[Verdict]:
-    for target, share, names, whole in (
-        (COPY_TARGET, OF_COPY, COPIES, "copy_bandwidth"),
-        (SWAP_TARGET, OF_LINK, SWAPS[:1], "link_out"),
-        (SWAP_TARGET, OF_LINK, SWAPS[1:], "link_in"),
-    ):
-        bandwidth = results.bandwidth(whole)
-        for name in names:
-            rows, *lost = results.judged(name)
-            yield from (_of_blocks(target, row, bandwidth, share) for row in rows)
-            for row in (row for some in lost for row in some):
-                yield _lost(target, _blocks_of(row), wrong=row["wrong"])
-
-
-def _blocks_of(row: Row) -> str:
-    return f"{row['name']}, {row['order']} blocks of {row['block_bytes'] >> 10} KiB"
-
-
-def _of_blocks(target: str, row: Row, bandwidth: float | None, share: float) -> Verdict:
-    case, rate = _blocks_of(row), float(row["p50"])
-    if bandwidth is None:
-        return Verdict(target, case, None, "no bandwidth to compare with")
-    return Verdict(target, case, rate >= share * bandwidth, f"{rate / bandwidth:.1%}")
-
-
-def summary(found: list[Verdict]) -> list[str]:
-    """Return a line for each target: how many of its cases meet it."""
-    lines = []
-    for target in TARGETS:
-        mets = [v.met for v in found if v.target == target]
+def said(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for every case, missed ones first, and the summary last."""
+    found = list(verdicts(rows))
+    for met, word in ((False, "MISSED"), (None, "left out"), (True, "met")):
+        for each in (each for each in found if each.met is met):
+            yield f"{word:8}  {TARGETS[each.target]}: {each.case}: {each.figures}".rstrip(": ")
+    for target, text in TARGETS.items():
+        mets = [each.met for each in found if each.target == target]
         num_met, num_missed, num_left_out = (mets.count(met) for met in (True, False, None))
         word = "missed" if num_missed else "met" if num_met else "not measured"
         if num_left_out:
             word += f"{' so far' if word == 'met' else ''}, {num_left_out} left out"
-        lines.append(f"{word}: {target} ({num_met} of {num_met + num_missed} cases)")
-    return lines
+        yield f"{word}: {text} ({num_met} of {num_met + num_missed} cases)"
 
 
-def say(found: list[Verdict]) -> str:
-    """Return a line for every case, missed ones first, and the summary last."""
-    lines = [
-        f"{v.word:8}  {v.target}: {v.case}{': ' if v.figures else ''}{v.figures}"
-        for v in sorted(found, key=lambda v: (_ORDER.index(v.met), TARGETS.index(v.target)))
-    ]
-    return "\n".join([*lines, *summary(found)])
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a table of our rows with the data plane's split, beside peers and other splits."""
+    results = Results(rows)
+    heads = ("", "µs", "GB/s", "of copy, read or link", "TFLOP/s", "× best peer", "fastest split")
+
+    def cells() -> Iterator[list[str]]:
+        for row in results.rows:
+            is_ours = "/" not in row["case"] and row.get("split", SPLIT) == SPLIT
+            if "us" not in row or not is_ours:
+                continue
+            share = results.of_link(row) if row["case"] in SWAPS else results.of_copy(row)
+            peer = results.best_peer(row)
+            best = results.like(row["case"], row)[0]
+            yield [
+                case_of(row),
+                *(f"{row['us']:.1f}", f"{row['gb_s']:.0f}", share[1]),
+                f"{row['tflops']:.0f}" if "tflops" in row else "",
+                "" if peer is None else f"{peer['us'] / row['us']:.2f} ({peer['case']})",
+                f"{best['split']}: {row['us'] / best['us']:.2f} ×" if "split" in best else "",
+            ]
+
+    yield from markdown(heads, cells())
 
 
 def main() -> None:
-    print(say(verdicts(json.loads(Path(sys.argv[1]).read_text()))))
+    lines = Path(sys.argv[1]).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    print(*table(rows), "", *said(rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,30 @@
-"""Replays a trace of requests to find the share of prompts that a cache of a given size would hit.
+"""Replays traces of requests to find the share of prompts that a cache of a given size would hit.
 
-    python -m benchmarks.replay --trace FILE|synthetic:NAME:SEED --policy NAME
-        --capacity-blocks N [--json OUT] [--format mooncake|bailian|dynamo|kv-cache-tester]
-        [--trace-block-tokens N] [--half first|second|all]
+    python -m benchmarks.replay FILE|synthetic:NAME:SEED ... [--half first|second|all]
+                                [--blocks N] [--policy NAME] [--json OUT]
 
-The trace drives the control plane's core in this process, one prompt after the other, at the
-trace's own times. The hit ratio is the blocks found at the beginnings of the prompts, over all
-blocks of the prompts. ``--half`` replays a part of the trace, from an empty cache.
+A trace drives the control plane's core in this process, one prompt after the other, at the trace's
+own times, with each eviction policy and at each size of the cache, in blocks of the trace. The hit
+ratio is the blocks found at the beginnings of the prompts, over all blocks of the prompts; the last
+column is that of an unbounded cache. ``--half`` replays a part of the trace, from an empty cache.
 ``synthetic.py`` lists the workloads that need no file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common.report import save
 from benchmarks.replay.cache import Cache
-from benchmarks.replay.synthetic import named_requests
-from benchmarks.replay.traces import FORMATS, Request, TraceError, read_trace
+from benchmarks.replay.synthetic import read
+from benchmarks.replay.traces import Request, TraceError
 from control_plane.config import EVICTION_POLICIES
 
 HALVES = ("first", "second", "all")
+SIZES_BLOCKS = (500, 1000, 2000, 3000, 4000, 6000, 10_000, 30_000)
 
 
 def num_reused(requests: Sequence[Request]) -> int:
@@ -42,9 +42,7 @@ def num_reused(requests: Sequence[Request]) -> int:
 def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> dict[str, object]:
     """Return the counts of a replay, for programs."""
     cache = Cache(capacity_blocks, policy)
-    began = time.perf_counter()
     num_hits = sum(cache.run(*request) for request in requests)
-    seconds = time.perf_counter() - began
     num_blocks = sum(len(request.ids) for request in requests)
     return {
         "hit_ratio": round(num_hits / max(1, num_blocks), 6),
@@ -52,61 +50,45 @@ def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> di
         "num_requests": len(requests),
         "num_blocks": num_blocks,
         "num_hit_blocks": num_hits,
-        "replay_s": round(seconds, 3),
     }
 
 
-def read_half(trace: str, name: str, half: str) -> list[Request]:
-    """Read a trace, or half of it; ``name``: its format. Raises TraceError."""
-    is_file = not trace.startswith("synthetic:")
-    requests = read_trace(Path(trace), name) if is_file else named_requests(trace)
+def half_of(requests: list[Request], half: str) -> list[Request]:
+    """Return a half of a trace, or all of it."""
     middle = len(requests) // 2
     return {"first": requests[:middle], "second": requests[middle:], "all": requests}[half]
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
 def main() -> None:
-    """Replay, print the ratio, write the JSON."""
-    parser = argparse.ArgumentParser(description="Replay a trace of requests in the core.")
-    parser.add_argument(
-        "--trace", required=True, help="file or folder, may be .gz, or synthetic:NAME:SEED"
-    )
-    parser.add_argument("--policy", choices=EVICTION_POLICIES, default=EVICTION_POLICIES[0])
-    parser.add_argument("--capacity-blocks", type=_positive, required=True, help="of the trace")
-    parser.add_argument("--trace-block-tokens", type=_positive, help="default: the format's own")
-    parser.add_argument("--format", choices=FORMATS, default="mooncake")
-    parser.add_argument("--half", choices=HALVES, default="all")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    arguments = parser.parse_args()
-    try:
-        requests = read_half(arguments.trace, arguments.format, arguments.half)
-    except TraceError as error:
-        sys.exit(f"cannot replay: {error}")
-    block_tokens = arguments.trace_block_tokens or FORMATS[arguments.format].block_tokens
-    figures = {
-        "trace": Path(arguments.trace).name,
-        "format": arguments.format,
-        "half": arguments.half,
-        "policy": arguments.policy,
-        "capacity_blocks": arguments.capacity_blocks,
-        "trace_block_tokens": block_tokens,
-        "capacity_tokens": arguments.capacity_blocks * block_tokens,
-        **replay(requests, arguments.policy, arguments.capacity_blocks),
-    }
-    print(
-        f"{arguments.policy}, {arguments.capacity_blocks:,} blocks of {block_tokens} tokens: "
-        f"hit ratio {figures['hit_ratio']:.4f} of at most {figures['hit_ratio_unlimited']:.4f}, "
-        f"{figures['num_requests']:,} requests in {figures['replay_s']} s"
-    )
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    """Print the table, row by row; write the JSON."""
+    parser = argparse.ArgumentParser(description="Replay traces of requests in the core.")
+    parser.add_argument("traces", nargs="+", metavar="TRACE")
+    parser.add_argument("--half", action="append", choices=HALVES, dest="halves")
+    parser.add_argument("--blocks", action="append", type=int, dest="sizes", help="of the trace")
+    parser.add_argument("--policy", action="append", choices=EVICTION_POLICIES, dest="policies")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    given = parser.parse_args()
+    sizes, rows = given.sizes or SIZES_BLOCKS, []
+    print(f"| trace | half | policy | {' | '.join(f'{size:,}' for size in sizes)} | unbounded |")
+    print("|---|---|---|" + "---|" * (len(sizes) + 1))
+    for trace in given.traces:
+        try:
+            every = read(trace)
+        except TraceError as error:
+            sys.exit(f"cannot replay: {error}")
+        for half in given.halves or ["all"]:
+            for policy in given.policies or EVICTION_POLICIES:
+                figures = [replay(half_of(every, half), policy, size) for size in sizes]
+                ratios = [each["hit_ratio"] for each in figures]
+                ratios.append(figures[0]["hit_ratio_unlimited"])
+                cells = " | ".join(f"{ratio:.3f}" for ratio in ratios)
+                print(f"| {Path(trace).name} | {half} | {policy} | {cells} |", flush=True)
+                about = {"trace": trace, "half": half, "policy": policy}
+                rows += [
+                    {**about, "num_cache_blocks": size, **each}
+                    for size, each in zip(sizes, figures, strict=True)
+                ]
+    save(given.json, rows)
 
 
 if __name__ == "__main__":

@@ -8,28 +8,20 @@ it ran.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from benchmarks.control_plane import messages
+from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, EPOCH, POOL
 from control_plane.config import EVICTION_POLICIES, CoreConfig
 from control_plane.core import ControlPlane
 from kvplane import ops
 from kvplane.clients.prefix_feed import PrefixEvent, read_events
-from kvplane.layout import LayerGroup, Layout
-from kvplane.wire import protocol, signing
-from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
-BLOCK_SIZE_TOKENS = 16
-_POOL, _TENANT, _EPOCH = "replay", "tenant", 1
-_LAYOUT = Layout(
-    model_id="replay",
-    block_size_tokens=BLOCK_SIZE_TOKENS,
-    dtype="float32",
-    kv_dtype="float32",
-    groups=(LayerGroup("full", (0,), num_kv_heads=1, head_size=8),),
-)
+_TENANT = "tenant"
 _REST_OF_BLOCK = bytes(4 * (BLOCK_SIZE_TOKENS - 1))
 # Ends each prompt, in a block of its own, so that all blocks of the trace can be found: at least
 # one token of a prompt is computed.
@@ -66,23 +58,12 @@ class Cache:
         self._now_s = 0.0
         config = CoreConfig(lease_s=1e9, watermark=0.0, eviction_policy=policy)
         self._core = ControlPlane(incarnation=1, config=config, clock=lambda: self._now_s)
-        hello = rpb.Hello(
-            version="test",
-            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
-            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
-            pool_id=_POOL,
-            shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
-            epoch=_EPOCH,
-            layout=_LAYOUT.to_proto(),
-            num_device_blocks=capacity_blocks + 1,  # one for the last token
-            address="localhost:1",
-        )
+        hello = messages.hello(capacity_blocks + 1, 0)  # one for the last token
         self._key = self._core.register(hello).key
-        self._core.report(_POOL, 0, _EPOCH, rpb.BlockReport(last=True))
+        self._core.report(POOL, 0, EPOCH, rpb.BlockReport(last=True))
         while self._core.work():  # a large pool is made some blocks at a time
             pass
-        request = cpb.OpenSessionRequest(pool_id=_POOL, layout=_LAYOUT.to_proto())
-        self._session = self._core.open_session(request, _TENANT).session
+        self._session = self._core.open_session(messages.open_session(), _TENANT).session
         self._number = 0
         self._receipts: list[tpb.SignedPayload] = []
         self._prompts = prompts or Prompts()
@@ -101,7 +82,7 @@ class Cache:
 
     def follow(self) -> None:
         """Begin to collect the index's changes for ``changes``."""
-        request = ppb.WatchPrefixesRequest(pool_id=_POOL)
+        request = ppb.WatchPrefixesRequest(pool_id=POOL)
         self._follower = self._core.follow(request, _TENANT, lambda: None)
 
     def changes(self) -> list[PrefixEvent]:
@@ -121,20 +102,10 @@ class Cache:
             receipts=self._receipts,
         )
         result = self._core.step(request, _TENANT)
-        self._core.take_outgoing(_POOL, 0)
+        self._core.take_outgoing(POOL, 0)
         if result.results[0].failures:
             raise RuntimeError(f"the control plane refused: {result.results[0].failures}")
-        self._receipts = [self._receipt(result.plan)] if result.HasField("plan") else []
+        plans = [result.plan] if result.HasField("plan") else []
+        receipt = partial(messages.receipt, self._key, self._session, self._number)
+        self._receipts = [*map(receipt, plans)]
         return result
-
-    def _receipt(self, plan: tpb.SignedPayload) -> tpb.SignedPayload:
-        payload = plan_pb2.Receipt(
-            version=protocol.NEWEST_PAYLOAD_VERSION,
-            session=self._session,
-            pool_id=_POOL,
-            epoch=_EPOCH,
-            plan_number=self._number,
-            plan_digest=signing.digest(plan.payload),
-        ).SerializeToString()
-        signature = signing.sign(self._key, signing.RECEIPT, payload)
-        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)

@@ -16,9 +16,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import accumulate, count
+from pathlib import Path
 from typing import Final
 
-from benchmarks.replay.traces import Request, TraceError
+from benchmarks.replay.traces import Request, TraceError, read_trace
 
 _HOUR_S: Final = 3600.0
 
@@ -132,3 +133,8 @@ def named_requests(trace: str) -> list[Request]:
     if name not in WORKLOADS or not seed.isdecimal():
         raise TraceError(f"{trace}: is not synthetic:NAME:SEED, NAME one of {', '.join(WORKLOADS)}")
     return make_requests(name, int(seed))
+
+
+def read(trace: str) -> list[Request]:
+    """Return the requests of a file, or of "synthetic:NAME:SEED". Raises TraceError."""
+    return named_requests(trace) if trace.startswith("synthetic:") else read_trace(Path(trace))

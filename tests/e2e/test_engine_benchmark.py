@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from engine_planes import ROOT
 
-from benchmarks.engine.table import tables
-
 
 def measured(folder: Path, *flags: str) -> tuple[Any, str]:
     """The JSON and what is printed for a tiny model, batches of two."""
@@ -50,9 +48,7 @@ def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Pa
         assert set(row["num_equal"].values()) == {1}
         assert all(rate > 0 for rate in row["tokens_per_s"].values())
     assert "embedded / generate:" in printed
-    lines = tables(figures).splitlines()
-    assert len({line.count("|") for line in lines[:4]}) == 1
-    assert sum("decode, batch 2" in line for line in lines) == 2
+    assert printed.count("decode, batch 2") == 1 and "ms of a step: " in printed
 
 
 @pytest.mark.nightly

@@ -26,6 +26,7 @@ NIGHTLY = {
         *("benchmarks.gpu.step", "--batch", "2", "--context", "40", "--layers", "2"),
     ),
     "every kernel": ("benchmarks.gpu.smoke", "--tiny", "check", "race"),
+    "every kernel's time": ("benchmarks.gpu.measure", "--tiny"),
     "a model": ("benchmarks.gpu.try_model",),
     "captured steps of a model": ("benchmarks.gpu.model_steps", "--tiny", "--batches", "1,3"),
     "a graph": (*PYTEST, "tests/kernels/on_gpu.py"),

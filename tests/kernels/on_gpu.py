@@ -1,6 +1,6 @@
 """What only a GPU can show.
 
-benchmarks/gpu/run.sh names this file to pytest, which does not collect it by itself.
+benchmarks/gpu/first.py names this file to pytest, which does not collect it by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The data plane on a GPU: streams, pinned memory and receipts, beside the same on the CPU.
 
-benchmarks/gpu/run.sh names this file to pytest, which does not collect it by itself.
+benchmarks/gpu/first.py names this file to pytest, which does not collect it by itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An executor's step captured in a CUDA graph: replayed for plan after plan, it gives the bits of
 steps that go layer by layer.
 
-benchmarks/gpu/run.sh names this file to pytest, which does not collect it by itself.
+benchmarks/gpu/first.py names this file to pytest, which does not collect it by itself.
 """
 
 from __future__ import annotations

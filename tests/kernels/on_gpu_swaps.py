@@ -1,6 +1,6 @@
 """Swaps between a GPU and every kind of host memory, by the copy engine and by the kernel.
 
-benchmarks/gpu/run.sh names this file to pytest, which does not collect it by itself.
+benchmarks/gpu/first.py names this file to pytest, which does not collect it by itself.
 """
 
 from __future__ import annotations

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from benchmarks.window_groups import MODELS, held_blocks, layout_of
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.plane_cache_checks import ARGUMENT
@@ -34,12 +31,3 @@ def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
     as_if_full = -(-output.shape[1] // BLOCK_SIZE)
     assert held == {0: as_if_full, 8: 2}
     assert torch.equal(output, eager.generate(ids, **how))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_published_models_hold_what_their_windows_see(name: str) -> None:
-    num_tokens, layout = 8192, layout_of(name)
-    held = asyncio.run(held_blocks(layout, num_tokens))
-    windows = [group.sliding_window_tokens or num_tokens for group in layout.groups]
-    assert held == {i: window // BLOCK_SIZE + 1 for i, window in enumerate(windows)}
-    assert set(windows) > {num_tokens}

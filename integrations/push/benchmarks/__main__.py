@@ -24,12 +24,12 @@ from typing import Any, Final
 
 import grpc
 
-from benchmarks.common.block_rates import Rates, report_rates
-from benchmarks.common.planes import BLOCK_BYTES, LAYOUT, planes
 from kvplane import ControlClient, Execution, Session, Tensor, ops
 from kvplane.wire.protocol import CHANNEL_OPTIONS
 
 from ..client import PushClient
+from .planes import BLOCK_BYTES, LAYOUT, planes
+from .rates import Rates, report_rates
 from .sinks import by_grpc, by_tcp, grpc_sink, sink, tcp_sink
 
 POOLS: Final = ("prefill", "decode")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.common.cpu import cpu_name
+from benchmarks.common.report import cpu_name
 from engine import LLM
 from examples.demo import Question, questions
 from integrations.ray.tests.ray_cluster import SimulatedCluster

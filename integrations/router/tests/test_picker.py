@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from benchmarks.replay.synthetic import make_requests
-from benchmarks.routing.__main__ import CHOSEN, faults, figures_of
-from benchmarks.routing.fleet import Fleet, Shape
-from benchmarks.routing.policies import PolicyRouter
+from integrations.router.benchmarks.__main__ import CHOSEN, faults, figures_of
+from integrations.router.benchmarks.fleet import Fleet, Shape
+from integrations.router.benchmarks.policies import PolicyRouter
 from kvplane.integrations.router.picker import Picker
 from kvplane.integrations.router.pool_index import PoolIndex
 from kvplane.prefixes import BlocksStored, StoredBlock

@@ -1,0 +1,170 @@
+"""Comparisons of calls on the CPU: each yields groups of calls whose first one the others are
+compared with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+
+from benchmarks.attention_cpu import kernels
+from benchmarks.attention_cpu.kernels import (
+    BATCH,
+    BLOCK_SIZE,
+    DTYPES,
+    GROUPS,
+    HEAD_SIZE,
+    NUM_KV_HEADS,
+    Sizes,
+    bare_rows,
+    prefill_rows,
+    products_of_prefill,
+    query_dtype_of,
+    random_pool,
+)
+from benchmarks.common.report import markdown
+from benchmarks.common.timing import Calls, quantile
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.memory import huge_pages
+from data_plane.memory.pages import PageShape
+from kvplane.attention_options import AttentionOptions
+from kvplane.layout import LATENT, LayerGroup
+
+Groups = Iterator[list[Calls]]
+
+IDLE_S: Final = (0.0, 0.0002, 0.005, 0.02)
+NUM_PLACES: Final = 4
+"""How many batches lie side by side: a call's pages have left the caches when it comes again."""
+NUM_SHARING: Final = 16
+OWN_TOKENS: Final = 256
+NUM_LATENT_HEADS: Final = 128
+LATENT_GROUPS: Final = {
+    "latents": LayerGroup("latent", (0,), 1, 576, cache_kind=LATENT, value_head_size=512),
+    "keys and values": LayerGroup("full", (0,), NUM_LATENT_HEADS, 192, value_head_size=128),
+}
+# Sequences, tokens of each, and how many of these are new.
+LATENT_CASES: Final = ((1, 512, 1), (1, 4096, 1), (4, 4096, 1), (1, 256, 256), (1, 4096, 64))
+
+
+def idle(sizes: Sizes, num_threads: int) -> Groups:
+    """Yield a decode call over pages in random order, after its caller slept for 0 to 20 ms."""
+    of_call = BATCH * sizes.context_tokens // BLOCK_SIZE
+    pages = random_pool(NUM_PLACES * of_call, torch.bfloat16)[:, 0]
+    places = torch.randperm(len(pages)).view(NUM_PLACES, BATCH, -1)
+    query = torch.randn(BATCH, NUM_KV_HEADS * 4, HEAD_SIZE).bfloat16()
+    starts, lens = torch.arange(BATCH + 1), torch.full((BATCH,), sizes.context_tokens)
+    ours = CpuKernels(num_threads)
+    arguments = [AttentionArguments(query, pages, place, starts, lens) for place in places]
+    in_turn = itertools.cycle(arguments)
+
+    def attend() -> None:
+        ours.paged_attention(next(in_turn))
+
+    def sleep(seconds: float) -> Callable[[], None]:
+        return lambda: time.sleep(seconds) if seconds else attend()
+
+    num_bytes = of_call * pages[0].nbytes
+    yield [
+        Calls(f"decode after {1000 * s:g} ms", "GB/s", num_bytes, attend, sleep(s)) for s in IDLE_S
+    ]
+
+
+def prefill(sizes: Sizes, num_threads: int) -> Groups:
+    """Yield the prefill of one prompt in bf16, torch's, and a bare loop of fused products."""
+    kernels.KERNELS.num_threads = num_threads
+    rows = [*prefill_rows(sizes.prefill_tokens), *bare_rows(num_threads, 5 * kernels.BARE_ROUNDS)]
+    for row in rows[:2]:
+        row.amount, row.unit = products_of_prefill(row.amount), "10^9 products/s"
+    yield rows
+
+
+def shared(sizes: Sizes, num_threads: int) -> Groups:
+    """Yield decodes of sequences with a common prefix: reading it once for all of them, reading it
+    for each of them (``apart``), and with blocks of its own for each (``copies``).
+    """
+    num_common, num_own = sizes.context_tokens // BLOCK_SIZE, OWN_TOKENS // BLOCK_SIZE
+    tokens = sizes.context_tokens + OWN_TOKENS
+    starts, lens = torch.arange(NUM_SHARING + 1), torch.full((NUM_SHARING,), tokens)
+    together, apart = CpuKernels(num_threads), CpuKernels(num_threads, share_reads=False)
+    for name in ("bf16", "e4m3"):
+        pages = random_pool(NUM_SHARING * (num_common + num_own), DTYPES[name])[:, 0]
+        copies = torch.randperm(len(pages)).view(NUM_SHARING, -1)
+        common = copies.clone()
+        common[:, :num_common] = copies[0, :num_common]
+        for group in GROUPS:
+            query = torch.randn(NUM_SHARING, NUM_KV_HEADS * group, HEAD_SIZE)
+            query = query.to(query_dtype_of(DTYPES[name]))
+
+            def calls(
+                side: str,
+                ours: CpuKernels,
+                tables: torch.Tensor,
+                what: str = f"{name}/g{group}",
+                pages: torch.Tensor = pages,
+                query: torch.Tensor = query,
+            ) -> Calls:
+                arguments = AttentionArguments(query, pages, tables, starts, lens)
+                run = partial(ours.paged_attention, arguments)
+                return Calls(f"{what}, {side}", "tokens/s", NUM_SHARING, run)
+
+            yield [
+                calls("shared", together, common),
+                calls("apart", apart, common),
+                calls("copies", together, copies),
+            ]
+
+
+def latents(sizes: Sizes, num_threads: int) -> Groups:
+    """Yield one layer of DeepSeek V3 over latents, and over the keys and values that they stand
+    for. The projections between the two are part of neither.
+    """
+    ours, options = CpuKernels(num_threads), AttentionOptions(scale=192**-0.5)
+    for num, context, new in LATENT_CASES:
+        context, new = min(context, sizes.context_tokens), min(new, sizes.context_tokens)
+        rows = []
+        for kind, group in LATENT_GROUPS.items():
+            page = PageShape(group, group.num_kv_heads, BLOCK_SIZE)
+            pool = huge_pages.empty((num * context // BLOCK_SIZE, *page.extents), torch.bfloat16)
+            pool[:] = torch.randn(page.extents)
+            arguments = AttentionArguments(
+                torch.randn(num * new, NUM_LATENT_HEADS, group.head_size).bfloat16(),
+                page.keys_and_values(pool),
+                torch.randperm(len(pool)).view(num, -1),
+                torch.arange(num + 1) * new,
+                torch.full((num,), context),
+                options,
+            )
+            run = partial(ours.paged_attention, arguments)
+            name = f"{num} × {new} tokens after {context - new}, {kind}"
+            rows.append(Calls(name, "tokens/s", num * new, run))
+        yield rows
+
+
+PARTS: Final = {"idle": idle, "prefill": prefill, "shared": shared, "latents": latents}
+
+
+def table(groups: Sequence[Sequence[Calls]]) -> Iterator[str]:
+    """Yield a table of times, each beside the one of its group's first row: ``p10`` is the fastest
+    tenth by wall time, and the CPU time is that of all threads in the call that took the least.
+    """
+    heads = ("", "ms, median", "p10", "× first", "CPU ms, least", "× first", "rate a core")
+    return markdown(heads, (_cells(row, group[0]) for group in groups for row in group))
+
+
+def _cells(row: Calls, first: Calls) -> list[str]:
+    p10, first_p10 = (quantile(each.seconds, 0.1) for each in (row, first))
+    return [
+        row.name,
+        f"{1e3 * quantile(row.seconds, 0.5):.3g}",
+        f"{1e3 * p10:.3g}",
+        f"{p10 / first_p10:.2f}",
+        f"{1e3 * row.least_cpu_s:.3g}",
+        f"{row.least_cpu_s / first.least_cpu_s:.2f}",
+        f"{row.rate_of(row.least_cpu_s):,.1f} {row.unit}",
+    ]
