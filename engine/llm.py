@@ -306,7 +306,6 @@ def _core(
         backend,
         scheduler,
         recovery_timeout_s=config.recovery_timeout_s,
-        plans_ahead=config.plans_ahead,
         max_plan_s=config.max_plan_s,
     )
 

@@ -110,11 +110,7 @@ class ControlPlaneServer(PlaneServer):
             clock=time.monotonic,
         )
         self.metrics = ControlPlaneMetrics(incarnation)
-        self._registrar = registrar = Registrar(
-            core,
-            heartbeat_s=config.heartbeat_s,
-            max_waiting_messages=config.max_waiting_messages,
-        )
+        self._registrar = registrar = Registrar(core, heartbeat_s=config.heartbeat_s)
         self.metrics.read_pools_on(
             asyncio.get_running_loop(),
             lambda: ([core.observe_pool(i) for i in core.pool_ids()], registrar.heartbeat_ages()),
@@ -122,7 +118,7 @@ class ControlPlaneServer(PlaneServer):
         self._servicer = servicer = SessionService(core, registrar, self.metrics)
         about = ServerService(self._describe)
         of_prefixes = PrefixService(core, servicer.flush)
-        max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
+        max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.core.max_operations)
         super().__init__(
             config,
             [
@@ -145,6 +141,7 @@ class ControlPlaneServer(PlaneServer):
                 ),
             ],
             self.metrics,
+            max_message_bytes=config.max_message_bytes,
             max_counts=max_counts,
             also_bind=config.plane_bind,
         )

@@ -37,8 +37,6 @@ def run(config: GenerateConfig) -> int:
         stop=(config.stop,) if config.stop else (),
         ignore_eos=config.ignore_eos,
         num_beams=config.num_beams,
-        length_penalty=config.length_penalty,
-        early_stopping=config.early_stopping,
     )
     with LLM.from_config(config) as llm:
         deltas = llm.stream(prompts, params)

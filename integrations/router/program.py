@@ -66,7 +66,7 @@ async def _route(config: RouterConfig) -> None:
     async with AsyncExitStack() as stack:
         stack.callback(reader.close)
         client = await stack.enter_async_context(engine_client(config))
-        control = ControlClient(config.control_plane, tls=config.control_tls)
+        control = ControlClient(config.control_plane, tls=config.client_tls)
         await stack.enter_async_context(control)
         engines = Engines(client, pools, config.check_interval_s, config.engine_key())
         feeds = PoolFeeds(control, config.namespace, picker.indexes, picker.lost)

@@ -108,14 +108,6 @@ def test_an_engine_soon_says_what_it_waits_for_and_for_how_long() -> None:
     assert "pool 'default' is not ready after 2.5 s" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("config", [GenerateConfig, ServeConfig])
-def test_every_heading_of_the_help_names_settings_that_exist(config: Any) -> None:
-    names = [name for group in config.HELP_GROUPS.values() for name in group]
-    left = {field.name for field in dataclasses.fields(config)} - set(names)
-    assert len(names) == len(set(names))
-    assert left == {"log_level", "log_format"}
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_terminal_shows_how_far_a_batch_is(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -87,10 +87,10 @@ async def listed_peers(folder: Path, **data_settings: Any) -> AsyncIterator[Peer
         config_of(
             folder,
             peers.control.address,
-            control_plane_tls=True,
-            control_plane_ca=plane.ca_file,
-            control_plane_name=plane.server_name,
-            control_plane_token_file=plane.token_file,
+            planes_tls=True,
+            planes_ca=plane.ca_file,
+            planes_name=plane.server_name,
+            planes_token_file=plane.token_file,
             **peers.serving(),
             **data_settings,
         )

@@ -308,9 +308,9 @@ async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
             config_of(
                 tmp_path,
                 address,
-                control_plane_tls=True,
-                control_plane_ca=authority.ca,
-                control_plane_name=NAME,
+                planes_tls=True,
+                planes_ca=authority.ca,
+                planes_name=NAME,
                 tls_certificate=own.certificate,
                 tls_key=own.key,
             )

@@ -59,10 +59,10 @@ class TlsPools(Peers):
                 pool_id,
                 self.control.address,
                 write_layout(self.folder),
-                control_plane_tls=True,
-                control_plane_ca=plane.ca_file,
-                control_plane_name=plane.server_name,
-                control_plane_token_file=plane.token_file,
+                planes_tls=True,
+                planes_ca=plane.ca_file,
+                planes_name=plane.server_name,
+                planes_token_file=plane.token_file,
                 **self.serving(),
             )
             started = data_plane({**PUSHING, "name": str(plane.server_name)}, **values)

@@ -52,7 +52,6 @@ def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
-        ("model", {}),
         ("model", {"model": Path("m"), "layout": Path("l")}),
         ("bind", {"model": Path("m"), "bind": "nonsense"}),
         ("bind", {"model": Path("m"), "bind": "127.0.0.1:99999"}),
@@ -87,10 +86,9 @@ def test_the_pool_is_measured_when_its_size_is_not_given(
         layout=layout_file,
         memory_utilization=0.5,
         num_host_blocks=10,
-        reserve_bytes=5 * block_bytes - 1,
     )
     executor = build_executor(config)
-    assert executor.pools.device_tier.shape[0] == 35
+    assert executor.pools.device_tier.shape[0] == 40
     assert executor.pools.host_tier.shape[0] == 10
 
 
@@ -159,27 +157,35 @@ def test_the_epoch_is_a_setting(layout_file: Path) -> None:
     assert build_executor(config).epoch == 77
 
 
-@pytest.mark.parametrize(
-    ("argument", "complaint"),
-    [(["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"), ([], "model")],
-)
-def test_bad_settings_are_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], argument: list[str], complaint: str
-) -> None:
+def test_bad_settings_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(DataPlaneConfig, PROGRAM, argument, {})
+        parse(DataPlaneConfig, PROGRAM, ["--num-device-blocks=-1", "--model=m"], {})
     assert stop.value.code == 2
     said = capsys.readouterr().err
-    assert complaint in said
+    assert "--num-device-blocks" in said
     assert said.count("\n") == 1
 
 
-def test_the_program_refuses_a_layout_that_is_not_there_in_one_line() -> None:
-    command = [sys.executable, "-m", "data_plane", "--log-level=error", "--layout=/nowhere.json"]
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [([], "give either --model or --layout"), (["--layout=/nowhere.json"], "cannot be read")],
+)
+def test_the_program_refuses_a_layout_that_is_not_there_in_one_line(
+    argument: list[str], complaint: str
+) -> None:
+    command = [sys.executable, "-m", "data_plane", "--log-level=error", *argument]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "layout" in result.stderr
+    assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["3", "0:0", ":2", ":", "-1:2", "0:2:4", "a:b"])
+@pytest.mark.parametrize("field", ["layers", "kv_heads"])
+def test_a_range_of_a_shard_is_first_and_count(field: str, text: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        DataPlaneConfig(**{field: text})  # type: ignore[arg-type]
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize("field", ["num_device_blocks", "num_host_blocks"])
