@@ -6,12 +6,8 @@ holds its key, so it is for one tenant.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -86,12 +82,9 @@ class EmbeddedBackend:
     """
 
     def __init__(self, layout: Layout, start_timeout_s: float, **settings: Any) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "layout.json")
-            path.write_text(json.dumps(asdict(layout)), encoding="utf-8")
-            config = DataPlaneConfig(layout=path, bind="127.0.0.1:0", metrics_port=-1, **settings)
-            self._plane = EmbeddedDataPlane(config)
-            self._executor = self._plane.start(start_timeout_s)
+        config = DataPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, **settings)
+        self._plane = EmbeddedDataPlane(config, layout)
+        self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
         self._plan_number = 0  # started here last; 0 before the first
         self._pass_index: int | None = None
