@@ -153,32 +153,22 @@ class _Command(click.Command):
                 formatter.write_dl(rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Setting:
-    """A setting with the default of the class that is parsed, and what its declaration says."""
-
-    name: str
-    default: Any
-    hint: Any
-    metadata: Mapping[str, Any]
-    heading: str
-
-
-def _settings_of(config_class: type[Any]) -> Iterator[_Setting]:
-    """Yield the settings of a dataclass, in the order of ``--help``."""
+def _options(config_class: type[Any], prefix: str) -> Iterator[_Option]:
+    """Yield an option for each setting of a dataclass, in the order of ``--help``."""
     hints = typing.get_type_hints(config_class)
     fields = {f.name: f for f in dataclasses.fields(config_class)}
     for base in config_class.__mro__:
         own = getattr(base, "__dataclass_fields__", {})
-        heading = getattr(base, "HEADING", Settings.HEADING)
         for name in inspect.get_annotations(base):
             if name not in fields:  # no field, or declared by a class before this one
                 continue
             if dataclasses.is_dataclass(hints[name]):
                 del fields[name]
-                yield from _settings_of(hints[name])
+                yield from _options(hints[name], prefix)
             elif metadata := own[name].metadata:
-                yield _Setting(name, fields.pop(name).default, hints[name], metadata, heading)
+                option = _option(fields.pop(name), hints[name], metadata, prefix)
+                option.heading = getattr(base, "HEADING", Settings.HEADING)
+                yield option
     if fields:
         raise TypeError(f"{', '.join(fields)} of {config_class.__name__} must be made by setting()")
 
@@ -207,15 +197,12 @@ def _values(config: Any) -> Iterator[tuple[str, Any]]:
 def _command(
     config_class: type[ConfigT], program: str, environ: Mapping[str, str]
 ) -> click.Command:
-    params: list[click.Parameter] = []
-    for each in _settings_of(config_class):
-        option = _option(each, variable_prefix(program) + each.name.upper())
-        option.environ, option.heading = environ, each.heading
-        params.append(option)
-    params.append(_version_option(program))
+    options = [*_options(config_class, variable_prefix(program))]
+    for option in options:
+        option.environ = environ
     return _Command(
         program,
-        params=params,
+        params=[*options, _version_option(program)],
         callback=lambda **values: _build(config_class, values),
         help=(config_class.__doc__ or "").strip(),
         context_settings={"terminal_width": 100},  # wide enough for each variable
@@ -238,22 +225,24 @@ def _version_option(program: str) -> click.Option:
     )
 
 
-def _option(each: _Setting, variable: str) -> _Option:
-    is_bool = _bare_type(each.hint) is bool
-    is_required = each.default is dataclasses.MISSING
-    unit = each.metadata["unit"]
-    flag = "--" + each.name.replace("_", "-")
+def _option(
+    f: dataclasses.Field[Any], hint: Any, metadata: Mapping[str, Any], prefix: str
+) -> _Option:
+    """Make the option of a field, with its default, and the rest as ``metadata`` declares it."""
+    is_bool = _bare_type(hint) is bool
+    unit = metadata["unit"]
+    flag = "--" + f.name.replace("_", "-")
     option = _Option(
-        [f"{flag}/--no-{flag[2:]}" if is_bool else flag, each.name],
-        type=None if is_bool else _param_type(each.hint, each.metadata),
-        required=is_required,
-        envvar=variable,
+        [f"{flag}/--no-{flag[2:]}" if is_bool else flag, f.name],
+        type=None if is_bool else _param_type(hint, metadata),
+        required=f.default is dataclasses.MISSING,
+        envvar=prefix + f.name.upper(),
         show_envvar=True,
-        help=each.metadata["help"] + (f" [unit: {unit}]" if unit else ""),
+        help=metadata["help"] + (f" [unit: {unit}]" if unit else ""),
     )
-    if not is_required:
-        option.default = each.default
-        option.show_default = "none" if each.default is None else True
+    if f.default is not dataclasses.MISSING:
+        option.default = f.default
+        option.show_default = "none" if f.default is None else True
     return option
 
 
