@@ -51,8 +51,8 @@ def test_help_names_every_flag_with_unit_default_and_variable(
     for field in dataclasses.fields(config):
         assert "--" + field.name.replace("_", "-") in text
         assert f"KVPLANE_{prefix}_{field.name.upper()}" in text
-        if field.metadata["unit"]:
-            assert f"[unit:{field.metadata['unit']}]" in text
+        if unit := field.metadata.get("unit"):
+            assert f"[unit:{unit}]" in text
 
 
 @pytest.mark.parametrize(
