@@ -69,7 +69,7 @@ class BatchSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(ModelSettings, BatchSettings, ThreadSettings, ClientTls, PoolSettings):
+class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, PoolSettings):
     """How an engine computes, and which planes it uses."""
 
     HEADING: ClassVar[str] = "The engine"
@@ -133,14 +133,14 @@ class EngineConfig(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Pool
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutConfig(ModelSettings, LayoutSettings):
+class PrintLayoutSettings(ModelSettings, LayoutSettings):
     """Print a model's layout as JSON, for a data plane without transformers (--layout FILE)."""
 
     probe: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(EngineConfig, LogSettings):
+class GenerateSettings(EngineSettings, LogSettings):
     """Answer prompts with a model whose KV cache is behind a control plane and a data plane."""
 
     HEADING: ClassVar[str] = "The text"

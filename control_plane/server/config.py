@@ -14,7 +14,7 @@ PROGRAM: Final = "control_plane"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlPlaneConfig(ServerSettings):
+class ControlPlaneSettings(ServerSettings):
     """Serve the metadata of KV caches: block tables, reference counts, the prefix index."""
 
     HEADING: ClassVar[str] = "The control plane"

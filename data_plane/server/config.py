@@ -104,7 +104,7 @@ class LocalSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataPlaneConfig(
+class DataPlaneSettings(
     PoolSettings,
     LayoutSettings,
     ShardSettings,

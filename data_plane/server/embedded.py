@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from data_plane.execution.executor import Executor
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.embedded_execution import EmbeddedExecution, ExecutedSession
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import PoolNotReadyError
@@ -28,7 +28,7 @@ class EmbeddedDataPlane:
     registration, and every call fails.
     """
 
-    def __init__(self, config: DataPlaneConfig, layout: Layout | None = None) -> None:
+    def __init__(self, config: DataPlaneSettings, layout: Layout | None = None) -> None:
         """``layout``: the pool's, in place of ``model`` and ``layout`` of ``config``."""
         self._config = config
         self._layout = layout

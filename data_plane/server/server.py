@@ -27,7 +27,7 @@ from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.sizing import fit_blocks, free_bytes, measure_num_blocks, share_blocks
 from data_plane.server.block_service import BLOCKS, BlockService
 from data_plane.server.calls import Calls
-from data_plane.server.config import PROGRAM, DataPlaneConfig
+from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
@@ -69,7 +69,7 @@ _PAGE_BYTES: Final = 4096
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run with settings of ``argv`` and ``environ``. Returns the exit code. Exits for bad ones."""
-    config = parse(DataPlaneConfig, PROGRAM, argv, environ)
+    config = parse(DataPlaneSettings, PROGRAM, argv, environ)
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
@@ -87,7 +87,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-async def _serve(config: DataPlaneConfig) -> None:
+async def _serve(config: DataPlaneSettings) -> None:
     server = await DataPlaneServer.start(config)
     await server.run_until_signal()
 
@@ -103,7 +103,7 @@ class DataPlaneServer(PlaneServer):
 
     def __init__(
         self,
-        config: DataPlaneConfig,
+        config: DataPlaneSettings,
         kernels: Kernels | None = None,
         layout: Layout | None = None,
     ) -> None:
@@ -173,7 +173,7 @@ class DataPlaneServer(PlaneServer):
     @classmethod
     async def start(
         cls,
-        config: DataPlaneConfig,
+        config: DataPlaneSettings,
         kernels: Kernels | None = None,
         layout: Layout | None = None,
     ) -> DataPlaneServer:
@@ -312,7 +312,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 def build_executor(
-    config: DataPlaneConfig,
+    config: DataPlaneSettings,
     observe: Observer | None = None,
     kernels: Kernels | None = None,
     layout: Layout | None = None,
@@ -399,7 +399,7 @@ def _touch(tier: torch.Tensor) -> None:
         tier.view(torch.uint8).view(-1)[::_PAGE_BYTES].zero_()
 
 
-def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
+def shard_of(config: DataPlaneSettings, layout: Layout) -> Shard:
     """Return the shard that the settings name. Raises InvalidRequestError when it does not fit the
     layout.
     """
@@ -424,7 +424,7 @@ def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
 
 
 def load_layout(
-    config: DataPlaneConfig, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
+    config: DataPlaneSettings, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
 ) -> Layout:
     """Read the layout that the settings name; a model's has only ``cache_kinds``. Raises
     InvalidRequestError.

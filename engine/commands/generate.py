@@ -14,12 +14,12 @@ from kvplane import tracing
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
 
-from ..config import GenerateConfig
+from ..config import GenerateSettings
 from ..llm import LLM
 from ..request import Delta, SamplingParams
 
 
-def run(config: GenerateConfig) -> int:
+def run(config: GenerateSettings) -> int:
     """Generate and print; 1 when a prompt failed."""
     logs.setup(config.log_level, config.log_format)
     num_characters = len(config.prompt)  # prompts are never logged

@@ -13,11 +13,11 @@ from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import Tls
 
-from ..config import EngineConfig
+from ..config import EngineSettings
 
 
 def backend_of(
-    config: EngineConfig, layout: Layout, loop: LoopThread, rank: int = 0
+    config: EngineSettings, layout: Layout, loop: LoopThread, rank: int = 0
 ) -> DataBackend:
     """Return the backend of one rank, which is 0 when there is one. Raises UnavailableError when an
     embedded data plane cannot register in time.
@@ -29,7 +29,7 @@ def backend_of(
     return RankBackend(loop, config.call_timeout_s, config.client_tls, rank, config.tensor_parallel)
 
 
-def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:
+def _embedded(config: EngineSettings, layout: Layout, rank: int) -> DataBackend:
     # It needs the data plane's own packages.
     from kvplane.runtime.embedded import EmbeddedBackend
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 from kvplane.serving.config import HttpServerSettings
 from kvplane.serving.settings import setting
 
-from ..config import EngineConfig
+from ..config import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(HttpServerSettings, EngineConfig):
+class ServeSettings(HttpServerSettings, EngineSettings):
     """Serve a model over HTTP, as OpenAI's clients expect it."""
 
     HEADING: ClassVar[str] = "The server"

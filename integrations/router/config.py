@@ -15,7 +15,7 @@ from .picker import HIT_BIAS, TOKENS_PER_S
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(HttpServerSettings, ClientTls):
+class RouterSettings(HttpServerSettings, ClientTls):
     """Send requests of OpenAI's clients to the engine that has computed their prompts first."""
 
     HEADING: ClassVar[str] = "Engines"

@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from kvplane.errors import (
     DeadlineExceededError,
@@ -203,7 +203,7 @@ async def test_a_request_that_does_not_come_ends_its_call(
     digest = hashlib.sha256(b"token").hexdigest()
     access.write_text(f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "a"\nroles = ["router"]\n')
     server = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
     )
     metadata = [("authorization", "Bearer token")]
     async with grpc.aio.insecure_channel(server.address) as channel:
@@ -242,7 +242,7 @@ def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
 async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_MS", 500)
     plane = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.0)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.0)
     )
     host, _, port = plane.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

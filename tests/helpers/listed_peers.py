@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Tls
@@ -80,7 +80,7 @@ async def listed_peers(folder: Path, **data_settings: Any) -> AsyncIterator[Peer
     """
     peers = Peers(folder)
     peers.control = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
     )
     plane = peers.tls("plane")
     peers.data = await DataPlaneServer.start(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import LayerGroup, Layout
 from tests.helpers.planes_in_process import control_config
@@ -77,7 +77,7 @@ class ShardedPool:
     async def start(self, index: int, bind: str = "127.0.0.1:0", **settings: Any) -> None:
         """Start a shard, or a later process of one that was stopped."""
         defaults = {"num_device_blocks": 32, "num_host_blocks": 8}
-        config = DataPlaneConfig(
+        config = DataPlaneSettings(
             control_plane=self.control.address,
             bind=bind,
             pool_id=POOL,

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
-from data_plane.server.config import DataPlaneConfig
-from engine.config import GenerateConfig, LayoutConfig
-from engine.serving.config import ServeConfig
-from kvplane.integrations.router.config import RouterConfig
+from control_plane.server.config import ControlPlaneSettings
+from data_plane.server.config import DataPlaneSettings
+from engine.config import GenerateSettings, PrintLayoutSettings
+from engine.serving.config import ServeSettings
+from kvplane.integrations.router.config import RouterSettings
 from kvplane.serving.settings import parse
 
-ENGINE = (GenerateConfig, ServeConfig, LayoutConfig)
-PROGRAMS = (ControlPlaneConfig, DataPlaneConfig, RouterConfig, *ENGINE)
+ENGINE = (GenerateSettings, ServeSettings, PrintLayoutSettings)
+PROGRAMS = (ControlPlaneSettings, DataPlaneSettings, RouterSettings, *ENGINE)
 FLAG = re.compile(r"^  (--[a-z-]+)", re.MULTILINE)
 HEADING = re.compile(r"^(\S.*):$", re.MULTILINE)
 
@@ -31,7 +31,7 @@ def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("programs", "most"), [((ControlPlaneConfig,), 35), ((DataPlaneConfig,), 45), (ENGINE, 50)]
+    ("programs", "most"), [((ControlPlaneSettings,), 35), ((DataPlaneSettings,), 45), (ENGINE, 50)]
 )
 def test_programs_have_at_most_so_many_flags(
     programs: tuple[type, ...], most: int, capsys: pytest.CaptureFixture[str]

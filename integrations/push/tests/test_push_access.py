@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from two_pools import HERE, PUSHING, THERE, data_plane, push_of, settings_of, variables
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
@@ -49,7 +49,7 @@ class TlsPools(Peers):
             listed("engine-a", "engine-b", "plane").replace('["pool"]', POOLS)
         )
         self.control = await ControlPlaneServer.start(
-            ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.5, **self.serving())
+            ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.5, **self.serving())
         )
         plane = self.tls("plane")
         self.planes = {}

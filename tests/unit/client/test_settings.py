@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from control_plane.config import CoreConfig
-from control_plane.server.config import PROGRAM, ControlPlaneConfig
+from control_plane.server.config import PROGRAM, ControlPlaneSettings
 from kvplane.errors import InvalidRequestError
 from kvplane.release import release
 from kvplane.serving.settings import Settings, log_settings, parse, setting
@@ -96,7 +96,7 @@ def refusal(
 
 def test_nothing_given_means_the_defaults() -> None:
     assert parse(Config, "some_plane", [], {"PATH": "/bin"}) == Config()
-    assert parse(ControlPlaneConfig, PROGRAM, [], {}) == ControlPlaneConfig()
+    assert parse(ControlPlaneSettings, PROGRAM, [], {}) == ControlPlaneSettings()
 
 
 def test_each_field_is_a_flag_and_a_variable() -> None:
@@ -168,10 +168,10 @@ def test_help_names_every_flag_with_unit_default_and_variable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(ControlPlaneConfig, PROGRAM, ["--help"], {})
+        parse(ControlPlaneSettings, PROGRAM, ["--help"], {})
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    own = {each.name for each in dataclasses.fields(ControlPlaneConfig)} - {"core"}
+    own = {each.name for each in dataclasses.fields(ControlPlaneSettings)} - {"core"}
     for name in own | {each.name for each in dataclasses.fields(CoreConfig)}:
         assert f"--{name.replace('_', '-')} " in text
         assert f"KVPLANE_CONTROL_PLANE_{name.upper()};" in text
@@ -233,7 +233,7 @@ def test_the_control_plane_refuses_settings_that_do_not_go_together(
     capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(ControlPlaneConfig, PROGRAM, argv, {})
+        parse(ControlPlaneSettings, PROGRAM, argv, {})
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 
