@@ -1,48 +1,78 @@
-"""The core's settings."""
+"""The core's settings, which are settings of the control plane's program too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
+
+from kvplane.serving.settings import setting
 
 EVICTION_POLICIES: Final = ("lru", "reuse-rate")
 
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """``watermark``: share of device blocks that admissions leave free. ``max_operations``: items
-    of one step, over all its operations. ``max_table_entries``: of all sequences of a session.
-    ``eviction_policy``: names the order in which cached blocks are evicted.
+    """Leases, bounds of a session and a step, and quotas of a tenant over all its sessions."""
 
-    A tenant's quotas, over all its sessions; 0 means none: ``max_tenant_sessions``,
-    ``max_tenant_blocks`` of a pool's device tier that its tables refer to, each counted once.
-    ``max_retained_share``: share of a pool's device blocks that a tenant may retain.
+    HEADING: ClassVar[str] = "Sessions and quotas"
 
-    ``receipt_timeout_s``: how long some shards of a pool may lack the receipt of a plan that others
-    have receipted, before its session ends.
-
-    Other bounds: ``max_followers`` of prefix indexes, ``num_kept_changes`` of each index for them,
-    ``max_pools``, of which one without data planes is forgotten after ``pool_expiry_s``,
-    ``max_blocks`` of all data planes, of both tiers, ``max_tenant_namespaces`` in a pool,
-    ``max_unfenced_sessions`` of a pool: ended ones that some data plane has not fenced.
-    """
-
-    lease_s: float = 30.0
-    max_plans_in_flight: int = 4
-    watermark: float = 0.01
-    max_operations: int = 4096
-    max_sequences: int = 65_536
-    max_table_entries: int = 4_194_304
-    max_sessions: int = 1024
-    eviction_policy: str = "reuse-rate"
-    max_tenant_sessions: int = 0
-    max_tenant_blocks: int = 0
-    max_retained_share: float = 0.25
-    max_followers: int = 64
-    num_kept_changes: int = 65_536
-    max_pools: int = 64
-    max_blocks: int = 2**23
-    pool_expiry_s: float = 3600.0
-    receipt_timeout_s: float = 30.0
-    max_tenant_namespaces: int = 4096
-    max_unfenced_sessions: int = 4096
+    lease_s: float = setting(
+        30.0,
+        help="How long a session stays open when no message renews it.",
+        unit="s",
+        minimum=0.1,
+        maximum=86_400,
+    )
+    max_plans_in_flight: int = setting(
+        4,
+        help="Plans of a session that may wait for their receipts at one time.",
+        unit="plans",
+        minimum=1,
+        maximum=64,
+    )
+    watermark: float = setting(
+        0.01,
+        help="Share of a pool's device blocks that admissions leave free.",
+        unit="fraction",
+        minimum=0.0,
+        maximum=0.9,
+    )
+    max_operations: int = setting(
+        4096, help="Items of all operations of a step.", unit="items", minimum=1
+    )
+    max_sequences: int = setting(
+        65_536, help="Live sequences of a session.", unit="sequences", minimum=1
+    )
+    max_table_entries: int = setting(
+        4_194_304,
+        help="Entries of the block tables of a session, shared ones counted in each table.",
+        unit="entries",
+        minimum=1,
+    )
+    max_sessions: int = setting(1024, help="Sessions open at one time.", unit="sessions", minimum=1)
+    max_blocks: int = setting(
+        2**23,
+        help="Blocks of all data planes, of both tiers; each takes some 125 bytes of memory.",
+        unit="blocks",
+        minimum=1,
+    )
+    eviction_policy: str = setting(
+        "reuse-rate", help="Which cached blocks are evicted first.", choices=EVICTION_POLICIES
+    )
+    max_tenant_sessions: int = setting(
+        0, help="Open sessions of a tenant; 0 means no quota.", unit="sessions", minimum=0
+    )
+    max_tenant_blocks: int = setting(
+        0,
+        help="Device blocks of a pool that tables of a tenant's sessions refer to, each counted"
+        " once; 0 means no quota.",
+        unit="blocks",
+        minimum=0,
+    )
+    max_retained_share: float = setting(
+        0.25,
+        help="Share of a pool's device blocks that a tenant may retain.",
+        unit="fraction",
+        minimum=0.0,
+        maximum=1.0,
+    )

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from control_plane import checks, prefixes, queries
+from control_plane import checks, limits, prefixes, queries
 from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
 from control_plane.observing import PoolObservation, observe
@@ -107,7 +107,7 @@ class ControlPlane:
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.take_outgoing, self.take_missed = registry.take_outgoing, registry.take_missed
         self._touch = registry.touched.add
-        self._followers = Followers(lambda: self.incarnation, config.max_followers)
+        self._followers = Followers(lambda: self.incarnation, limits.MAX_FOLLOWERS)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
         self._requests = Requests(config, self._sharing_of, self._require_open)
 
@@ -232,9 +232,7 @@ class ControlPlane:
             delay_s = min(delay_s, pool_delay_s)
             for session in overdue:
                 self._end(session, SessionExpiredError)
-            for session in lost_sessions(
-                pool, self._sessions_of(pool), self._config.receipt_timeout_s
-            ):
+            for session in lost_sessions(pool, self._sessions_of(pool), limits.RECEIPT_TIMEOUT_S):
                 self._end(session, MissingReceiptError)
         return delay_s
 

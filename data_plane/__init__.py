@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from data_plane.execution.fixed_step import FixedStep
     from data_plane.execution.plan_runner import StartedPlan
     from data_plane.plans.batches.fixed_rows import StepBounds
-    from data_plane.server.config import DataPlaneConfig
+    from data_plane.server.config import DataPlaneSettings
     from data_plane.server.embedded import EmbeddedDataPlane
 
 __all__ = [
-    "DataPlaneConfig",
+    "DataPlaneSettings",
     "EmbeddedDataPlane",
     "Executor",
     "FixedStep",
@@ -33,7 +33,7 @@ _HOMES = {
     "FixedStep": "data_plane.execution.fixed_step",
     "StepBounds": "data_plane.plans.batches.fixed_rows",
     "StartedPlan": "data_plane.execution.plan_runner",
-    "DataPlaneConfig": "data_plane.server.config",
+    "DataPlaneSettings": "data_plane.server.config",
     "EmbeddedDataPlane": "data_plane.server.embedded",
 }
 

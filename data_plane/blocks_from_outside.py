@@ -31,7 +31,7 @@ from data_plane.server.worker_thread import WorkerThread
 from data_plane.tier_keys import check_group, tier_key_of
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.serving.callers.identity import caller, payer
-from kvplane.serving.config import ServingConfig
+from kvplane.serving.config import ServerSettings
 from kvplane.serving.observability.metrics import Declaration, Samples
 from kvplane.transport.tls import Tls
 from kvplane.wire.v1 import types_pb2 as pb
@@ -53,7 +53,7 @@ class BlocksFromOutside:
         self,
         executor: Executor,
         worker: WorkerThread,
-        serving: ServingConfig,
+        serving: ServerSettings,
         peer_tls: Tls | None,
     ) -> None:
         """``serving``: how the data plane serves, also on any port of a plug-in. ``peer_tls``: how

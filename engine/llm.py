@@ -23,7 +23,7 @@ from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.wire.v1 import types_pb2 as tpb
 
-from .config import EngineConfig
+from .config import EngineSettings
 from .models import loader
 from .models.loader import Message
 from .parallel.backends import backend_of
@@ -44,16 +44,16 @@ class LLM:
     """A model that answers prompts, its KV cache behind a control plane and a data plane.
 
     ``LLM("models/recall").generate(["..."])``; keyword arguments are the fields of
-    ``EngineConfig``. Raises UnavailableError when the pool is not ready in time and
+    ``EngineSettings``. Raises UnavailableError when the pool is not ready in time and
     LayoutMismatchError when the pool is for another model. Close it, or use it as a context
     manager. Only ``abort`` may be called from another thread.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        self._connect(EngineConfig(model=Path(model), **settings))
+        self._connect(EngineSettings(model=Path(model), **settings))
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
+    def from_config(cls, config: EngineSettings) -> LLM:
         """Make one from settings that a program parsed."""
         llm = cls.__new__(cls)
         llm._connect(config)
@@ -182,7 +182,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _connect(self, config: EngineConfig) -> None:
+    def _connect(self, config: EngineSettings) -> None:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         _log.info("torch threads=%d %s", torch.get_num_threads(), waiting())
@@ -276,7 +276,7 @@ class LLM:
 
 
 def _backend(
-    config: EngineConfig, loop: LoopThread, loaded: loader.LoadedModel, layout: Layout
+    config: EngineSettings, loop: LoopThread, loaded: loader.LoadedModel, layout: Layout
 ) -> DataBackend:
     if config.tensor_parallel == 1:
         return backend_of(config, layout, loop)
@@ -284,7 +284,7 @@ def _backend(
 
 
 def _core(
-    config: EngineConfig,
+    config: EngineSettings,
     layout: Layout,
     loaded: loader.LoadedModel,
     link: ControlLink,
@@ -306,12 +306,11 @@ def _core(
         backend,
         scheduler,
         recovery_timeout_s=config.recovery_timeout_s,
-        plans_ahead=config.plans_ahead,
         max_plan_s=config.max_plan_s,
     )
 
 
-def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel, Layout]:
+def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedModel, Layout]:
     """Load the model and its layout. Block size and types are the pool's unless the settings set
     them. Scales, and whether latents are kept, are always the pool's, because it decides how values
     are stored. ``pool``: None for one that is yet to be embedded.
@@ -341,7 +340,7 @@ def _load(config: EngineConfig, pool: Layout | None) -> tuple[loader.LoadedModel
     return loaded, layout if pool is None else layout.with_scales_of(pool)
 
 
-def _embeds_latents(config: EngineConfig) -> bool:
+def _embeds_latents(config: EngineSettings) -> bool:
     from kvplane.runtime.embedded import serves_latents
 
     return config.latent and serves_latents()

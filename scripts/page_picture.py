@@ -9,9 +9,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
 from kvplane import ControlClient
@@ -31,10 +31,10 @@ def look(address: str) -> None:
 
 async def main() -> None:
     """Run both planes, a load and the browser."""
-    control_config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, page_port=0)
+    control_config = ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, page_port=0)
     control = await ControlPlaneServer.start(control_config)
     data = await DataPlaneServer.start(
-        DataPlaneConfig(
+        DataPlaneSettings(
             control_plane=control.address,
             bind="127.0.0.1:0",
             model=ROOT / "models" / "recall",

@@ -63,7 +63,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         rules.integrations_stand_on_public_interfaces,
         {
             "integrations/etcd/a.py": "from control_plane.server.election import Elector\n"
-            "from control_plane.server.config import ControlPlaneConfig\nimport data_plane\n",
+            "from control_plane.server.config import ControlPlaneSettings\nimport data_plane\n",
             "integrations/router/b.py": "from kvplane.errors import _x\nfrom .c import _y\n",
             "integrations/router/c.py": "import kvplane\nfrom kvplane.clients import d\n",
             "control_plane/d.py": "import integrations.etcd\n",
@@ -72,7 +72,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         [
             "kvplane/e.py:1: imports kvplane.integrations.etcd",
             "control_plane/d.py:1: imports integrations.etcd",
-            "integrations/etcd/a.py:2: imports control_plane.server.config.ControlPlaneConfig",
+            "integrations/etcd/a.py:2: imports control_plane.server.config.ControlPlaneSettings",
             "integrations/etcd/a.py:3: imports data_plane",
             "integrations/router/b.py:1: imports kvplane.errors._x",
             "integrations/router/b.py:2: imports integrations.router.c._y",

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from kvplane_blocks import GroupedPool
 from kvplane_blocks import Pool as NativePool
 
+from control_plane import limits
 from control_plane.config import CoreConfig
 from control_plane.pools.publications import (
     MAX_PUBLICATIONS,
@@ -136,7 +137,7 @@ class Pool:
     @property
     def silent_shards(self) -> set[int]:
         """Shards that have not receipted a plan in time, and since then not fenced its session."""
-        last_s = self.now_s - self._config.receipt_timeout_s
+        last_s = self.now_s - limits.RECEIPT_TIMEOUT_S
         late = [i for i, since_s in self._suspect.items() if since_s <= last_s]
         return {shard for i in late for shard in self.shards.not_fenced_by(i)}
 
@@ -272,13 +273,13 @@ class Pool:
 
     def require_can_open(self, tenant: str, root: bytes) -> None:
         """Raise PoolNotReadyError or QuotaExceededError if no session of the root can be opened."""
-        most = self._config.max_unfenced_sessions
+        most = limits.MAX_UNFENCED_SESSIONS
         if len(self._ended_handles) >= most:
             raise PoolNotReadyError(
                 f"data planes of pool {self.id!r} have not stopped {most} sessions that ended",
                 retry_delay_s=_RETRY_DELAY_S,
             )
-        most = self._config.max_tenant_namespaces
+        most = limits.MAX_TENANT_NAMESPACES
         roots = self._roots.setdefault(tenant, set())
         if root not in roots and len(roots) >= most:
             roots.intersection_update(self.roots())
@@ -419,7 +420,7 @@ class Pool:
     def keep_changes(self) -> None:
         """Keep the changes of the index from now on, for followers."""
         if not self._keeps_changes:
-            self.primary.watch_enable(self._config.num_kept_changes)
+            self.primary.watch_enable(limits.NUM_KEPT_CHANGES)
             self._keeps_changes = True
 
     def wake_followers(self) -> None:

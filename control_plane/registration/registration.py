@@ -23,6 +23,7 @@ import hmac
 from collections.abc import Callable
 from typing import Final
 
+from control_plane import limits
 from control_plane.config import CoreConfig
 from control_plane.pools.layouts import served_layout
 from control_plane.pools.payload_versions import payload_version
@@ -101,10 +102,10 @@ class Registration:
         self._check_total_blocks(hello)
         pool = self._pools.get(hello.pool_id)
         if pool is None:
-            if len(self._pools) >= self._config.max_pools:
+            if len(self._pools) >= limits.MAX_POOLS:
                 raise QuotaExceededError(
                     f"{len(self._pools)} pools are known, the most: one without data planes is "
-                    f"forgotten after {self._config.pool_expiry_s:g} s",
+                    f"forgotten after {limits.POOL_EXPIRY_S:g} s",
                     field="hello.pool_id",
                 )
             shards = PoolShards(hello.shard.num_shards, layout, self._new_key)
@@ -165,7 +166,7 @@ class Registration:
             state.disconnect()
 
     def forget_lost_pools(self, now_s: float) -> list[str]:
-        """Forget the pools that have been abandoned for ``pool_expiry_s``; returns their ids.
+        """Forget the pools that have been abandoned for ``POOL_EXPIRY_S``; returns their ids.
         ``now_s``: monotonic seconds.
         """
         forgotten = []
@@ -174,7 +175,7 @@ class Registration:
                 pool.abandoned_s = None
             elif pool.abandoned_s is None:
                 pool.abandoned_s = now_s
-            elif now_s - pool.abandoned_s >= self._config.pool_expiry_s:
+            elif now_s - pool.abandoned_s >= limits.POOL_EXPIRY_S:
                 del self._pools[pool.id]
                 self.touched.discard(pool)
                 self._working.discard(pool)

@@ -20,6 +20,7 @@ from typing import Any, Final
 import grpc.aio
 
 from control_plane.core import ControlPlane
+from control_plane.limits import MAX_WAITING_MESSAGES
 from kvplane.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -53,7 +54,11 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
     """All registration streams of this control plane."""
 
     def __init__(
-        self, core: ControlPlane, *, heartbeat_s: float, max_waiting_messages: int = 4096
+        self,
+        core: ControlPlane,
+        *,
+        heartbeat_s: float,
+        max_waiting_messages: int = MAX_WAITING_MESSAGES,
     ) -> None:
         """``max_waiting_messages``: of one stream, beyond those that it begins with."""
         self._core = core

@@ -18,7 +18,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from control_plane.core import ControlPlane
-from control_plane.server.config import PROGRAM, ControlPlaneConfig
+from control_plane.server.config import PROGRAM, ControlPlaneSettings
 from control_plane.server.election.elector import Elector
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
@@ -60,7 +60,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run with the settings of ``argv`` and ``environ``; returns the exit code, or exits for bad
     settings.
     """
-    config = parse(ControlPlaneConfig, PROGRAM, argv, environ)
+    config = parse(ControlPlaneSettings, PROGRAM, argv, environ)
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
@@ -75,7 +75,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-async def _serve(config: ControlPlaneConfig) -> None:
+async def _serve(config: ControlPlaneSettings) -> None:
     server = await ControlPlaneServer.start(config)
     _reduce_garbage_collection()
     await server.run_until_signal()
@@ -101,7 +101,7 @@ class ControlPlaneServer(PlaneServer):
     ticks: asyncio.Task[None]
     work: asyncio.Task[None]
 
-    def __init__(self, config: ControlPlaneConfig) -> None:
+    def __init__(self, config: ControlPlaneSettings) -> None:
         """Bind, but accept no calls yet; see ``start``."""
         incarnation = config.incarnation or time.time_ns()
         self.core = core = ControlPlane(
@@ -110,11 +110,7 @@ class ControlPlaneServer(PlaneServer):
             clock=time.monotonic,
         )
         self.metrics = ControlPlaneMetrics(incarnation)
-        self._registrar = registrar = Registrar(
-            core,
-            heartbeat_s=config.heartbeat_s,
-            max_waiting_messages=config.max_waiting_messages,
-        )
+        self._registrar = registrar = Registrar(core, heartbeat_s=config.heartbeat_s)
         self.metrics.read_pools_on(
             asyncio.get_running_loop(),
             lambda: ([core.observe_pool(i) for i in core.pool_ids()], registrar.heartbeat_ages()),
@@ -122,7 +118,7 @@ class ControlPlaneServer(PlaneServer):
         self._servicer = servicer = SessionService(core, registrar, self.metrics)
         about = ServerService(self._describe)
         of_prefixes = PrefixService(core, servicer.flush)
-        max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.max_operations)
+        max_counts = dict.fromkeys(_OF_MAX_OPERATIONS, config.core.max_operations)
         super().__init__(
             config,
             [
@@ -145,6 +141,7 @@ class ControlPlaneServer(PlaneServer):
                 ),
             ],
             self.metrics,
+            max_message_bytes=config.max_message_bytes,
             max_counts=max_counts,
             also_bind=config.plane_bind,
         )
@@ -152,7 +149,7 @@ class ControlPlaneServer(PlaneServer):
         self._page = PageServer(core.view_pools, self._access, shown)
 
     @classmethod
-    async def start(cls, config: ControlPlaneConfig) -> ControlPlaneServer:
+    async def start(cls, config: ControlPlaneSettings) -> ControlPlaneServer:
         """Serve as ``config`` says, on the running event loop. Raises OSError when an address can
         not be bound or the port file not be written.
         """

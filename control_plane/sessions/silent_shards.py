@@ -5,8 +5,8 @@ the way, which costs only the session, or the shard does not work. The session c
 and must not be believed: it could stop the others. So it ends, and the shard is asked to fence it.
 A shard that does not do that in time either makes the whole pool useless.
 
-    receipt missing for receipt_timeout_s ──► the session ends ──► its fence
-                           all sessions end, none is opened ◄── missing for receipt_timeout_s
+    receipt missing for RECEIPT_TIMEOUT_S ──► the session ends ──► its fence
+                           all sessions end, none is opened ◄── missing for RECEIPT_TIMEOUT_S
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ from contextlib import suppress
 from types import TracebackType
 
 from data_plane.execution.executor import Executor
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.embedded_execution import EmbeddedExecution, ExecutedSession
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import PoolNotReadyError
+from kvplane.layout import Layout
 from kvplane.serving import event_loop
 
 
@@ -27,8 +28,10 @@ class EmbeddedDataPlane:
     registration, and every call fails.
     """
 
-    def __init__(self, config: DataPlaneConfig) -> None:
+    def __init__(self, config: DataPlaneSettings, layout: Layout | None = None) -> None:
+        """``layout``: the pool's, in place of ``model`` and ``layout`` of ``config``."""
         self._config = config
+        self._layout = layout
         self._server: DataPlaneServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
@@ -103,7 +106,7 @@ class EmbeddedDataPlane:
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._server = await DataPlaneServer.start(self._config)
+        self._server = await DataPlaneServer.start(self._config, layout=self._layout)
         self._ready.set()
         registered = asyncio.create_task(self._server.registered.wait())
         registered.add_done_callback(lambda _: self._registered.set())

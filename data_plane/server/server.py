@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from data_plane import limits
 from data_plane.blocks_from_outside import BlocksFromOutside, load_plug_ins
 from data_plane.execution.commands import Observer
 from data_plane.execution.executor import Executor
@@ -26,7 +27,7 @@ from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.sizing import fit_blocks, free_bytes, measure_num_blocks, share_blocks
 from data_plane.server.block_service import BLOCKS, BlockService
 from data_plane.server.calls import Calls
-from data_plane.server.config import PROGRAM, DataPlaneConfig
+from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
@@ -53,6 +54,7 @@ from kvplane.serving.server_service import SERVER, ServerService
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from kvplane.shard import Shard
 from kvplane.sync.short_thread import call_in_short_thread
+from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 from kvplane.wire.v1 import pool_pb2, types_pb2
 from kvplane.wire.v1.execution_pb2_grpc import (
     add_BlockServiceServicer_to_server,
@@ -67,7 +69,7 @@ _PAGE_BYTES: Final = 4096
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run with settings of ``argv`` and ``environ``. Returns the exit code. Exits for bad ones."""
-    config = parse(DataPlaneConfig, PROGRAM, argv, environ)
+    config = parse(DataPlaneSettings, PROGRAM, argv, environ)
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
@@ -85,7 +87,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-async def _serve(config: DataPlaneConfig) -> None:
+async def _serve(config: DataPlaneSettings) -> None:
     server = await DataPlaneServer.start(config)
     await server.run_until_signal()
 
@@ -99,19 +101,24 @@ class DataPlaneServer(PlaneServer):
 
     _registration: asyncio.Task[None]
 
-    def __init__(self, config: DataPlaneConfig, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        config: DataPlaneSettings,
+        kernels: Kernels | None = None,
+        layout: Layout | None = None,
+    ) -> None:
         """Allocate the pools and bind the address; ``start`` then serves."""
         self.metrics = DataPlaneMetrics(config.pool_id)
         self._advertise = config.advertise
         self.executor = call_in_short_thread(
-            partial(build_executor, config, self.metrics.observe_command, kernels)
+            partial(build_executor, config, self.metrics.observe_command, kernels, layout)
         )
         self.registered = asyncio.Event()
         self.lost = asyncio.Event()
         """Set once the device has failed for good: only a new process can use it again."""
         self._loop = asyncio.get_running_loop()
         self._worker = worker = WorkerThread(
-            self.executor.use_own_stream, spin_s=config.local_spin_s
+            self.executor.use_own_stream, spin_s=limits.LOCAL_SPIN_S
         )
         self.files: FileTier | None = None
         """Keeps blocks in files; None without --file-tier-dir."""
@@ -133,7 +140,7 @@ class DataPlaneServer(PlaneServer):
                 folder=config.local_folder,
                 num_regions=config.num_local_regions,
                 region_bytes=config.local_region_bytes,
-                num_device_regions=config.num_local_device_regions,
+                num_device_regions=limits.NUM_LOCAL_DEVICE_REGIONS,
                 on_error=self._count_rejection,
             )
         self.metrics.watch(
@@ -144,10 +151,7 @@ class DataPlaneServer(PlaneServer):
             calls, self.executor, rejected=self.metrics.rpc.rejected, local=self.local
         )
         blocks = BlockService(
-            calls,
-            self.executor,
-            max_message_bytes=config.max_message_bytes,
-            files=self.files,
+            calls, self.executor, max_message_bytes=MAX_MESSAGE_BYTES, files=self.files
         )
         about = ServerService(self._describe)
         super().__init__(
@@ -163,19 +167,23 @@ class DataPlaneServer(PlaneServer):
                 *(Service(plug_in.service, plug_in.add_to) for plug_in in self.plug_ins),
             ],
             self.metrics,
+            max_message_bytes=MAX_MESSAGE_BYTES,
         )
 
     @classmethod
     async def start(
-        cls, config: DataPlaneConfig, kernels: Kernels | None = None
+        cls,
+        config: DataPlaneSettings,
+        kernels: Kernels | None = None,
+        layout: Layout | None = None,
     ) -> DataPlaneServer:
         """Serve as set in ``config``, on the running event loop, and begin to register.
-        ``kernels``: None for those of the device.
+        ``kernels``: None for those of the device. ``layout``: None for that of ``config``.
 
         Raises OSError when an address cannot be bound or the port file cannot be written, and as
         ``build_executor``.
         """
-        self = cls(config, kernels)
+        self = cls(config, kernels, layout)
         executor = self.executor
         if self.local is not None:
             self.local.start()
@@ -304,9 +312,13 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 
 def build_executor(
-    config: DataPlaneConfig, observe: Observer | None = None, kernels: Kernels | None = None
+    config: DataPlaneSettings,
+    observe: Observer | None = None,
+    kernels: Kernels | None = None,
+    layout: Layout | None = None,
 ) -> Executor:
     """Build an executor for ``config``. ``kernels``: None for those of the device in ``config``.
+    ``layout``: None for that of ``config``.
 
     Raises InvalidRequestError for a model, layout or device that cannot be used, and
     NeverFitsError when the memory has no room for a block, or for the blocks asked for.
@@ -314,23 +326,23 @@ def build_executor(
     device = choose_device(config.device, this_machine)
     kernels = kernels if kernels is not None else kernels_of(device, config.num_threads)
     _LOGGER.info("kernels backend=%s %s", kernels.backend, kernels.detail)
-    layout = load_layout(config, kernels.cache_kinds)
+    layout = layout or load_layout(config, kernels.cache_kinds)
     shard = shard_of(config, layout)
     num_device_blocks = config.num_device_blocks
-    expected_tokens = config.expected_context_tokens
+    expected_tokens = limits.EXPECTED_CONTEXT_TOKENS
     host_blocks = share_blocks(layout, config.num_host_blocks, expected_tokens)
     block_bytes = partial(shard.block_bytes, layout)
     if num_device_blocks == 0:
         free = free_bytes(device)
         on_cpu = device.type == "cpu"
         host_tier_bytes = sum(n * block_bytes(i) for i, n in enumerate(host_blocks)) * on_cpu
-        num_shared = config.num_local_device_regions if config.num_local_regions else 0
+        num_shared = limits.NUM_LOCAL_DEVICE_REGIONS if config.num_local_regions else 0
         shared_bytes = 0 if on_cpu else num_shared * config.local_region_bytes
         num_device_blocks = measure_num_blocks(
             free,
             lambda usable: fit_blocks(layout, usable, expected_tokens, block_bytes),
             utilization=config.memory_utilization,
-            reserve_bytes=config.reserve_bytes + host_tier_bytes + shared_bytes,
+            reserve_bytes=host_tier_bytes + shared_bytes,
             scratch_bytes=kernels.scratch_bytes,
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
@@ -387,23 +399,24 @@ def _touch(tier: torch.Tensor) -> None:
         tier.view(torch.uint8).view(-1)[::_PAGE_BYTES].zero_()
 
 
-def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
+def shard_of(config: DataPlaneSettings, layout: Layout) -> Shard:
     """Return the shard that the settings name. Raises InvalidRequestError when it does not fit the
     layout.
     """
     index, num_shards = config.shard_index, config.num_shards
-    ranges = (config.first_layer, config.num_layers, config.first_kv_head, config.num_kv_heads)
-    if not any((*ranges, config.shard_copy)):
+    layers, kv_heads = config.layer_range, config.kv_head_range
+    if layers is None and kv_heads is None and not config.shard_copy:
         return Shard.of_heads(layout, index, num_shards)
     whole = Shard.whole(layout)
-    first_layer = max(config.first_layer, whole.first_layer)
+    first_layer, num_layers = layers or (whole.first_layer, 0)
+    first_kv_head, num_kv_heads = kv_heads or (0, 0)
     shard = Shard(
         index,
         num_shards,
         first_layer,
-        config.num_layers or whole.first_layer + whole.num_layers - first_layer,
-        config.first_kv_head,
-        config.num_kv_heads or whole.num_kv_heads - config.first_kv_head,
+        num_layers or whole.first_layer + whole.num_layers - first_layer,
+        first_kv_head,
+        num_kv_heads or whole.num_kv_heads - first_kv_head,
         config.shard_copy,
     )
     shard.layers(layout)  # raises if it does not fit
@@ -411,7 +424,7 @@ def shard_of(config: DataPlaneConfig, layout: Layout) -> Shard:
 
 
 def load_layout(
-    config: DataPlaneConfig, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
+    config: DataPlaneSettings, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
 ) -> Layout:
     """Read the layout that the settings name; a model's has only ``cache_kinds``. Raises
     InvalidRequestError.

@@ -14,12 +14,12 @@ from kvplane import tracing
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import log_settings
 
-from ..config import GenerateConfig
+from ..config import GenerateSettings
 from ..llm import LLM
 from ..request import Delta, SamplingParams
 
 
-def run(config: GenerateConfig) -> int:
+def run(config: GenerateSettings) -> int:
     """Generate and print; 1 when a prompt failed."""
     logs.setup(config.log_level, config.log_format)
     num_characters = len(config.prompt)  # prompts are never logged
@@ -37,8 +37,6 @@ def run(config: GenerateConfig) -> int:
         stop=(config.stop,) if config.stop else (),
         ignore_eos=config.ignore_eos,
         num_beams=config.num_beams,
-        length_penalty=config.length_penalty,
-        early_stopping=config.early_stopping,
     )
     with LLM.from_config(config) as llm:
         deltas = llm.stream(prompts, params)

@@ -13,8 +13,8 @@ from typing import Final
 from kvplane.release import release
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
-from ..config import GenerateConfig, LayoutConfig
-from ..serving.config import ServeConfig
+from ..config import GenerateSettings, PrintLayoutSettings
+from ..serving.config import ServeSettings
 from ..threads import tune_torch
 from .program import run_program
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(argv: Sequence[str]) -> int:
-    config = parse(GenerateConfig, "engine generate", argv, os.environ)
+    config = parse(GenerateSettings, "engine generate", argv, os.environ)
     tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
     from .generate import run
 
@@ -52,7 +52,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 
 def _serve(argv: Sequence[str]) -> int:
-    config = parse(ServeConfig, "engine serve", argv, os.environ)
+    config = parse(ServeSettings, "engine serve", argv, os.environ)
     tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
     from ..serving.server import run
 
@@ -60,7 +60,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _layout(argv: Sequence[str]) -> int:
-    config = parse(LayoutConfig, "engine layout", argv, os.environ)
+    config = parse(PrintLayoutSettings, "engine layout", argv, os.environ)
     from kvplane.models.hf import layout_from_hf
 
     groups = None
@@ -91,7 +91,7 @@ _COMMANDS: Final = {"generate": _generate, "serve": _serve, "layout": _layout}
 def _help() -> int:
     """Return every command's help."""
     print(_USAGE)
-    configs = {"generate": GenerateConfig, "serve": ServeConfig, "layout": LayoutConfig}
+    configs = {"generate": GenerateSettings, "serve": ServeSettings, "layout": PrintLayoutSettings}
     for command, config_class in configs.items():
         try:
             parse(config_class, f"engine {command}", ["--help"], {})

@@ -13,11 +13,11 @@ from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import Tls
 
-from ..config import EngineConfig
+from ..config import EngineSettings
 
 
 def backend_of(
-    config: EngineConfig, layout: Layout, loop: LoopThread, rank: int = 0
+    config: EngineSettings, layout: Layout, loop: LoopThread, rank: int = 0
 ) -> DataBackend:
     """Return the backend of one rank, which is 0 when there is one. Raises UnavailableError when an
     embedded data plane cannot register in time.
@@ -29,7 +29,7 @@ def backend_of(
     return RankBackend(loop, config.call_timeout_s, config.client_tls, rank, config.tensor_parallel)
 
 
-def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:
+def _embedded(config: EngineSettings, layout: Layout, rank: int) -> DataBackend:
     # It needs the data plane's own packages.
     from kvplane.runtime.embedded import EmbeddedBackend
 
@@ -43,10 +43,10 @@ def _embedded(config: EngineConfig, layout: Layout, rank: int) -> DataBackend:
         num_device_blocks=config.num_device_blocks,
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,
-        control_plane_tls=config.planes_tls,
-        control_plane_ca=config.planes_ca,
-        control_plane_name=config.planes_name,
-        control_plane_token_file=config.planes_token_file,
+        planes_tls=config.planes_tls,
+        planes_ca=config.planes_ca,
+        planes_name=config.planes_name,
+        planes_token_file=config.planes_token_file,
         tls_certificate=config.planes_certificate,
         tls_key=config.planes_key,
     )

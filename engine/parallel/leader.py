@@ -21,7 +21,7 @@ from kvplane.results import Signed
 from kvplane.runtime.backend import DataBackend, OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
 
-from ..config import EngineConfig
+from ..config import EngineSettings
 from . import rank as ranks
 from .backends import backend_of
 from .group import RankGroup
@@ -36,7 +36,7 @@ class ParallelBackend:
     """
 
     def __init__(
-        self, config: EngineConfig, layout: Layout, loop: LoopThread, model: PreTrainedModel
+        self, config: EngineSettings, layout: Layout, loop: LoopThread, model: PreTrainedModel
     ) -> None:
         """``model``: the whole model, which is cut to this rank's part. Raises what ``keep_part``
         and ``backend_of`` raise on any rank.

@@ -32,7 +32,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1.execution_pb2 import ExecuteResponse, RunLayerResponse, StartPlanResponse
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
-from ..config import EngineConfig
+from ..config import EngineSettings
 from ..models import loader
 from .backends import backend_of
 from .group import RankGroup
@@ -142,7 +142,7 @@ def start(backend: DataBackend, plan: Signed) -> ExecuteResponse:
 class Assignment:
     """The start message of a rank other than 0. ``meeting``: see ``RankGroup``."""
 
-    config: EngineConfig
+    config: EngineSettings
     layout: Layout
     meeting: Path
     rank: int

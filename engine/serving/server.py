@@ -48,7 +48,7 @@ from ..llm import LLM
 from ..models.loader import Message
 from ..request import Delta, RequestOutput
 from .answers import Answer
-from .config import ServeConfig
+from .config import ServeSettings
 from .metrics import ServingMetrics
 from .requests import Chat, CompletionRequest, read_chat, read_completion
 from .worker import EngineWorker, Prompt
@@ -260,7 +260,7 @@ def _event(piece: dict[str, Any]) -> str:
     return f"data: {json.dumps(piece, ensure_ascii=False)}\n\n"
 
 
-def run(config: ServeConfig) -> int:
+def run(config: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code. Raises InternalError when the engine's
     thread has ended by an exception: only a new process can serve then.
     """
@@ -287,7 +287,7 @@ def run(config: ServeConfig) -> int:
     return 0
 
 
-async def _serve(app: _ServingApp, config: ServeConfig, worker: EngineWorker) -> None:
+async def _serve(app: _ServingApp, config: ServeSettings, worker: EngineWorker) -> None:
     server = HttpServer(
         app.asgi,
         config.bind,

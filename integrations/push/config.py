@@ -15,7 +15,7 @@ PROGRAM: Final = "push"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushConfig:
+class PushSettings:
     """Blocks sent to other data planes, and taken from them."""
 
     bind: str = setting(
@@ -29,7 +29,7 @@ class PushConfig:
     to: str = setting(
         "",
         help="Hosts of other data planes that blocks may be sent to, with commas; * for any, and"
-        " empty for none. Over TLS where the data plane serves TLS, trusting --control-plane-ca.",
+        " empty for none. Over TLS where the data plane serves TLS, trusting --planes-ca.",
     )
     name: str = setting(
         "", help="Name that their certificates must have, where it is not the host."
@@ -54,7 +54,7 @@ class PushConfig:
             check_address(self.advertise, "advertise")
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> PushConfig:
+    def read(cls, environ: Mapping[str, str]) -> PushSettings:
         """Those in ``environ``. Exits for what is wrong there."""
         config = parse(cls, PROGRAM, [], environ)
         log_settings(config, logging.getLogger(PROGRAM))

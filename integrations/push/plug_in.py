@@ -16,7 +16,7 @@ from kvplane.serving.callers.access import AccessList
 from kvplane.serving.observability.metrics import Samples
 
 from . import push_pb2 as pb
-from .config import PushConfig
+from .config import PushSettings
 from .grpc_transport import GrpcTransport, PushChannels
 from .metrics import DECLARATIONS, PushCounts
 from .receiver import BlockReceiver
@@ -36,7 +36,7 @@ class PushPlugIn:
         """Bind the address. Raises OSError and, for TLS files and addresses that are not safe,
         InvalidRequestError.
         """
-        config, serving = PushConfig.read(environ), outside.serving
+        config, serving = PushSettings.read(environ), outside.serving
         self.counts = PushCounts()
         self._outside = outside
         self._receiver: BlockReceiver | None = None

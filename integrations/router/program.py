@@ -24,7 +24,7 @@ from kvplane.transport.renewed import RenewedClientContext
 
 from . import metrics as of
 from .app import RouterApp
-from .config import RouterConfig
+from .config import RouterSettings
 from .engines import Engines
 from .feeds import PoolFeeds
 from .metrics import Reading, RouterMetrics
@@ -42,7 +42,7 @@ _FEEDS_TIMEOUT_S: Final = 10.0
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; return its exit code: 0 after a signal, 1 cannot serve, 2 bad settings."""
-    config = parse(RouterConfig, "router", argv, environ, "kvplane.integrations.")
+    config = parse(RouterSettings, "router", argv, environ, "kvplane.integrations.")
     logs.setup(config.log_level, config.log_format)
     if config.log_level == "info":  # a line for each request, and for each look at an engine
         logging.getLogger("httpx2").setLevel(logging.WARNING)
@@ -59,14 +59,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-async def _route(config: RouterConfig) -> None:
+async def _route(config: RouterSettings) -> None:
     reader = PromptReader(config.tokenizer)
     pools = config.pools()
     picker = Picker(pools, hit_bias=config.hit_bias, tokens_per_s=config.tokens_per_s)
     async with AsyncExitStack() as stack:
         stack.callback(reader.close)
         client = await stack.enter_async_context(engine_client(config))
-        control = ControlClient(config.control_plane, tls=config.control_tls)
+        control = ControlClient(config.control_plane, tls=config.client_tls)
         await stack.enter_async_context(control)
         engines = Engines(client, pools, config.check_interval_s, config.engine_key())
         feeds = PoolFeeds(control, config.namespace, picker.indexes, picker.lost)
@@ -98,7 +98,7 @@ async def _route(config: RouterConfig) -> None:
         await server.serve()
 
 
-def engine_client(config: RouterConfig) -> httpx2.AsyncClient:
+def engine_client(config: RouterSettings) -> httpx2.AsyncClient:
     """Return the client that asks engines. Raises InvalidRequestError for a bad authority file."""
     try:
         context: ssl.SSLContext = (

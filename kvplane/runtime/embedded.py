@@ -6,23 +6,19 @@ holds its key, so it is for one tenant.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.execution.repeated_layers import RepeatedLayers
 from data_plane.kernels.backend import cache_kinds_of
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.kernels.device.devices import choose_device, this_machine
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.embedded import EmbeddedDataPlane
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
@@ -50,7 +46,7 @@ def start_planes(
     """
     loop = LoopThread("kvplane-control-plane")
     closing.callback(loop.close)
-    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=_GRACE_S)
+    config = ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=_GRACE_S)
     server = loop.run(ControlPlaneServer.start(config))
     closing.callback(lambda: loop.run(server.stop()))
     backend = EmbeddedBackend(
@@ -82,16 +78,13 @@ def serves_latents(device: str = "auto") -> bool:
 
 class EmbeddedBackend:
     """Starts a data plane of ``layout``, and calls its executor. ``settings``: fields of
-    DataPlaneConfig. Raises UnavailableError when it cannot register in time.
+    DataPlaneSettings. Raises UnavailableError when it cannot register in time.
     """
 
     def __init__(self, layout: Layout, start_timeout_s: float, **settings: Any) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "layout.json")
-            path.write_text(json.dumps(asdict(layout)), encoding="utf-8")
-            config = DataPlaneConfig(layout=path, bind="127.0.0.1:0", metrics_port=-1, **settings)
-            self._plane = EmbeddedDataPlane(config)
-            self._executor = self._plane.start(start_timeout_s)
+        config = DataPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, **settings)
+        self._plane = EmbeddedDataPlane(config, layout)
+        self._executor = self._plane.start(start_timeout_s)
         self._session_id: int | None = None
         self._plan_number = 0  # started here last; 0 before the first
         self._pass_index: int | None = None

@@ -1,96 +1,120 @@
-"""The settings that every server has."""
+"""Settings that several programs share: classes that each program puts its own together from.
+
+The engine reads its settings before gRPC may be imported, so what needs gRPC is imported later.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.serving.certificates import ServerTls
+from kvplane.layout import BLOCK_SIZES, ELEMENT_BYTES, FLOAT_BYTES
+from kvplane.serving.limits.open_requests import share_of_one
 from kvplane.serving.observability.logs import FORMATS, LEVELS
-from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
-from kvplane.serving.server import MAX_CONNECTION_CALLS
-from kvplane.serving.settings import setting
+from kvplane.serving.settings import Settings, setting
+
+if TYPE_CHECKING:
+    from kvplane.serving.certificates import ServerTls
+    from kvplane.serving.observability.metrics_endpoint import MetricsAccess
+    from kvplane.transport.tls import Tls
 
 ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
 """Hosts that mean all addresses of a machine."""
 
 
-def bind_setting(default: str) -> Any:
-    """The field ``bind`` of a ``ServingConfig``, each of which has its own default."""
-    return setting(default, help="Address to serve gRPC on, host:port; port 0 picks a free one.")
+@dataclass(frozen=True, kw_only=True)
+class LogSettings(Settings):
+    """Settings of a program's log."""
 
+    HEADING: ClassVar[str] = "The log"
 
-def metrics_port_setting(default: int) -> Any:
-    """The field ``metrics_port`` of a ``ServingConfig``, each of which has its own default."""
-    return setting(
-        default,
-        help="Port of /metrics; 0 picks a free one, -1 is off.",
-        minimum=-1,
-        maximum=65_535,
-    )
-
-
-def max_message_setting(default: int) -> Any:
-    """The field ``max_message_bytes`` of a ``ServingConfig``, each of which has its own default."""
-    return setting(
-        default,
-        help="Largest message accepted.",
-        unit="bytes",
-        minimum=4096,
-        maximum=2**31 - 1,
-    )
+    log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
+    log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingConfig:
-    """Settings of a server; a plane adds its own, and gives the first three their defaults.
+class ListenerSettings(LogSettings):
+    """Settings of anything that serves on an address."""
 
-    Raises InvalidRequestError for a malformed bind address, and for incomplete sets of TLS files.
-    """
+    HEADING: ClassVar[str] = "The server"
 
-    bind: str
-    metrics_port: int
-    max_message_bytes: int
-    port_file: Path | None = setting(None, help="File to write the gRPC port to, once it serves.")
-    grace_s: float = setting(
-        5.0,
-        help="Time that calls in flight have to end when the program stops.",
-        unit="s",
-        minimum=0,
-        maximum=3600,
-    )
+    bind: str = setting(help="Address to serve on, host:port; port 0 picks a free one.")
+    port_file: Path | None = setting(None, help="File to write the port to, once it serves.")
     max_received_bytes: int = setting(
         1 << 30,
-        help="Unanswered requests, of all callers.",
+        help="Unanswered requests, of all clients. One alone may have a share of them, which"
+        " docs/security.md explains.",
         unit="bytes",
         minimum=4096,
-    )
-    max_caller_received_bytes: int = setting(
-        1 << 28,
-        help="Unanswered requests, of one tenant, or of one connection where tenants are not known."
-        " Also the limit of its large answers that it has not read.",
-        unit="bytes",
-        minimum=4096,
-    )
-    max_connection_calls: int = setting(
-        MAX_CONNECTION_CALLS, help="Calls at one time on one connection.", unit="calls", minimum=1
-    )
-    max_connections: int = setting(
-        0,
-        help="Connections at one time; 0 means as many as the limit of open files allows, some left"
-        " free.",
-        unit="connections",
-        minimum=0,
     )
     tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
-    tls_key: Path | None = setting(None, help="PEM file of the certificate's key.")
-    tls_client_ca: Path | None = setting(
+    tls_key: Path | None = setting(None, help="PEM file of the server's key.")
+    insecure: bool = setting(
+        False, help="Serve in the clear on an address that other machines can reach."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_address(self.bind, "bind")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
+        self.check_safe(self.bind, "bind")
+
+    def check_safe(self, address: str, field: str) -> None:
+        """Raise InvalidRequestError if others could listen to what is served there."""
+        if self.tls_certificate is None and not self.insecure and not is_loopback(address):
+            raise InvalidRequestError(
+                f"{address} can be reached from other machines: give --tls-certificate and "
+                "--tls-key, or --insecure",
+                field=field,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpServerSettings(ListenerSettings):
+    """Settings of a server for OpenAI's clients."""
+
+    max_received_bytes: int = 1 << 28
+    api_keys_file: Path | None = setting(
         None,
-        help="PEM file of the authority that signs clients' certificates. Clients must then present"
-        " one; to the control plane its common name is their tenant.",
+        help="File of the keys that clients may have, one on each line; none: no key is asked.",
+    )
+    max_requests: int = setting(
+        256, unit="requests", minimum=1, help="Most requests open at one time."
+    )
+    max_body_bytes: int = setting(
+        1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.api_keys_file is not None and not self.api_keys():
+            raise InvalidRequestError("has no keys", field="api_keys_file")
+        if share_of_one(self.max_received_bytes, len(self.api_keys())) < self.max_body_bytes:
+            raise InvalidRequestError(
+                "must leave one client room for --max-body-bytes", field="max_received_bytes"
+            )
+
+    def api_keys(self) -> tuple[str, ...]:
+        """Read the keys that clients may have; none when no key is asked. Raises
+        InvalidRequestError when the file cannot be read.
+        """
+        if self.api_keys_file is None:
+            return ()
+        return tuple(dict.fromkeys(read_text(self.api_keys_file, "api_keys_file").split()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsSettings(Settings):
+    """Settings of a plane's /metrics."""
+
+    HEADING: ClassVar[str] = "Metrics"
+
+    metrics_port: int = setting(
+        help="Port of /metrics; 0 picks a free one, -1 is off.", minimum=-1, maximum=65_535
     )
     metrics_host: str = setting("", help="Host to serve /metrics on; empty means that of --bind.")
     metrics_tls: bool = setting(
@@ -101,25 +125,43 @@ class ServingConfig:
         help="File that holds USER:SHA256, the digest of the password in hex: the login for"
         " /metrics, by HTTP's basic authentication.",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ListenerSettings, MetricsSettings):
+    """Settings of a plane's gRPC server; each plane gives ``bind`` and ``metrics_port`` defaults.
+
+    Raises InvalidRequestError for a malformed bind address, and for incomplete sets of TLS files.
+    """
+
+    advertise: str = setting(
+        "", help="Address for others to connect to, host:port; empty means the one bound."
+    )
+    grace_s: float = setting(
+        5.0,
+        help="Time that calls in flight have to end when the program stops.",
+        unit="s",
+        minimum=0,
+        maximum=3600,
+    )
+    tls_client_ca: Path | None = setting(
+        None,
+        help="PEM file of the authority that signs clients' certificates. Clients must then present"
+        " one; to the control plane its common name is their tenant.",
+    )
     access_file: Path | None = setting(
         None,
         help="TOML file of callers and their roles, read again when it changes; without one,"
         " everybody may do everything. See docs/security.md.",
     )
-    insecure: bool = setting(
-        False, help="Serve in the clear on an address that other machines can reach."
-    )
-    log_level: str = setting("info", help="Least severe log level written.", choices=LEVELS)
-    log_format: str = setting("text", help="How a line of the log is written.", choices=FORMATS)
 
     def __post_init__(self) -> None:
-        check_address(self.bind, "bind")
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
+        super().__post_init__()
+        if self.advertise:
+            check_address(self.advertise, "advertise")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
-        self.check_safe(self.bind, "bind")
-        if self.metrics_tls and self.tls is None:
+        if self.metrics_tls and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="metrics_tls")
         host = self.metrics_host or self.bind.rpartition(":")[0]
         is_served = self.metrics_port >= 0 and not self.insecure
@@ -130,15 +172,6 @@ class ServingConfig:
                 field="metrics_host",
             )
 
-    def check_safe(self, address: str, field: str) -> None:
-        """Raise InvalidRequestError if others could listen to what is served there."""
-        if self.tls is None and not self.insecure and not is_loopback(address):
-            raise InvalidRequestError(
-                f"{address} can be reached from other machines: give --tls-certificate and "
-                "--tls-key, or --insecure",
-                field=field,
-            )
-
     @property
     def knows_callers(self) -> bool:
         """Whether callers must identify themselves."""
@@ -147,6 +180,8 @@ class ServingConfig:
     @property
     def metrics_access(self) -> MetricsAccess:
         """The access to /metrics. Raises InvalidRequestError for a malformed login file."""
+        from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
+
         file = self.metrics_login_file
         return MetricsAccess(
             certificate=self.tls_certificate if self.metrics_tls else None,
@@ -157,9 +192,169 @@ class ServingConfig:
     @property
     def tls(self) -> ServerTls | None:
         """The TLS files to serve with; None for no TLS."""
+        from kvplane.serving.certificates import ServerTls
+
         if self.tls_certificate is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_certificate, self.tls_key, self.tls_client_ca)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanesSettings(Settings):
+    """Settings of a program that calls the planes: where they are, and how it knows them."""
+
+    HEADING: ClassVar[str] = "The planes"
+
+    control_plane: str = setting(
+        "127.0.0.1:50051",
+        help="Addresses host:port, with commas, of all control planes that may lead, or"
+        " dns:///host:port.",
+    )
+    planes_tls: bool = setting(False, help="Reach the planes over TLS.")
+    planes_ca: Path | None = setting(
+        None,
+        help="PEM file of the authority that signs the planes' certificates; none means the"
+        " authorities that gRPC ships with.",
+    )
+    planes_name: str = setting(
+        "", help="Name that the planes' certificates must have, where it is not their host's."
+    )
+    planes_token_file: Path | None = setting(
+        None, help="File with the bearer token that names this process to the planes."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for address in self.control_plane.split(","):
+            check_address(address.removeprefix("dns:///"), "control_plane")
+
+    def tls_with(self, certificate: Path | None, key: Path | None, name: str) -> Tls:
+        """Return how to reach a plane over TLS, as the holder of ``certificate``. ``name``: of the
+        plane's certificate, where it is not the host's; or empty.
+        """
+        from kvplane.transport.tls import Tls
+
+        return Tls(self.planes_ca, certificate, key, name, self.planes_token_file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientTls(PlanesSettings):
+    """Settings of a client of the planes, which has a certificate of its own."""
+
+    planes_certificate: Path | None = setting(
+        None, help="PEM file of the certificate that names this process to the planes."
+    )
+    planes_key: Path | None = setting(None, help="PEM file of that certificate's key.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {
+            "planes_ca": self.planes_ca,
+            "planes_certificate": self.planes_certificate,
+            "planes_key": self.planes_key,
+            "planes_name": self.planes_name,
+            "planes_token_file": self.planes_token_file,
+        }
+        for name, value in given.items() if not self.planes_tls else ():
+            if value:
+                raise InvalidRequestError("needs --planes-tls too", field=name)
+
+    @property
+    def client_tls(self) -> Tls | None:
+        """How to reach the planes; None for plain text."""
+        if not self.planes_tls:
+            return None
+        return self.tls_with(self.planes_certificate, self.planes_key, self.planes_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings(Settings):
+    """Settings of a layout that is made of a model."""
+
+    HEADING: ClassVar[str] = "The layout"
+
+    block_size_tokens: int = setting(
+        16,
+        help=f"Token slots in a block: one of {BLOCK_SIZES}.",
+        unit="tokens",
+        minimum=BLOCK_SIZES[0],
+        maximum=BLOCK_SIZES[-1],
+    )
+    latent: bool = setting(
+        True,
+        help="Keep the latents of a model with multi-head latent attention (MLA), where the kernels"
+        " serve them; --no-latent keeps its keys and values, which take more memory.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size_tokens not in BLOCK_SIZES:
+            raise InvalidRequestError(f"must be one of {BLOCK_SIZES}", field="block_size_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSettings(BlockSettings):
+    """Settings of a layout whose types are chosen here."""
+
+    dtype: str = setting(
+        "float32", help="Type of queries, keys and values.", choices=tuple(FLOAT_BYTES)
+    )
+    kv_dtype: str = setting(
+        "",
+        help="Type of stored keys and values; empty means the same as --dtype. A model's checkpoint"
+        " may have scales for an 8-bit type.",
+        choices=("", *ELEMENT_BYTES),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadSettings(Settings):
+    """Settings of the processor's use."""
+
+    HEADING: ClassVar[str] = "The processor"
+
+    num_threads: int = setting(
+        0,
+        help="Threads that compute; 0 for as many as torch takes.",
+        unit="threads",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSettings(BlockSettings):
+    """Settings of a pool, and of its blocks in this process."""
+
+    HEADING: ClassVar[str] = "The pool"
+
+    pool_id: str = setting("default", help="The pool's name at the control plane.")
+    num_device_blocks: int = setting(
+        0,
+        help="Blocks of the device tier of each layer group without an attention window, of which"
+        " the others get shares; 0 for as many as the free memory allows.",
+        unit="blocks",
+        minimum=0,
+    )
+    num_host_blocks: int = setting(
+        0,
+        help="Blocks of the host tier, to which sequences are swapped out, in the same way; 0 for"
+        " none.",
+        unit="blocks",
+        minimum=0,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= len(self.pool_id) <= 128:
+            raise InvalidRequestError("must be 1 to 128 characters", field="pool_id")
+
+
+def read_text(path: Path, field: str) -> str:
+    """Read a small file that a setting names. Raises InvalidRequestError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequestError(f"cannot be read: {error}", field=field) from error
 
 
 def is_loopback(address: str) -> bool:

@@ -19,7 +19,7 @@ from kvplane import __version__
 from kvplane.serving import server as serving
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
-from kvplane.serving.config import ServingConfig
+from kvplane.serving.config import ServerSettings
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.message_bounds import MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
@@ -29,6 +29,10 @@ from kvplane.serving.requests import Admission
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
+_CALLER_SHARE: Final = 4
+"""One caller's unanswered requests take at most this part of ``--max-received-bytes``, and so do
+large answers that it has not read: three others find room beside it.
+"""
 _OURS: Final = "kvplane."
 _CONTRACT: Final = "kvplane.v1."
 _PLANES: Final = {
@@ -106,10 +110,11 @@ class PlaneServer:
 
     def __init__(
         self,
-        config: ServingConfig,
+        config: ServerSettings,
         services: Sequence[Service],
         metrics: PlaneMetrics,
         *,
+        max_message_bytes: int,
         max_counts: Mapping[str, int] | None = None,
         also_bind: str = "",
     ) -> None:
@@ -131,17 +136,17 @@ class PlaneServer:
             for each in descriptors
             for method in each.methods
         }
-        budget = ReceiveBudget(config.max_received_bytes, config.max_caller_received_bytes)
-        answers = ReceiveBudget(max_caller_bytes=config.max_caller_received_bytes)
+        caller_bytes = config.max_received_bytes // _CALLER_SHARE
+        budget = ReceiveBudget(config.max_received_bytes, caller_bytes)
+        answers = ReceiveBudget(max_caller_bytes=caller_bytes)
         admission = Admission(self._gate, bounds, budget, answers)
         metrics.rpc.received = budget
         self._server = serving.build(
             config.bind,
             also_bind=also_bind,
             tls=config.tls,
-            max_message_bytes=config.max_message_bytes,
-            max_connections=config.max_connections or serving.most_connections(),
-            max_connection_calls=config.max_connection_calls,
+            max_message_bytes=max_message_bytes,
+            max_connections=serving.most_connections(),
             interceptors=[
                 _WrongServiceInterceptor(descriptors),
                 ErrorInterceptor(metrics.rpc, admission),

@@ -71,7 +71,6 @@ def build(
     tls: ServerTls | None = None,
     max_message_bytes: int,
     max_connections: int = 1024,
-    max_connection_calls: int = MAX_CONNECTION_CALLS,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> Server:
     """Bind a server to ``bind``, "host:port"; port 0 picks a free one. Call it on the event loop
@@ -80,7 +79,8 @@ def build(
     Raises OSError when it cannot bind or a TLS file cannot be read. Messages above
     ``max_message_bytes`` are refused with RESOURCE_EXHAUSTED, compressed ones with UNIMPLEMENTED:
     gRPC would decompress them on the thread that serves all. Connections beyond ``max_connections``
-    are closed; calls beyond ``max_connection_calls`` of one connection wait at the client.
+    are closed; calls beyond
+    ``MAX_CONNECTION_CALLS`` of one connection wait at the client.
     """
     host, _, _ = bind.rpartition(":")
     options = [
@@ -88,7 +88,7 @@ def build(
         ("grpc.max_send_message_length", max(max_message_bytes, MAX_MESSAGE_BYTES)),
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_concurrent_streams", max_connection_calls),
+        ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.so_reuseport", 0),  # or a second server on the port would take half of the calls
         ("grpc.keepalive_permit_without_calls", 1),

@@ -1,23 +1,28 @@
-"""Settings of a program: one frozen dataclass, from which flags, environment variables and help are
+"""Settings of a program: frozen dataclasses, from which flags, environment variables and help are
 derived.
 
 A field ``lease_s`` of program ``control_plane`` is the flag ``--lease-s`` and the variable
-``KVPLANE_CONTROL_PLANE_LEASE_S``; its default is written once, in the dataclass. A flag beats its
-variable, and an empty variable counts as unset. Whatever is wrong, an unknown variable with the
-program's prefix included, ends the program with one line on stderr and exit code 2.
+``KVPLANE_CONTROL_PLANE_LEASE_S``; it is declared once, with its default. A flag beats its variable,
+and an empty variable counts as unset. Whatever is wrong, an unknown variable with the program's
+prefix included, ends the program with one line on stderr and exit code 2.
+
+Classes are put together by inheritance, and a field may be a settings dataclass itself, whose
+fields are settings of the program. A subclass that assigns ``bind: str = "127.0.0.1:50051"`` only
+changes the default.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import click
 
@@ -27,6 +32,18 @@ from kvplane.release import release
 EXIT_BAD_SETTINGS: Final = 2
 
 ConfigT = TypeVar("ConfigT")
+
+
+class Settings:
+    """Base of classes of settings that are put together."""
+
+    HEADING: ClassVar[str] = "Options"
+    """Heading of ``--help`` for the settings that a class declares itself."""
+
+    def __post_init__(self) -> None:
+        """Check what only fields together show. An override calls that of its base class first.
+        Raises InvalidRequestError.
+        """
 
 
 def setting(
@@ -64,8 +81,8 @@ def parse(
     """Parse settings from ``argv`` (without the program's name) and ``environ``. ``package``: the
     program's package, with a dot at its end.
 
-    ``--help`` lists them under the headings of the class's ``HELP_GROUPS``, if it has them: heading
-    to names of fields.
+    ``--help`` lists them by the ``HEADING`` of the class that declares them, a class before its
+    bases.
 
     Exits with code 0 after ``--help`` and with code 2 for a setting that is wrong. A dataclass may
     check combinations of fields in ``__post_init__``, and raise InvalidRequestError or ValueError.
@@ -87,7 +104,7 @@ def parse(
 
 def log_settings(config: Any, logger: logging.Logger) -> None:
     """Log the release and every setting's final value, on one line."""
-    values = (f"{f.name}={getattr(config, f.name)!r}" for f in dataclasses.fields(config))
+    values = (f"{name}={value!r}" for name, value in _values(config))
     logger.info("settings release=%s %s", release(), " ".join(values))
 
 
@@ -111,9 +128,12 @@ class _FiniteFloat(click.FloatRange):
 
 
 class _Option(click.Option):
-    """An option whose variable is read from a given environment rather than the process's."""
+    """An option under a heading, whose variable is read from a given environment rather than the
+    process's.
+    """
 
     environ: Mapping[str, str] = {}
+    heading = Settings.HEADING
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         return self.environ.get(str(self.envvar)) or None
@@ -122,34 +142,71 @@ class _Option(click.Option):
 class _Command(click.Command):
     """A command that lists its options under headings."""
 
-    groups: Mapping[str, Sequence[str]] = {}
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        left = {str(param.name): param for param in self.get_params(ctx)}
-        for heading, names in (*self.groups.items(), ("Options", tuple(left))):
-            params = [left.pop(name) for name in names if name in left]
-            if rows := [row for param in params if (row := param.get_help_record(ctx))]:
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if row := param.get_help_record(ctx):
+                heading = getattr(param, "heading", Settings.HEADING)
+                sections.setdefault(heading, []).append(row)
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+
+def _options(config_class: type[Any], prefix: str) -> Iterator[_Option]:
+    """Yield an option for each setting of a dataclass, in the order of ``--help``."""
+    hints = typing.get_type_hints(config_class)
+    fields = {f.name: f for f in dataclasses.fields(config_class)}
+    for base in config_class.__mro__:
+        own = getattr(base, "__dataclass_fields__", {})
+        for name in inspect.get_annotations(base):
+            if name not in fields:  # no field, or declared by a class before this one
+                continue
+            if dataclasses.is_dataclass(hints[name]):
+                del fields[name]
+                yield from _options(hints[name], prefix)
+            elif metadata := own[name].metadata:
+                option = _option(fields.pop(name), hints[name], metadata, prefix)
+                option.heading = getattr(base, "HEADING", Settings.HEADING)
+                yield option
+    if fields:
+        raise TypeError(f"{', '.join(fields)} of {config_class.__name__} must be made by setting()")
+
+
+def _build(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Make a dataclass, and those that are fields of it, of the settings' values by name."""
+    hints = typing.get_type_hints(config_class)
+    parts = {
+        f.name: _build(hints[f.name], values)
+        if dataclasses.is_dataclass(hints[f.name])
+        else values[f.name]
+        for f in dataclasses.fields(config_class)  # type: ignore[arg-type]
+    }
+    return config_class(**parts)
+
+
+def _values(config: Any) -> Iterator[tuple[str, Any]]:
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value)
+        else:
+            yield f.name, value
 
 
 def _command(
     config_class: type[ConfigT], program: str, environ: Mapping[str, str]
 ) -> click.Command:
-    types_by_name = typing.get_type_hints(config_class)
-    params: list[click.Parameter] = []
-    for f in dataclasses.fields(config_class):  # type: ignore[arg-type]
-        option = _option(f, types_by_name[f.name], variable_prefix(program) + f.name.upper())
+    options = [*_options(config_class, variable_prefix(program))]
+    for option in options:
         option.environ = environ
-        params.append(option)
-    summary = (config_class.__doc__ or "").strip()
-    settings = {"terminal_width": 100}  # wide enough for each variable
-    params.append(_version_option(program))
-    command = _Command(
-        program, params=params, callback=config_class, help=summary, context_settings=settings
+    return _Command(
+        program,
+        params=[*options, _version_option(program)],
+        callback=lambda **values: _build(config_class, values),
+        help=(config_class.__doc__ or "").strip(),
+        context_settings={"terminal_width": 100},  # wide enough for each variable
     )
-    command.groups = getattr(config_class, "HELP_GROUPS", {})
-    return command
 
 
 def _version_option(program: str) -> click.Option:
@@ -168,17 +225,20 @@ def _version_option(program: str) -> click.Option:
     )
 
 
-def _option(f: dataclasses.Field[Any], hint: Any, variable: str) -> _Option:
+def _option(
+    f: dataclasses.Field[Any], hint: Any, metadata: Mapping[str, Any], prefix: str
+) -> _Option:
+    """Make the option of a field, with its default, and the rest as ``metadata`` declares it."""
     is_bool = _bare_type(hint) is bool
-    unit = f.metadata["unit"]
+    unit = metadata["unit"]
     flag = "--" + f.name.replace("_", "-")
     option = _Option(
         [f"{flag}/--no-{flag[2:]}" if is_bool else flag, f.name],
-        type=None if is_bool else _param_type(hint, f.metadata),
+        type=None if is_bool else _param_type(hint, metadata),
         required=f.default is dataclasses.MISSING,
-        envvar=variable,
+        envvar=prefix + f.name.upper(),
         show_envvar=True,
-        help=f.metadata["help"] + (f" [unit: {unit}]" if unit else ""),
+        help=metadata["help"] + (f" [unit: {unit}]" if unit else ""),
     )
     if f.default is not dataclasses.MISSING:
         option.default = f.default

@@ -24,7 +24,7 @@ DOMAIN: Final = "kvplane"
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")  # fits into 64 bits
 # gRPC's own text for a request that never reaches our server, and what to do about it.
 _TOO_LARGE: Final = "SERVER: Received message larger than max"
-_SEND_LESS: Final = "send it in parts, or raise the server's --max-message-bytes"
+_SEND_LESS: Final = "send it in parts, or raise the control plane's --max-message-bytes"
 
 
 def to_rich_status(error: KvplaneError) -> status_pb2.Status:

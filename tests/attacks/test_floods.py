@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import resource
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from kvplane.errors import (
     DeadlineExceededError,
@@ -132,18 +133,31 @@ def test_metadata_is_bounded(
     assert refusal(channel, "v1.PoolService/ListPools", b"") is None
 
 
+@contextlib.contextmanager
+def few_files(num_files: int) -> Iterator[None]:
+    """Limit the open files of processes that are started meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_idle_connections_leave_room_for_the_planes(tmp_path: Path) -> None:
     plane_port = free_port()
-    flags = ("--max-connections", "8", "--plane-bind", f"127.0.0.1:{plane_port}")
-    with PlaneProcess("control_plane", tmp_path, *flags) as plane, contextlib.ExitStack() as stack:
+    flags = ("--plane-bind", f"127.0.0.1:{plane_port}")
+    with few_files(128):  # of which a plane takes three eighths, 48, for connections
+        planes = PlaneProcess("control_plane", tmp_path, *flags)
+    with planes as plane, contextlib.ExitStack() as stack:
         host, _, port = plane.address.rpartition(":")
         before = plane.num_descriptors()
-        for _ in range(40):
+        for _ in range(80):
             stack.enter_context(socket.create_connection((host, int(port)), 5))
         with grpc.insecure_channel(plane.address) as late:
             error = refusal(late, "v1.PoolService/ListPools", b"", timeout_s=2)
             assert isinstance(error, KvplaneError)
-        assert plane.num_descriptors() - before <= 12
+        assert plane.num_descriptors() - before <= 52
         with grpc.insecure_channel(f"127.0.0.1:{plane_port}") as channel:
             assert refusal(channel, "v1.PoolService/ListPools", b"") is None
 
@@ -154,7 +168,7 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
     """On a data plane, whose thread is busy: a caller is a connection here."""
     write = dpb.RunLayerRequest(key=tpb.Tensor(data=bytes(3 * MIB)))
     busy = asyncio.Event()
-    async with serving(tmp_path, max_caller_received_bytes=4 * MIB) as (server, _):
+    async with serving(tmp_path, max_received_bytes=16 * MIB) as (server, _):
         loop = asyncio.get_running_loop()
         blocked = asyncio.create_task(
             server._worker.run(asyncio.run_coroutine_threadsafe(busy.wait(), loop).result)
@@ -189,7 +203,7 @@ async def test_a_request_that_does_not_come_ends_its_call(
     digest = hashlib.sha256(b"token").hexdigest()
     access.write_text(f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "a"\nroles = ["router"]\n')
     server = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
     )
     metadata = [("authorization", "Bearer token")]
     async with grpc.aio.insecure_channel(server.address) as channel:
@@ -228,7 +242,7 @@ def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
 async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_MS", 500)
     plane = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.0)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.0)
     )
     host, _, port = plane.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

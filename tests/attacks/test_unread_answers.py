@@ -62,7 +62,7 @@ async def test_answers_that_are_not_read_are_bounded(tmp_path: Path) -> None:
     flags = ["--control-plane", side.address, "--pool-id", POOL_ID, "--num-host-blocks", "0"]
     flags += ["--layout", str(write_layout(tmp_path)), "--num-threads", "1"]
     flags += ["--num-device-blocks", str(NUM_BLOCKS)]
-    flags += ["--max-caller-received-bytes", str(HELD_BYTES)]
+    flags += ["--max-received-bytes", str(4 * HELD_BYTES)]  # of which one caller may have a quarter
     with PlaneProcess("data_plane", tmp_path, *flags) as plane:
         async with asyncio.timeout(PATIENCE_S):
             await side.accepted.wait()

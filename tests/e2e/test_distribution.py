@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from examples.planes import Planes
 from kvplane.release import release
@@ -197,7 +197,7 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
     pins = [f"protobuf=={protobuf}", f"grpcio=={grpcio}", f"grpcio-status=={grpcio}"]
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", str(wheel)]
     subprocess.run([*command, "--only-binary", ":all:", *pins], check=True, timeout=400)
-    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, incarnation=7)
+    config = ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, incarnation=7)
     server = await ControlPlaneServer.start(config)
     try:
         client = await asyncio.create_subprocess_exec(

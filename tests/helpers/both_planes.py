@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import Execution, LayerGroup, Layout, Session, Tensor
 from kvplane.wire.v1 import session_pb2 as pb
@@ -47,7 +47,7 @@ class Planes:
 
     async def start_data(self, bind: str, pool_id: str = POOL) -> None:
         """Start a data plane, which is ``data`` from now on."""
-        config = DataPlaneConfig(
+        config = DataPlaneSettings(
             control_plane=self.control.address,
             bind=bind,
             pool_id=pool_id,

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Tls
@@ -80,17 +80,17 @@ async def listed_peers(folder: Path, **data_settings: Any) -> AsyncIterator[Peer
     """
     peers = Peers(folder)
     peers.control = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
     )
     plane = peers.tls("plane")
     peers.data = await DataPlaneServer.start(
         config_of(
             folder,
             peers.control.address,
-            control_plane_tls=True,
-            control_plane_ca=plane.ca_file,
-            control_plane_name=plane.server_name,
-            control_plane_token_file=plane.token_file,
+            planes_tls=True,
+            planes_ca=plane.ca_file,
+            planes_name=plane.server_name,
+            planes_token_file=plane.token_file,
             **peers.serving(),
             **data_settings,
         )

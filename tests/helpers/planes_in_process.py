@@ -7,13 +7,14 @@ import random
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.config import CoreConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Execution, LayerGroup, Layout, Session, Tensor
 from kvplane.wire.v1 import session_pb2
@@ -45,10 +46,17 @@ def write_layout(folder: Path, layout: Layout = LAYOUT) -> Path:
     return path
 
 
+def control_config(**settings: Any) -> ControlPlaneSettings:
+    """Make a control plane's settings from its own and its core's."""
+    names = settings.keys() & {field.name for field in fields(CoreConfig)}
+    core = CoreConfig(**{name: settings.pop(name) for name in names})
+    return ControlPlaneSettings(**settings, core=core)
+
+
 @asynccontextmanager
 async def control_plane(**settings: Any) -> AsyncIterator[ControlPlaneServer]:
     defaults = {"bind": "127.0.0.1:0", "metrics_port": -1, "grace_s": 0.5}
-    server = await ControlPlaneServer.start(ControlPlaneConfig(**{**defaults, **settings}))
+    server = await ControlPlaneServer.start(control_config(**{**defaults, **settings}))
     try:
         yield server
         server.core.check_integrity()
@@ -58,7 +66,7 @@ async def control_plane(**settings: Any) -> AsyncIterator[ControlPlaneServer]:
 
 @asynccontextmanager
 async def data_plane(**settings: Any) -> AsyncIterator[DataPlaneServer]:
-    server = await DataPlaneServer.start(DataPlaneConfig(**settings))
+    server = await DataPlaneServer.start(DataPlaneSettings(**settings))
     try:
         yield server
         server.executor.check_integrity()

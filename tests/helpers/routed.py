@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 
 from kvplane.integrations.router.app import RouterApp
-from kvplane.integrations.router.config import RouterConfig
+from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.engines import Engines
 from kvplane.integrations.router.metrics import RouterMetrics
 from kvplane.integrations.router.picker import Picker
@@ -109,7 +109,7 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
         picker.loads[engine.url].num_open = i  # of equal ones the one with the fewest is picked
     first = f"{engines[0].url}=pool"
     read_timeout_s = how.pop("read_timeout_s", PATIENCE_S)
-    client = engine_client(RouterConfig(engine=first, engine_timeout_s=read_timeout_s))
+    client = engine_client(RouterSettings(engine=first, engine_timeout_s=read_timeout_s))
     known = Engines(client, picker.loads, 3600.0, engine_key)
     await known.start()
     metrics, reader = RouterMetrics([]), PromptReader(None)

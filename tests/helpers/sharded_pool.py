@@ -10,17 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import LayerGroup, Layout
+from tests.helpers.planes_in_process import control_config
 
 POOL = "sharded"
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2, 3), 4, 8),))
 NUM_HEADS = 8
 
-Ranges = dict[str, int]
+Ranges = dict[str, int | str]
 """Settings of one data plane that set its part of the pool."""
 
 
@@ -30,17 +30,15 @@ def by_heads(num_shards: int) -> list[Ranges]:
 
 
 BY_LAYERS: list[Ranges] = [
-    {"num_shards": 2, "shard_index": 0, "num_layers": 1},
-    {"num_shards": 2, "shard_index": 1, "first_layer": 1},
+    {"num_shards": 2, "shard_index": 0, "layers": "0:1"},
+    {"num_shards": 2, "shard_index": 1, "layers": "1:"},
 ]
 BY_BOTH: list[Ranges] = [
     {
         "num_shards": 4,
         "shard_index": 2 * stage + half,
-        "first_layer": 2 * stage,
-        "num_layers": 2,
-        "first_kv_head": 2 * half,
-        "num_kv_heads": 2,
+        "layers": f"{2 * stage}:2",
+        "kv_heads": f"{2 * half}:2",
     }
     for stage in (0, 1)
     for half in (0, 1)
@@ -79,7 +77,7 @@ class ShardedPool:
     async def start(self, index: int, bind: str = "127.0.0.1:0", **settings: Any) -> None:
         """Start a shard, or a later process of one that was stopped."""
         defaults = {"num_device_blocks": 32, "num_host_blocks": 8}
-        config = DataPlaneConfig(
+        config = DataPlaneSettings(
             control_plane=self.control.address,
             bind=bind,
             pool_id=POOL,
@@ -103,7 +101,5 @@ class ShardedPool:
         await self._start_control(address)
 
     async def _start_control(self, bind: str) -> None:
-        config = ControlPlaneConfig(
-            bind=bind, metrics_port=-1, grace_s=0.2, **self._control_settings
-        )
+        config = control_config(bind=bind, metrics_port=-1, grace_s=0.2, **self._control_settings)
         self.control = await ControlPlaneServer.start(config)

@@ -10,10 +10,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Layout
 from tests.helpers.both_planes import POOL, Planes
+from tests.helpers.planes_in_process import control_config
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.operations_world import World
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -38,7 +38,7 @@ async def start_control_plane() -> AsyncIterator[StartServer]:
 
     async def start(**settings: Any) -> ControlPlaneServer:
         defaults = {"bind": "127.0.0.1:0", "metrics_port": -1, "grace_s": 2.0}
-        server = await ControlPlaneServer.start(ControlPlaneConfig(**{**defaults, **settings}))
+        server = await ControlPlaneServer.start(control_config(**{**defaults, **settings}))
         servers.append(server)
         return server
 

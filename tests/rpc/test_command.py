@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
@@ -42,7 +42,7 @@ Command = Callable[..., Awaitable[Done]]
 @pytest.fixture
 async def planes(tmp_path: Path) -> AsyncIterator[tuple[ControlPlaneServer, DataPlaneServer]]:
     control = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
     )
     data = await DataPlaneServer.start(config_of(tmp_path, control.address, num_device_blocks=64))
     async with ControlClient(control.address) as client:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -109,7 +109,7 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
     path = tmp_path / "both.json"
     path.write_text(json.dumps(asdict(layout)))
     control = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
     )
     config = config_of(tmp_path, control.address, layout=path, num_device_blocks=64)
     data = await DataPlaneServer.start(config)

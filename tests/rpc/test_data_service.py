@@ -71,9 +71,10 @@ class Peer:
 
 
 @pytest.fixture
-async def peer(tmp_path: Path) -> AsyncIterator[Peer]:
+async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Peer]:
+    monkeypatch.setattr("data_plane.server.server.MAX_MESSAGE_BYTES", 1 << 20)
     async with (
-        serving(tmp_path, metrics_port=0, max_message_bytes=1 << 20) as (server, side),
+        serving(tmp_path, metrics_port=0) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         peer = Peer(server, author_of(server, side), channel)

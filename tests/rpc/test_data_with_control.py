@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ops
@@ -25,7 +25,7 @@ POOL = "pool"
 @pytest.fixture
 async def control() -> AsyncIterator[ControlPlaneServer]:
     server = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
     )
     yield server
     await server.stop()
@@ -93,7 +93,7 @@ async def test_a_restarted_control_plane_finds_what_was_published(
                 await asyncio.sleep(0.01)
         await control.stop()
         successor = await ControlPlaneServer.start(
-            ControlPlaneConfig(bind=control.address, metrics_port=-1, grace_s=1.0)
+            ControlPlaneSettings(bind=control.address, metrics_port=-1, grace_s=1.0)
         )
         try:
             await client.wait_ready(POOL, timeout_s=20)

@@ -17,6 +17,7 @@ import grpc.aio
 import pytest
 import torch
 
+from data_plane import limits
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
@@ -44,6 +45,11 @@ REGION_BYTES = 3 << 20
 NUM_REGIONS = 2
 NUM_LAYERS = 2
 OTHER_UUID = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+@pytest.fixture(autouse=True)
+def few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NUM_LOCAL_DEVICE_REGIONS", NUM_REGIONS)
 
 
 @dataclass
@@ -101,11 +107,7 @@ async def rig_of(folder: Path, kernels: Kernels, **settings: Any) -> AsyncIterat
     forget_regions_of_others()
     native = kernels._module  # type: ignore[attr-defined]
     early = native.num_early_frees()
-    values = {
-        "local_region_bytes": REGION_BYTES,
-        "num_local_regions": 6,
-        "num_local_device_regions": NUM_REGIONS,
-    }
+    values = {"local_region_bytes": REGION_BYTES, "num_local_regions": 6}
     outs: list[int | None] = []
     async with (
         serving(folder, noting(kernels, outs), **values | settings) as (server, side),
@@ -210,11 +212,13 @@ async def test_an_engine_on_another_gpu_goes_through_main_memory(
     await engine.soon("leave")
 
 
-async def test_a_data_plane_without_a_gpu_offers_none(tmp_path: Path) -> None:
+async def test_a_data_plane_without_a_gpu_offers_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for kernels, num_regions in ((CpuKernels(1), 4), (emulated_kernels(), 0)):
-        settings = {"local_region_bytes": REGION_BYTES, "num_local_device_regions": num_regions}
+        monkeypatch.setattr(limits, "NUM_LOCAL_DEVICE_REGIONS", num_regions)
         async with (
-            serving(tmp_path, kernels, **settings) as (server, side),
+            serving(tmp_path, kernels, local_region_bytes=REGION_BYTES) as (server, side),
             grpc.aio.insecure_channel(server.address) as channel,
         ):
             stub = execution_pb2_grpc.ExecutionServiceStub(channel)

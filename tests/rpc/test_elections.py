@@ -17,7 +17,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.election import elector as module
 from control_plane.server.election.elector import Elector, has_died, next_incarnation
 from control_plane.server.election.file_elector import FileElector
@@ -273,7 +273,7 @@ def test_the_settings_name_the_elector(tmp_path, monkeypatch) -> None:
 
 @asynccontextmanager
 async def started(**settings: Any) -> AsyncIterator[ControlPlaneServer]:
-    config = ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.1, **settings)
+    config = ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.1, **settings)
     server = await ControlPlaneServer.start(config)
     try:
         yield server
@@ -317,7 +317,7 @@ async def test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost(tmp_p
 )
 def test_settings_of_an_election_that_contradict_each_other_are_refused(settings, field) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        ControlPlaneConfig(**settings)
+        ControlPlaneSettings(**settings)
     assert refused.value.field == field
 
 

@@ -16,6 +16,7 @@ import grpc.aio
 import pytest
 import torch
 
+from data_plane import limits
 from data_plane.server.local import endpoint, known_layers
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.server import DataPlaneServer
@@ -93,9 +94,10 @@ class Rig:
 
 
 @pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
+    monkeypatch.setattr(limits, "LOCAL_SPIN_S", 1.0)
     async with (
-        serving(tmp_path, local_region_bytes=1 << 20, local_spin_s=1.0) as (server, side),
+        serving(tmp_path, local_region_bytes=1 << 20) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         author = author_of(server, side)

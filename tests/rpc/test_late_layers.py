@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 import torch
 
+from data_plane import limits
 from data_plane.execution.repeated_layers import RepeatedLayers
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_to_message
@@ -31,6 +32,12 @@ NUM_PLANS = 4  # of two tokens each, in one block
 NUM_PASSES = 5
 OTHER_SEED = 900
 """Of tensors that are not those of the layer that is named."""
+
+
+@pytest.fixture(autouse=True)
+def long_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the data plane answer known packets natively, however late they are."""
+    monkeypatch.setattr(limits, "LOCAL_SPIN_S", 1.0)
 
 
 class Named(NamedTuple):
@@ -192,7 +199,7 @@ class Rig:
 @asynccontextmanager
 async def rig_of(way: str, folder: Path) -> AsyncIterator[Rig]:
     async with (
-        serving(folder, local_region_bytes=1 << 20, local_spin_s=1.0) as (server, side),
+        serving(folder, local_region_bytes=1 << 20) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         author = author_of(server, side)

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from prometheus_client import Metric
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
@@ -41,7 +41,7 @@ Families = dict[str, Metric]
 async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
     """What both planes tell after some traffic, refusals among it."""
     control = await ControlPlaneServer.start(
-        ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=0, grace_s=1.0)
+        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=0, grace_s=1.0)
     )
     data = await DataPlaneServer.start(
         config_of(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.observability import metrics_endpoint
 from kvplane.serving.observability.metrics_endpoint import (
@@ -127,10 +127,10 @@ def test_a_login_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None
 def test_metrics_that_others_could_read_in_the_clear_need_a_word_for_it() -> None:
     tls = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key"}
     with pytest.raises(InvalidRequestError) as refused:
-        ControlPlaneConfig(bind="0.0.0.0:0", **tls)
+        ControlPlaneSettings(bind="0.0.0.0:0", **tls)
     assert refused.value.field == "metrics_host"
     with pytest.raises(InvalidRequestError) as refused:
-        ControlPlaneConfig(metrics_tls=True)
+        ControlPlaneSettings(metrics_tls=True)
     assert refused.value.field == "metrics_tls"
     for more in (
         {"metrics_tls": True},
@@ -138,4 +138,4 @@ def test_metrics_that_others_could_read_in_the_clear_need_a_word_for_it() -> Non
         {"metrics_port": -1},
         {"insecure": True},
     ):
-        ControlPlaneConfig(bind="0.0.0.0:0", **tls, **more)
+        ControlPlaneSettings(bind="0.0.0.0:0", **tls, **more)

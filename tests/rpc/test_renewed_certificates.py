@@ -17,12 +17,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Tls
 from kvplane.errors import InvalidRequestError
-from kvplane.integrations.router.config import RouterConfig
+from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.program import engine_client
 from kvplane.serving import server as serving
 from kvplane.serving.callers.identity import caller
@@ -102,7 +102,7 @@ def files(tmp_path: Path, pairs: list[tuple[bytes, bytes]]) -> Files:
 @pytest.fixture
 async def server(files: Files) -> AsyncIterator[ControlPlaneServer]:
     server = await ControlPlaneServer.start(
-        ControlPlaneConfig(
+        ControlPlaneSettings(
             bind="127.0.0.1:0",
             plane_bind="127.0.0.1:0",
             metrics_port=0,
@@ -214,7 +214,7 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
     other = Authority(tmp_path / "other")
     own_ca = tmp_path / "own.pem"
     own_ca.write_bytes(authority.ca.read_bytes())
-    config = RouterConfig(engine=ENGINE, engine_ca=own_ca)
+    config = RouterSettings(engine=ENGINE, engine_ca=own_ca)
     async with http_server(files, tmp_path / "port") as address, engine_client(config) as client:
 
         async def is_trusted() -> bool:
@@ -238,7 +238,7 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
             own_ca.write_bytes(content)
             assert await is_trusted() is expected
     with pytest.raises(InvalidRequestError):
-        engine_client(RouterConfig(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
+        engine_client(RouterSettings(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
 
 
 class WhoAmI(
@@ -308,9 +308,9 @@ async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
             config_of(
                 tmp_path,
                 address,
-                control_plane_tls=True,
-                control_plane_ca=authority.ca,
-                control_plane_name=NAME,
+                planes_tls=True,
+                planes_ca=authority.ca,
+                planes_name=NAME,
                 tls_certificate=own.certificate,
                 tls_key=own.key,
             )

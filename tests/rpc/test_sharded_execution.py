@@ -36,8 +36,8 @@ async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path,
     if layout is WINDOWED:  # a quarter of its heads is half a head of the group with a window
         divisions = {"2": by_heads(2), "both": BY_BOTH}
         divisions["layers"] = [
-            {"num_shards": 2, "shard_index": 0, "num_layers": 2},
-            {"num_shards": 2, "shard_index": 1, "first_layer": 2},
+            {"num_shards": 2, "shard_index": 0, "layers": "0:2"},
+            {"num_shards": 2, "shard_index": 1, "layers": "2:"},
         ]
     if layout is LATENT_LIKE:  # four shards have two KV heads: two copies of each
         divisions = {"2": by_heads(2), "4": by_heads(4), "8": by_heads(8)}

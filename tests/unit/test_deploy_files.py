@@ -14,10 +14,10 @@ from unittest.mock import AsyncMock
 import pytest
 import yaml
 
-from control_plane.server.config import ControlPlaneConfig
-from data_plane.server.config import DataPlaneConfig
-from engine.config import GenerateConfig
-from engine.serving.config import ServeConfig
+from control_plane.server.config import ControlPlaneSettings
+from data_plane.server.config import DataPlaneSettings
+from engine.config import GenerateSettings
+from engine.serving.config import ServeSettings
 from examples.load import Load, main
 from kvplane.serving.settings import parse
 
@@ -98,7 +98,7 @@ def test_the_engine_serves_by_the_words_in_the_head_of_the_compose_file(tmp_path
     head = (ROOT / "docker-compose.yml").read_text().replace(" \\\n#", "")
     (words,) = re.findall(r"127.0.0.1:8000:8000 engine serve (.*)", head)
     config = parse(
-        ServeConfig, "engine serve", words.replace("/models/recall", str(tmp_path)).split(), {}
+        ServeSettings, "engine serve", words.replace("/models/recall", str(tmp_path)).split(), {}
     )
     assert config.bind == "0.0.0.0:8000"
     assert config.control_plane == "control-plane:50051"
@@ -118,7 +118,7 @@ def test_every_image_of_ours_is_built_from_a_dockerfile_that_is_there(name: str)
 
 @pytest.mark.parametrize("plane", ["control-plane", "data-plane"])
 def test_a_planes_health_is_asked_where_it_serves_metrics(plane: str) -> None:
-    config = ControlPlaneConfig if plane == "control-plane" else DataPlaneConfig
+    config = ControlPlaneSettings if plane == "control-plane" else DataPlaneSettings
     port = str(config.metrics_port)
     assert SERVICES[plane]["healthcheck"]["test"] == ["CMD", "healthy", port]
     dockerfile = (ROOT / SERVICES[plane]["build"]["dockerfile"]).read_text()
@@ -198,10 +198,10 @@ def test_the_commands_of_the_compose_file_are_settings_that_the_programs_take(
         # The model is a volume of the container; here any folder will do.
         return [word.replace("/models/recall", str(tmp_path)) for word in SERVICES[name]["command"]]
 
-    control = parse(ControlPlaneConfig, "control_plane", command("control-plane"), {})
-    data = parse(DataPlaneConfig, "data_plane", command("data-plane"), {})
+    control = parse(ControlPlaneSettings, "control_plane", command("control-plane"), {})
+    data = parse(DataPlaneSettings, "data_plane", command("data-plane"), {})
     program, *arguments = command("engine")
-    engine = parse(GenerateConfig, f"engine {program}", arguments, {})
+    engine = parse(GenerateSettings, f"engine {program}", arguments, {})
     assert control.bind == "0.0.0.0:50051"
     assert data.control_plane == engine.control_plane == "control-plane:50051"
     assert len(engine.prompts()) == 1
@@ -218,7 +218,7 @@ def test_on_a_gpu_the_data_plane_is_built_with_cuda_given_a_gpu_and_told_to_use_
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
     command = [word for word in SERVICES["data-plane"]["command"] if "model" not in word]
-    config = parse(DataPlaneConfig, "data_plane", [*command, "--model=."], service["environment"])
+    config = parse(DataPlaneSettings, "data_plane", [*command, "--model=."], service["environment"])
     assert config.device == "cuda", "no GPU is then an error and not a slow data plane"
     assert service["image"] != SERVICES["data-plane"]["image"]
 
@@ -232,6 +232,6 @@ def test_prometheus_scrapes_both_planes_where_they_serve_metrics() -> None:
         for target in static["targets"]
     }
     assert targets == {
-        f"control-plane:{ControlPlaneConfig.metrics_port}",
-        f"data-plane:{DataPlaneConfig.metrics_port}",
+        f"control-plane:{ControlPlaneSettings.metrics_port}",
+        f"data-plane:{DataPlaneSettings.metrics_port}",
     }

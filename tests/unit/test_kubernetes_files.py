@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.election.kubernetes_elector import KubernetesElector
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import layout_from_json
 from kvplane.serving.settings import parse
 from tests.helpers.kustomized import Object, objects
@@ -19,7 +19,7 @@ from tests.helpers.kustomized import Object, objects
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 RULES = FOLDER.parent / "prometheus"
 VARIANTS = {name: objects(FOLDER / name) for name in ("base", "fleet", "node")}
-PLANES: dict[str, Any] = {"control-plane": ControlPlaneConfig, "data-plane": DataPlaneConfig}
+PLANES: dict[str, Any] = {"control-plane": ControlPlaneSettings, "data-plane": DataPlaneSettings}
 NAME = "app.kubernetes.io/name"
 # What Kubernetes and the LeaderWorkerSet's controller put into a pod.
 GIVEN = {

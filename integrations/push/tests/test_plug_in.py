@@ -10,7 +10,7 @@ from two_pools import HERE, PUSHING, data_plane, push_of, settings_of, variables
 
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.integrations.push.client import PushClient
-from kvplane.integrations.push.config import PushConfig
+from kvplane.integrations.push.config import PushSettings
 from kvplane.integrations.push.metrics import DECLARATIONS
 from kvplane.integrations.push.stubs import SERVICE
 from kvplane.transport.tls import open_channel
@@ -80,6 +80,6 @@ def test_a_setting_that_is_wrong_is_named(
     wrong: dict[str, str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        PushConfig.read(variables(**wrong))
+        PushSettings.read(variables(**wrong))
     assert ended.value.code == 2
     assert says in capsys.readouterr().err

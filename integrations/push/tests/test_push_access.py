@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from two_pools import HERE, PUSHING, THERE, data_plane, push_of, settings_of, variables
 
-from control_plane.server.config import ControlPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
@@ -49,7 +49,7 @@ class TlsPools(Peers):
             listed("engine-a", "engine-b", "plane").replace('["pool"]', POOLS)
         )
         self.control = await ControlPlaneServer.start(
-            ControlPlaneConfig(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.5, **self.serving())
+            ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.5, **self.serving())
         )
         plane = self.tls("plane")
         self.planes = {}
@@ -59,10 +59,10 @@ class TlsPools(Peers):
                 pool_id,
                 self.control.address,
                 write_layout(self.folder),
-                control_plane_tls=True,
-                control_plane_ca=plane.ca_file,
-                control_plane_name=plane.server_name,
-                control_plane_token_file=plane.token_file,
+                planes_tls=True,
+                planes_ca=plane.ca_file,
+                planes_name=plane.server_name,
+                planes_token_file=plane.token_file,
                 **self.serving(),
             )
             started = data_plane({**PUSHING, "name": str(plane.server_name)}, **values)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.server.config import ControlPlaneConfig
-from data_plane.server.config import DataPlaneConfig
+from control_plane.server.config import ControlPlaneSettings
+from data_plane.server.config import DataPlaneSettings
 from kvplane.errors import InvalidRequestError
 from kvplane.integrations.ray import placement, program
 from kvplane.integrations.ray.placement import FleetShape
@@ -78,13 +78,13 @@ def test_programs_take_what_they_are_started_with() -> None:
     addresses = ["127.0.0.2:50051", "127.0.0.3:50052"]
     *_, shard = placement.shards(shape, "pool-1")
     command = placement.command(shard, "python", "127.0.0.3", "/p", addresses)
-    data = parse(DataPlaneConfig, "data_plane", command[3:], {})
+    data = parse(DataPlaneSettings, "data_plane", command[3:], {})
     assert (data.pool_id, data.num_shards, data.shard_index) == ("pool-1", 2, 1)
     assert data.control_plane == ",".join(addresses)
     assert data.bind == "127.0.0.3:0"
     *_, last = placement.control_planes(shape)
     command = placement.command(last, "python", "127.0.0.3", "/p", [])
-    control = parse(ControlPlaneConfig, "control_plane", command[3:], {})
+    control = parse(ControlPlaneSettings, "control_plane", command[3:], {})
     assert control.bind == "127.0.0.3:50052"
     assert control.election == shape.election
     assert control.port_file == data.port_file == Path("/p")

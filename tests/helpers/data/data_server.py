@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_plane.kernels.backend import Kernels
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor
 from tests.helpers.planning.register_side import RegisterSide
@@ -22,7 +22,7 @@ def write_layout(folder: Path) -> Path:
     return path
 
 
-def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneConfig:
+def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneSettings:
     values: dict[str, Any] = {
         "control_plane": control_plane,
         "bind": "127.0.0.1:0",
@@ -34,7 +34,7 @@ def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneCon
         "metrics_port": -1,
         "grace_s": 1.0,
     }
-    return DataPlaneConfig(**{**values, **settings})
+    return DataPlaneSettings(**{**values, **settings})
 
 
 @asynccontextmanager

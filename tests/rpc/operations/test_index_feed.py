@@ -10,6 +10,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 import grpc.aio
 import pytest
 
+from control_plane import limits
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, ops
 from kvplane.errors import BlockInUseError, PoolNotFoundError, RevisionTooOldError
@@ -149,16 +150,16 @@ async def refusal(world: World, request: pb.WatchPrefixesRequest) -> RevisionToo
     return error
 
 
-async def overrun(start_world) -> tuple[World, Caller]:
-    """A pool that keeps four changes, and its caller."""
-    world = await start_world(num_kept_changes=4)
-    return world, await world.caller()
+@pytest.fixture
+def four_changes(monkeypatch) -> None:
+    """Pools keep four changes."""
+    monkeypatch.setattr(limits, "NUM_KEPT_CHANGES", 4)
 
 
 async def test_a_follower_that_comes_back_too_late_is_told_to_start_again(
-    start_world,
+    four_changes, world
 ) -> None:
-    world, caller = await overrun(start_world)
+    caller = await world.caller()
     async with following(world.client) as follower:
         await caller.admit(1, prompt(1))
         await follower.until(await revision_of(caller))
@@ -177,9 +178,9 @@ async def test_a_follower_that_comes_back_too_late_is_told_to_start_again(
     call.cancel()
 
 
-async def test_a_follower_that_is_overrun_is_told_so_on_its_stream(start_world) -> None:
+async def test_a_follower_that_is_overrun_is_told_so_on_its_stream(four_changes, world) -> None:
     """One step changes more than is kept."""
-    world, caller = await overrun(start_world)
+    caller = await world.caller()
     call = world.stub.WatchPrefixes(pb.WatchPrefixesRequest(pool_id=POOL))
     while not (await asyncio.wait_for(call.read(), 10)).revision:
         pass
@@ -190,9 +191,9 @@ async def test_a_follower_that_is_overrun_is_told_so_on_its_stream(start_world) 
 
 
 async def test_followers_that_are_overrun_again_and_again_end_equal(
-    start_world,
+    four_changes, start_world
 ) -> None:
-    world = await start_world(num_device_blocks=12, num_host_blocks=6, num_kept_changes=4)
+    world = await start_world(num_device_blocks=12, num_host_blocks=6)
     callers = [await world.caller() for _ in range(2)]
     async with following(world.client) as one, following(world.client) as other:
         await churn(world, callers, random.Random(2))

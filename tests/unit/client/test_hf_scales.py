@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import load_layout
 from kvplane.errors import InvalidRequestError
 from kvplane.models.hf import layout_from_hf, scales_from_hf
@@ -100,7 +100,7 @@ def test_only_a_layout_of_8_bits_has_them(tmp_path: Path) -> None:
 
 
 def test_a_data_plane_that_stores_8_bits_takes_them(tmp_path: Path) -> None:
-    config = DataPlaneConfig(model=write(tmp_path, 0.5, 0.25), kv_dtype="float8_e4m3fn")
+    config = DataPlaneSettings(model=write(tmp_path, 0.5, 0.25), kv_dtype="float8_e4m3fn")
     layout = load_layout(config)
     assert (layout.dtype, layout.kv_dtype) == ("float32", "float8_e4m3fn")
     assert layout.groups[0].value_scales == (5.0, 2.5)

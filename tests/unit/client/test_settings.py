@@ -7,15 +7,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from control_plane.server.config import PROGRAM, ControlPlaneConfig
+from control_plane.config import CoreConfig
+from control_plane.server.config import PROGRAM, ControlPlaneSettings
 from kvplane.errors import InvalidRequestError
 from kvplane.release import release
-from kvplane.serving.settings import log_settings, parse, setting
+from kvplane.serving.settings import Settings, log_settings, parse, setting
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,41 @@ class Demanding:
             raise InvalidRequestError("must be even", field="num_rows")
 
 
+@dataclass(frozen=True)
+class Inner:
+    """Part of a program's settings."""
+
+    HEADING: ClassVar[str] = "Inside"
+
+    num_columns: int = setting(3, help="Columns.", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base(Settings):
+    """Settings that are shared."""
+
+    HEADING: ClassVar[str] = "Shared"
+
+    bind: str = setting(help="Where to serve.")
+    port: int = setting(1, help="Which port.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.port < 0:
+            raise InvalidRequestError("must not be negative", field="port")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Base):
+    """Do something with parts."""
+
+    HEADING: ClassVar[str] = "Own"
+
+    bind: str = "here"
+    inner: Inner = field(default_factory=Inner)
+    is_loud: bool = setting(False, help="Say more.")
+
+
 def refusal(
     capsys: pytest.CaptureFixture[str],
     argv: Sequence[str],
@@ -59,7 +96,7 @@ def refusal(
 
 def test_nothing_given_means_the_defaults() -> None:
     assert parse(Config, "some_plane", [], {"PATH": "/bin"}) == Config()
-    assert parse(ControlPlaneConfig, PROGRAM, [], {}) == ControlPlaneConfig()
+    assert parse(ControlPlaneSettings, PROGRAM, [], {}) == ControlPlaneSettings()
 
 
 def test_each_field_is_a_flag_and_a_variable() -> None:
@@ -131,27 +168,53 @@ def test_help_names_every_flag_with_unit_default_and_variable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(ControlPlaneConfig, PROGRAM, ["--help"], {})
+        parse(ControlPlaneSettings, PROGRAM, ["--help"], {})
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(ControlPlaneConfig):
-        assert f"--{field.name.replace('_', '-')} " in text
-        assert f"KVPLANE_CONTROL_PLANE_{field.name.upper()};" in text
+    own = {each.name for each in dataclasses.fields(ControlPlaneSettings)} - {"core"}
+    for name in own | {each.name for each in dataclasses.fields(CoreConfig)}:
+        assert f"--{name.replace('_', '-')} " in text
+        assert f"KVPLANE_CONTROL_PLANE_{name.upper()};" in text
     assert "[unit: s]" in text
     assert "default: 30.0" in text
 
 
-def test_help_has_a_class_headings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_help_lists_settings_under_the_heading_of_the_class_that_declares_them(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(Demanding, "HELP_GROUPS", {"The rows": ("num_rows",)}, raising=False)
     with pytest.raises(SystemExit):
-        parse(Demanding, "program", ["--help"], {})
+        parse(Whole, "program", ["--help"], {})
     text = capsys.readouterr().out
-    places = [text.index(part) for part in ("The rows:", "--num-rows", "Options:", "--model")]
+    wanted = ("Inside:", "--num-columns", "Own:", "--is-loud", "Shared:", "--bind", "--port")
+    places = [text.index(part) for part in (*wanted, "Options:", "--help")]
     assert places == sorted(places)
-    assert text.count("--num-rows") == 1
-    assert "--help" in text[places[2] :]
+    assert text.count("--bind") == 1
+    assert "default: here" in text, "a subclass may give another default"
+
+
+def test_settings_of_a_part_and_of_a_base_are_flags_of_the_whole(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert parse(Whole, "program", [], {}) == Whole()
+    given = parse(Whole, "program", ["--num-columns", "5"], {"KVPLANE_PROGRAM_PORT": "7"})
+    assert given == Whole(port=7, inner=Inner(5))
+    with pytest.raises(SystemExit):
+        parse(Whole, "program", ["--port", "-1"], {})
+    assert "port: must not be negative" in capsys.readouterr().err
+    caplog.set_level(logging.INFO)
+    log_settings(given, logging.getLogger("some"))
+    assert "bind='here' port=7 num_columns=5 is_loud=False" in caplog.text
+
+
+def test_a_field_that_is_no_setting_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Bare:
+        """Do nothing."""
+
+        num_rows: int = 3
+
+    with pytest.raises(TypeError, match="num_rows of Bare"):
+        parse(Bare, "program", [], {})
 
 
 @pytest.mark.parametrize(
@@ -170,7 +233,7 @@ def test_the_control_plane_refuses_settings_that_do_not_go_together(
     capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(ControlPlaneConfig, PROGRAM, argv, {})
+        parse(ControlPlaneSettings, PROGRAM, argv, {})
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from control_plane import limits
 from control_plane.config import CoreConfig
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
@@ -14,10 +15,6 @@ from tests.helpers.core.core_messages import POOL
 from tests.helpers.core.core_model import World
 
 
-def world_of(**settings: float) -> World:
-    return World(config=CoreConfig(watermark=0.0, **settings))  # type: ignore[arg-type]
-
-
 def hello(world: World, pool_id: str) -> rpb.Hello:
     """Of a data plane of another pool."""
     said = DataPlane(world, 0, 1, 4, 0).hello()
@@ -25,8 +22,12 @@ def hello(world: World, pool_id: str) -> rpb.Hello:
     return said
 
 
-def test_pools_are_bounded_until_one_without_data_planes_is_forgotten() -> None:
-    world = world_of(max_pools=2, pool_expiry_s=100.0)
+def test_pools_are_bounded_until_one_without_data_planes_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_POOLS", 2)
+    monkeypatch.setattr(limits, "POOL_EXPIRY_S", 100.0)
+    world = World()
     other = hello(world, "other")
     world.core.register(other)
     with pytest.raises(QuotaExceededError) as refused:
@@ -43,8 +44,11 @@ def test_pools_are_bounded_until_one_without_data_planes_is_forgotten() -> None:
     world.core.register(hello(world, "third"))
 
 
-def test_a_pool_whose_data_plane_came_back_is_not_forgotten() -> None:
-    world = world_of(pool_expiry_s=100.0)
+def test_a_pool_whose_data_plane_came_back_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "POOL_EXPIRY_S", 100.0)
+    world = World()
     for _ in range(3):
         world.shards[0].leave()
         world.core.tick()
@@ -55,8 +59,11 @@ def test_a_pool_whose_data_plane_came_back_is_not_forgotten() -> None:
     assert world.core.pool_ids() == [POOL]
 
 
-def test_namespaces_of_a_tenant_are_bounded_while_they_hold_something() -> None:
-    world = world_of(max_tenant_namespaces=2)
+def test_namespaces_of_a_tenant_are_bounded_while_they_hold_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_TENANT_NAMESPACES", 2)
+    world = World()
     first, second = world.engine(namespace="a"), world.engine(namespace="b")
     with pytest.raises(QuotaExceededError) as refused:
         world.engine(namespace="c")
@@ -77,8 +84,11 @@ def test_namespaces_of_a_tenant_are_bounded_while_they_hold_something() -> None:
     first.renew()
 
 
-def test_no_session_is_opened_while_too_many_have_not_been_fenced() -> None:
-    world = world_of(max_unfenced_sessions=3)
+def test_no_session_is_opened_while_too_many_have_not_been_fenced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_UNFENCED_SESSIONS", 3)
+    world = World()
     for _ in range(3):
         world.engine().close()
     with pytest.raises(PoolNotReadyError) as refused:
@@ -88,8 +98,9 @@ def test_no_session_is_opened_while_too_many_have_not_been_fenced() -> None:
     world.engine()
 
 
-def test_followers_are_bounded() -> None:
-    world = world_of(max_followers=1)
+def test_followers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_FOLLOWERS", 1)
+    world = World()
     request = ppb.WatchPrefixesRequest(pool_id=POOL)
     follower = world.core.follow(request, "tenant", lambda: None)
     with pytest.raises(QuotaExceededError):
@@ -99,7 +110,7 @@ def test_followers_are_bounded() -> None:
 
 
 def test_blocks_are_bounded_over_all_pools() -> None:
-    world = world_of(max_blocks=28)  # of which the world's own data plane has 24
+    world = World(config=CoreConfig(max_blocks=28))  # of which the world's own data plane has 24
     other = hello(world, "other")
     other.num_device_blocks = 5
     with pytest.raises(QuotaExceededError) as refused:

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from control_plane.config import CoreConfig
+from control_plane import limits
 from control_plane.watching import Follower
 from kvplane import ops
 from kvplane.errors import BlockInUseError, InvalidRequestError, RevisionTooOldError
@@ -135,8 +135,9 @@ def test_it_sees_its_own_tenant_and_namespace_alone() -> None:
     assert {tier for _, tier in copies[0].held} == {DEVICE}
 
 
-def test_one_that_is_too_slow_has_to_start_again() -> None:
-    world = World(config=CoreConfig(watermark=0.0, num_kept_changes=4))
+def test_one_that_is_too_slow_has_to_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NUM_KEPT_CHANGES", 4)
+    world = World()
     copy = Copy(world)
     copy.catch_up()
     for i in range(5):

@@ -20,7 +20,7 @@ from data_plane.kernels.backends.cpu import CpuKernels, cpu_isa
 from data_plane.kernels.device.devices import Machine, choose_device, this_machine, with_index
 from data_plane.memory import pool
 from data_plane.memory import sizing as memory
-from data_plane.server.config import DataPlaneConfig
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.server import build_executor
 from kvplane.errors import InvalidRequestError, NeverFitsError
@@ -104,7 +104,7 @@ def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
 ) -> None:
     metrics = DataPlaneMetrics("p")
     with caplog.at_level(logging.INFO, logger="data_plane"):
-        executor = build_executor(DataPlaneConfig(layout=layout_file, num_device_blocks=1))
+        executor = build_executor(DataPlaneSettings(layout=layout_file, num_device_blocks=1))
     metrics.watch(executor, lambda: 0)
     text = generate_latest(metrics.registry).decode()
     device = str(choose_device("auto", this_machine))

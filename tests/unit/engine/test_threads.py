@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.serving.config import ServeConfig
+from engine.serving.config import ServeSettings
 from engine.serving.server import run
 from engine.threads import tune_torch, waiting
 
@@ -49,12 +49,12 @@ def test_a_server_loads_its_model_in_a_thread_that_ends(
 ) -> None:
     loaded_in: list[threading.Thread] = []
 
-    def load(config: ServeConfig) -> None:
+    def load(config: ServeSettings) -> None:
         loaded_in.append(threading.current_thread())
         raise FileNotFoundError(config.model)
 
     monkeypatch.setattr("engine.llm.LLM.from_config", load)
     monkeypatch.setattr("engine.serving.server.logs.setup", lambda *settings: None)
     with pytest.raises(FileNotFoundError):
-        run(ServeConfig(model=tmp_path))
+        run(ServeSettings(model=tmp_path))
     assert not loaded_in[0].is_alive()

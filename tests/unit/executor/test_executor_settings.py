@@ -16,7 +16,7 @@ import torch
 from data_plane import Executor
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory import sizing as memory
-from data_plane.server.config import PROGRAM, DataPlaneConfig
+from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.server import build_executor, layout_from_json
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
@@ -52,7 +52,6 @@ def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
-        ("model", {}),
         ("model", {"model": Path("m"), "layout": Path("l")}),
         ("bind", {"model": Path("m"), "bind": "nonsense"}),
         ("bind", {"model": Path("m"), "bind": "127.0.0.1:99999"}),
@@ -66,13 +65,13 @@ def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
 )
 def test_settings_that_contradict_are_refused(field: str, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        DataPlaneConfig(**settings)
+        DataPlaneSettings(**settings)
     assert caught.value.field == field
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:0"])
 def test_a_device_without_kernels_is_refused(layout_file: Path, device: str) -> None:
-    config = DataPlaneConfig(layout=layout_file, device=device, num_device_blocks=1)
+    config = DataPlaneSettings(layout=layout_file, device=device, num_device_blocks=1)
     with pytest.raises(InvalidRequestError) as caught:
         build_executor(config)
     assert caught.value.field == "device"
@@ -83,14 +82,13 @@ def test_the_pool_is_measured_when_its_size_is_not_given(
 ) -> None:
     block_bytes = LAYOUT.block_bytes()
     monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: 100 * block_bytes)
-    config = DataPlaneConfig(
+    config = DataPlaneSettings(
         layout=layout_file,
         memory_utilization=0.5,
         num_host_blocks=10,
-        reserve_bytes=5 * block_bytes - 1,
     )
     executor = build_executor(config)
-    assert executor.pools.device_tier.shape[0] == 35
+    assert executor.pools.device_tier.shape[0] == 40
     assert executor.pools.host_tier.shape[0] == 10
 
 
@@ -155,31 +153,39 @@ def test_a_tensor_in_shared_memory_is_refused() -> None:
 
 
 def test_the_epoch_is_a_setting(layout_file: Path) -> None:
-    config = DataPlaneConfig(layout=layout_file, num_device_blocks=1, device="cpu", epoch=77)
+    config = DataPlaneSettings(layout=layout_file, num_device_blocks=1, device="cpu", epoch=77)
     assert build_executor(config).epoch == 77
+
+
+def test_bad_settings_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(DataPlaneSettings, PROGRAM, ["--num-device-blocks=-1", "--model=m"], {})
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "--num-device-blocks" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("argument", "complaint"),
-    [(["--num-device-blocks=-1", "--model=m"], "--num-device-blocks"), ([], "model")],
+    [([], "give either --model or --layout"), (["--layout=/nowhere.json"], "cannot be read")],
 )
-def test_bad_settings_are_refused_in_one_line(
-    capsys: pytest.CaptureFixture[str], argument: list[str], complaint: str
+def test_the_program_refuses_a_layout_that_is_not_there_in_one_line(
+    argument: list[str], complaint: str
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(DataPlaneConfig, PROGRAM, argument, {})
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert complaint in said
-    assert said.count("\n") == 1
-
-
-def test_the_program_refuses_a_layout_that_is_not_there_in_one_line() -> None:
-    command = [sys.executable, "-m", "data_plane", "--log-level=error", "--layout=/nowhere.json"]
+    command = [sys.executable, "-m", "data_plane", "--log-level=error", *argument]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "layout" in result.stderr
+    assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["3", "0:0", ":2", ":", "-1:2", "0:2:4", "a:b"])
+@pytest.mark.parametrize("field", ["layers", "kv_heads"])
+def test_a_range_of_a_shard_is_first_and_count(field: str, text: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        DataPlaneSettings(**{field: text})  # type: ignore[arg-type]
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize("field", ["num_device_blocks", "num_host_blocks"])
@@ -188,7 +194,7 @@ def test_a_pool_that_does_not_fit_says_what_it_takes_and_what_is_there(
     layout_file: Path, field: str, num_blocks: int
 ) -> None:
     blocks = {"num_device_blocks": 1, field: num_blocks}
-    config = DataPlaneConfig(layout=layout_file, device="cpu", **blocks)  # type: ignore[arg-type]
+    config = DataPlaneSettings(layout=layout_file, device="cpu", **blocks)  # type: ignore[arg-type]
     with pytest.raises(NeverFitsError, match=r"take \d+ bytes, \d+ are available") as refused:
         build_executor(config)
     assert refused.value.field == field
@@ -200,9 +206,9 @@ def test_a_pool_leaves_the_kernels_what_they_need(
     block_bytes = LAYOUT.block_bytes()
     monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: 100 * block_bytes)
     monkeypatch.setattr(CpuKernels, "scratch_bytes", 40 * block_bytes)
-    build_executor(DataPlaneConfig(layout=layout_file, device="cpu", num_device_blocks=60))
+    build_executor(DataPlaneSettings(layout=layout_file, device="cpu", num_device_blocks=60))
     with pytest.raises(NeverFitsError, match="are available") as refused:
-        build_executor(DataPlaneConfig(layout=layout_file, device="cpu", num_device_blocks=61))
+        build_executor(DataPlaneSettings(layout=layout_file, device="cpu", num_device_blocks=61))
     assert refused.value.field == "num_device_blocks"
 
 
@@ -214,7 +220,7 @@ def test_the_memory_of_a_pool_is_there_from_the_start(layout_file: Path) -> None
     num_bytes = 1 << 27
     num_blocks = num_bytes // Shard.whole(LAYOUT).block_bytes(LAYOUT)
     before = resident_bytes()
-    config = DataPlaneConfig(layout=layout_file, device="cpu", num_device_blocks=num_blocks)
+    config = DataPlaneSettings(layout=layout_file, device="cpu", num_device_blocks=num_blocks)
     executor = build_executor(config)
     assert resident_bytes() - before >= 0.9 * num_bytes
     assert executor.pools.device_tier.nbytes >= 0.9 * num_bytes

@@ -6,6 +6,7 @@ import hashlib
 
 import pytest
 
+from control_plane import limits
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.observing import PoolObservation
@@ -20,7 +21,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT, half, hello, report
 
 TENANT = "default"
-TIMEOUT_S = 30.0
+TIMEOUT_S = limits.RECEIPT_TIMEOUT_S
 
 
 class World:
@@ -30,7 +31,7 @@ class World:
         self.now_s = 1000.0
         self.core = ControlPlane(
             incarnation=1,
-            config=CoreConfig(receipt_timeout_s=TIMEOUT_S, lease_s=10_000.0),
+            config=CoreConfig(lease_s=10_000.0),
             clock=lambda: self.now_s,
         )
         self.num_shards = num_shards

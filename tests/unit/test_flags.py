@@ -1,0 +1,74 @@
+"""How many flags each program has, and that each is declared once."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from control_plane.server.config import ControlPlaneSettings
+from data_plane.server.config import DataPlaneSettings
+from engine.config import GenerateSettings, PrintLayoutSettings
+from engine.serving.config import ServeSettings
+from kvplane.integrations.router.config import RouterSettings
+from kvplane.serving.settings import parse
+
+ENGINE = (GenerateSettings, ServeSettings, PrintLayoutSettings)
+PROGRAMS = (ControlPlaneSettings, DataPlaneSettings, RouterSettings, *ENGINE)
+FLAG = re.compile(r"^  (--[a-z-]+)", re.MULTILINE)
+HEADING = re.compile(r"^(\S.*):$", re.MULTILINE)
+
+
+def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
+    """What ``--help`` lists, by heading."""
+    with pytest.raises(SystemExit):
+        parse(config_class, "program", ["--help"], {})
+    _, *parts = HEADING.split(capsys.readouterr().out)
+    return {heading: FLAG.findall(part) for heading, part in zip(*[iter(parts)] * 2, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("programs", "most"), [((ControlPlaneSettings,), 35), ((DataPlaneSettings,), 45), (ENGINE, 50)]
+)
+def test_programs_have_at_most_so_many_flags(
+    programs: tuple[type, ...], most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {flag for each in programs for of in sections(each, capsys).values() for flag in of}
+    flags = found - {"--help", "--version"}
+    assert len(flags) <= most, f"{len(flags)} flags: {sorted(flags)}"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_has_groups_that_can_be_read_at_once(
+    program: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = sections(program, capsys)
+    assert found.pop("Options") == ["--version", "--help"]
+    assert max(map(len, found.values())) <= 16
+
+
+def declarations(config_class: type) -> Iterator[tuple[str, type]]:
+    """Yield name and class of each declaration of a setting; a new default alone is none."""
+    for base in filter(dataclasses.is_dataclass, config_class.__mro__):
+        fields = {each.name: each for each in dataclasses.fields(base)}
+        for name in inspect.get_annotations(base):
+            if name in fields and fields[name].metadata:
+                yield name, base
+            elif name in fields and fields[name].default_factory is not dataclasses.MISSING:
+                yield from declarations(fields[name].default_factory)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_has_one_declaration_of_each_setting(program: type) -> None:
+    names = [name for name, _ in declarations(program)]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_no_declaration_is_copied_from_another_class() -> None:
+    """Two settings of one name differ in what they mean."""
+    found = {each for program in PROGRAMS for each in declarations(program)}
+    texts = [base.__dataclass_fields__[name].metadata["help"] for name, base in found]
+    assert sorted(texts) == sorted(set(texts))
