@@ -15,12 +15,10 @@ ON_PUSH = {
     "nobody writes a shared or published block": (
         ("test_data_mutants.py", "published_write_allowed"),
         ("test_data_mutants.py", "repeated_layers_write_what_was_published"),
-        ("test_pass_mutants.py", "a_layer_of_another_pass_runs"),
     ),
     "publish after write": (("test_data_mutants.py", "receipt_given_early"),),
     "reuse after quiet": (("test_data_mutants.py", "fenced_ordinals_forgotten"),),
     "all or nothing": (("test_data_mutants.py", "refused_plans_not_undone"),),
-    "exact prefixes": (("test_conformance_mutants.py", "namespaces_are_not_kept_apart"),),
     "three answers": (("test_core_mutants.py", "headroom_in_an_empty_pool"),),
     "stale references are refused": (
         ("test_data_mutants.py", "verification_skipped"),
@@ -45,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         place = (item.path.name, item.name.partition("[")[2].removesuffix("]"))
         if place in faults:
             found.add(place)
-        elif item.path.name != "test_faults_apply.py":
+        elif item.path.name not in ("test_mutants.py", "test_machines.py"):
             item.add_marker(pytest.mark.nightly)
     whole = {item.path.name for item in here} if not any("::" in arg for arg in config.args) else ()
     lost = sorted(place for place in faults - found if place[0] in whole)

@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from tests.helpers.source_faults import Fault, assert_noticed
+from tests.mutants.fault import Fault
 
 TESTS = "tests/rpc/test_renewed_certificates.py"
-FAULTS = {
-    "files_are_read_once": Fault(
-        "kvplane/transport/renewed.py", "if stamps == self._stamps:", "if True:", TESTS
+FAULTS = (
+    Fault(
+        "files_are_read_once",
+        "kvplane/transport/renewed.py",
+        "if stamps == self._stamps:",
+        "if True:",
+        TESTS,
     ),
-    "a_certificate_is_taken_without_its_key": Fault(
+    Fault(
+        "a_certificate_is_taken_without_its_key",
         "kvplane/serving/certificates.py",
         "    server_context(tls.certificate, tls.key, tls.client_ca)\n",
         "",
         TESTS,
     ),
-    "a_client_takes_a_certificate_without_its_key": Fault(
+    Fault(
+        "a_client_takes_a_certificate_without_its_key",
         "kvplane/transport/tls.py",
         "            server_context(tls.cert_file, tls.key_file)\n",
         "            pass\n",
         TESTS,
     ),
-    "a_data_plane_keeps_its_first_certificate": Fault(
+    Fault(
+        "a_data_plane_keeps_its_first_certificate",
         "data_plane/server/registration_client.py",
         "                await self._reopen()\n",
         "",
         TESTS,
     ),
-    "connections_keep_the_first_context": Fault(
-        "kvplane/transport/renewed.py", "    context.sni_callback = renew\n", "", TESTS
+    Fault(
+        "connections_keep_the_first_context",
+        "kvplane/transport/renewed.py",
+        "    context.sni_callback = renew\n",
+        "",
+        TESTS,
     ),
-    "a_router_keeps_the_first_authority": Fault(
+    Fault(
+        "a_router_keeps_the_first_authority",
         "kvplane/transport/renewed.py",
         "return self._renewed.get().wrap_bio(",
         "return self._renewed._value.wrap_bio(",
         TESTS,
     ),
-    "a_router_trusts_former_authorities": Fault(
+    Fault(
+        "a_router_trusts_former_authorities",
         "kvplane/transport/renewed.py",
         "self._renewed = Renewed(lambda: ssl.create_default_context(cafile=ca), [ca])",
         "kept = ssl.create_default_context()\n"
         "        self._renewed = Renewed(lambda: kept.load_verify_locations(ca) or kept, [ca])",
         TESTS,
     ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_the_tests_catch(fault: Fault, tmp_path: Path) -> None:
-    assert_noticed(fault, tmp_path)
+)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from tests.helpers.source_faults import Fault, assert_noticed
+from tests.mutants.fault import Fault
 
 CALLS = "tests/rpc/test_data_service.py"
 LOCAL = "tests/rpc/test_local_executions.py"
@@ -16,9 +12,10 @@ BLOCKS = "data_plane/server/block_service.py"
 FILES = "tests/rpc/test_file_tier.py"
 PLANS = "data_plane/execution/plan_runner.py"
 
-FAULTS = {
-    **{
-        f"a_call_that_only_writes_takes_{field}": Fault(
+FAULTS = (
+    *(
+        Fault(
+            f"a_call_that_only_writes_takes_{field}",
             SERVICE,
             'fields = ("query", "options", "output")',
             f'fields = {{"query", "options", "output"}} - {{"{field}"}}',
@@ -26,26 +23,34 @@ FAULTS = {
             f"other_half and {field}",
         )
         for field in ("query", "options", "output")
-    },
-    "a_call_that_only_attends_takes_a_key": Fault(
-        SERVICE, '("key", "value")', '("value",)', CALLS, "other_half and PagedAttention-key"
     ),
-    "a_layer_of_a_stream_brings_its_plan": Fault(
+    Fault(
+        "a_call_that_only_attends_takes_a_key",
+        SERVICE,
+        '("key", "value")',
+        '("value",)',
+        CALLS,
+        "other_half and PagedAttention-key",
+    ),
+    Fault(
+        "a_layer_of_a_stream_brings_its_plan",
         STREAM,
         'refuse_fields(request, ["grant", "plan"], why, "layer.")',
         'refuse_fields(request, ["grant"], why, "layer.")',
         CALLS,
         "stays_open",
     ),
-    "a_plan_of_a_stream_brings_its_grant": Fault(
+    Fault(
+        "a_plan_of_a_stream_brings_its_grant",
         STREAM,
         'refuse_fields(request, ["grant"], "the stream was opened with a grant", "plan.")',
         "pass",
         CALLS,
         "stays_open",
     ),
-    **{
-        f"a_layer_that_was_not_written_is_attended, {only}": Fault(
+    *(
+        Fault(
+            f"a_layer_that_was_not_written_is_attended, {only}",
             PLANS,
             'run.progress.is_written(index),\n            f"layer',
             'True,\n            f"layer',
@@ -57,8 +62,9 @@ FAULTS = {
             (CALLS, "in_one_that_was_written"),
             (LOCAL, "attends_in_the_region"),
         )
-    },
-    "a_count_of_files_writes_them": Fault(
+    ),
+    Fault(
+        "a_count_of_files_writes_them",
         BLOCKS,
         "return pb.LoadFileBlocksResponse(num_blocks=num_blocks)",
         "request.sequence_id = 9\n"
@@ -66,45 +72,63 @@ FAULTS = {
         FILES,
         "without_a_plan",
     ),
-    "a_count_of_files_takes_a_sequence": Fault(
+    Fault(
+        "a_count_of_files_takes_a_sequence",
         BLOCKS,
         'if not request.HasField("plan") and request.sequence_id:',
         "if False:",
         FILES,
         "without_a_plan",
     ),
-    "an_answer_has_the_entries_from_the_first_on": Fault(
+    Fault(
+        "an_answer_has_the_entries_from_the_first_on",
         "data_plane/plans/tables/block_tables.py",
         "return Table(self.tier_key, self.blocks[entries], self.generations[entries])",
         "return self.part(int(entries[0]), int(entries[0]) + len(entries))",
         CALLS,
         "any_entries",
     ),
-    "slots_are_counted_from_the_first_entry_on": Fault(
+    Fault(
+        "slots_are_counted_from_the_first_entry_on",
         "data_plane/plans/contents/written_slots.py",
         "begins = entries * block_size",
         "begins = (entries[0] + np.arange(len(counts))) * block_size",
         "tests/unit/executor/test_written_slots.py",
         "in_any_order",
     ),
-    **{
-        f"what_is_for_later_is_passed_over, {fields}": Fault(
-            BLOCKS, f"refuse_fields(request, {fields}, _LATER)", "pass", CALLS, "refused_by_name"
+    *(
+        Fault(
+            f"what_is_for_later_is_passed_over, {fields}",
+            BLOCKS,
+            f"refuse_fields(request, {fields}, _LATER)",
+            "pass",
+            CALLS,
+            "refused_by_name",
         )
         for fields in ('("pin_grant", "output", "keys")', '("num_bytes", "keys")')
-    },
-    "blocks_of_two_sequences_are_written_to_one": Fault(
-        BLOCKS, "if len(others):", "if False:", CALLS, "refused_by_name"
     ),
-    "entries_of_a_write_have_gaps": Fault(
-        BLOCKS, "if len(apart):", "if False:", CALLS, "refused_by_name"
+    Fault(
+        "blocks_of_two_sequences_are_written_to_one",
+        BLOCKS,
+        "if len(others):",
+        "if False:",
+        CALLS,
+        "refused_by_name",
     ),
-    "a_single_call_is_of_any_plan": Fault(
-        STREAM, "if not request.plan_number:", "if True:", CALLS, "its_plan_and_its_pass"
+    Fault(
+        "entries_of_a_write_have_gaps",
+        BLOCKS,
+        "if len(apart):",
+        "if False:",
+        CALLS,
+        "refused_by_name",
     ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_test_of_calls_notices(name: str, tmp_path: Path) -> None:
-    assert_noticed(FAULTS[name], tmp_path)
+    Fault(
+        "a_single_call_is_of_any_plan",
+        STREAM,
+        "if not request.plan_number:",
+        "if True:",
+        CALLS,
+        "its_plan_and_its_pass",
+    ),
+)
