@@ -85,5 +85,6 @@ def assert_noticed(fault: Fault, tree: Path) -> None:
                 cwd=tree,
                 env={"PYTHONPATH": path},
             )
-            fails, said = done.returncode == TESTS_FAILED, done.stdout
+            # A crash is a failure, too.
+            fails, said = done.returncode < 0 or done.returncode == TESTS_FAILED, done.stdout
         assert fails, said
