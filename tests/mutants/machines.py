@@ -87,11 +87,11 @@ class ThreadPoolCallers:
 class SimulatedGpu:
     """Tests of the tree on a simulated GPU."""
 
-    test: str
+    tests: tuple[str, ...]
     only: str
 
     def __call__(self, tree: Path) -> tuple[bool, str]:
-        words = (*PYTEST, "-x", self.test, "-k", self.only)
+        words = (*PYTEST, "-x", *self.tests, "-k", self.only)
         with tempfile.TemporaryDirectory() as out:
             done = run_on_simulated_gpu(*words, out=Path(out), root=tree)
         return done.returncode == TESTS_FAILED, done.stdout + done.stderr
@@ -101,7 +101,7 @@ class SimulatedGpu:
 class CpuModule:
     """Tests with the tree's module ``kvplane_kernels``, which is built without CUDA."""
 
-    test: str
+    tests: tuple[str, ...]
     only: str
 
     def __call__(self, tree: Path) -> tuple[bool, str]:
@@ -115,7 +115,7 @@ class CpuModule:
             command, env=os.environ | {"PATH": path, "KVPLANE_CUDA": "OFF"}, check=False
         )
         assert made.returncode == 0
-        return _tests_fail(site, self.test, "-k", self.only)
+        return _tests_fail(site, *self.tests, "-k", self.only)
 
 
 @dataclass(frozen=True)

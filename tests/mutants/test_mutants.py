@@ -15,6 +15,13 @@ FAULTS = all_faults()
 PUSHED = {key for keys in ON_PUSH.values() for key in keys}
 
 
+def tests_of(fault: Fault) -> list[str]:
+    """Return the ids of the tests that must notice it, without those of machines that have none."""
+    if isinstance(fault.killed_by, str):
+        return fault.killed_by.split(" + ")
+    return list(getattr(fault.killed_by, "tests", ()))
+
+
 @pytest.fixture(scope="session")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_tree(tmp_path_factory.mktemp("mutants") / "tree")
@@ -44,6 +51,18 @@ def test_what_a_fault_replaces_is_once_in_its_file() -> None:
         except (AssertionError, FileNotFoundError) as error:
             stale.append(f"{key}: {error}")
     assert not stale
+
+
+def test_what_must_notice_a_fault_exists() -> None:
+    lost = []
+    for key, fault in FAULTS.items():
+        for test in tests_of(fault):
+            file, _, name = test.partition("::")
+            path = ROOT / file
+            function = f"def {name.partition('[')[0]}("
+            if not path.exists() or (name and function not in path.read_text()):
+                lost.append(f"{key}: {test}")
+    assert not lost
 
 
 def test_what_a_fault_of_the_fuzzer_replaces_is_once_in_its_file() -> None:

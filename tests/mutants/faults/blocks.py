@@ -15,7 +15,7 @@ CORE = NativeCore(
         "tests/unit/blocks/test_touched.py",
         *(
             f"tests/unit/blocks/test_native_{name}.py"
-            for name in ("admit", "growth", "tokens", "tiers", "aborts", "input", "plain", "walk")
+            for name in ("admit", "growth", "tokens", "tiers", "aborts", "input", "walk")
         ),
     )
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 from tests.mutants.machines import SimulatedGpu
 
-DATA_PLANE = SimulatedGpu("tests/kernels/on_gpu_data_plane.py", "random_plans")
-PLANE_CACHE = SimulatedGpu("tests/gpu_sim/on_gpu_plane_cache.py", "greedy_with_padding")
+DATA_PLANE = SimulatedGpu(("tests/kernels/on_gpu_data_plane.py",), "random_plans")
+PLANE_CACHE = SimulatedGpu(("tests/gpu_sim/on_gpu_plane_cache.py",), "greedy_with_padding")
 
 FAULTS = (
     Fault(

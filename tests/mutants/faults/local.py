@@ -15,6 +15,7 @@ ENDPOINT = "data_plane/server/local/endpoint.py"
 CONNECTION = "data_plane/server/local/connection.py"
 STREAM = "data_plane/server/execute_stream.py"
 SERVED = "csrc/local/served_layers.h"
+SERVED_LAYERS = "tests/unit/executor/test_served_layers.py"
 
 FAULTS = (
     Fault(
@@ -246,7 +247,7 @@ FAULTS = (
         "tests/rpc/test_sdk_execution.py",
     ),
     *(
-        Fault(name, SERVED, old, new, CpuModule("tests/unit/executor/test_served_layers.py", test))
+        Fault(name, SERVED, old, new, CpuModule((SERVED_LAYERS,), test))
         for name, old, new, test in (
             (
                 "waits_are_impatient",
