@@ -16,7 +16,8 @@ from tests.mutants.fault import Fault
 ROOT: Final = Path(__file__).parents[2]
 PARTS: Final = (
     *("kvplane", "control_plane", "data_plane", "engine", "integrations", "csrc"),
-    *("deploy", "examples", "models", "scripts", "tests", "conftest.py", "pyproject.toml"),
+    *("benchmarks", "deploy", "examples", "models", "scripts", "tests"),
+    *("conftest.py", "pyproject.toml"),
 )
 INSIDE_KVPLANE: Final = ("engine", "integrations")  # see setup.py
 
