@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.mutants.fault import Fault, first
-from tests.mutants.faults.core import ANYWHERE, APPEND, FENCED, FENCED_AT_ONCE
+from tests.mutants.faults.core import ANYWHERE, APPEND
 from tests.mutants.faults.data import END_ALL, KEEPS, NAMED
 
 CORE, REGISTRATION = "control_plane/core.py", "control_plane/registration/registration.py"
@@ -168,7 +168,6 @@ FAULTS = (
         "            and _is_same_run(",
         WALK,
     ),
-    Fault("fence_not_awaited", "control_plane/pools/pool.py", FENCED, FENCED_AT_ONCE, WALK),
     Fault("tokens_taken_by_sequence_id", DEFERRED, TAKES, TAKES_BY_ID, WALK),
     Fault(  # A data plane keeps a publication of a generation that its block no longer has.
         "stale_publication_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", WALK
