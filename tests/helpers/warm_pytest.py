@@ -53,15 +53,6 @@ def run_pytest(
         return subprocess.CompletedProcess(listed, int(answer), Path(out.name).read_text())
 
 
-def assert_noticed(plugin: Path, fault: str, tests: str) -> None:
-    """Plant the fault that $FAULT names, by a plugin of pytest; the tests must fail with it."""
-    path = os.pathsep.join(map(str, (plugin.parent, ROOT)))
-    env = {"FAULT": fault, "PYTHONPATH": path}
-    done = run_pytest("-p", plugin.stem, "-m", "not nightly", tests, cwd=ROOT, env=env)
-    assert done.returncode == TESTS_FAILED, done.stdout
-    assert "1 failed" in done.stdout
-
-
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """Return the process that forks. It ends when this one does, as its standard input ends."""

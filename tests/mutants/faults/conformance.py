@@ -1,0 +1,256 @@
+"""The tests of the control plane's operations over a socket fail when a step is taken out of a copy
+of the tree.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+SHARING = "control_plane/sharing/sharing.py"
+PREFIXES = "control_plane/prefixes.py"
+YIELDING = "tests/rpc/operations/test_yielding.py"
+RETENTIONS = "tests/rpc/operations/test_retained_and_forgotten.py"
+NAMESPACES = "tests/rpc/operations/test_kept_apart.py"
+WATCH = "tests/rpc/operations/test_index_feed.py"
+FORGERIES = "tests/attacks/test_forgeries.py"
+QUESTIONS = "tests/rpc/operations/test_cached_prefixes.py"
+TOLD = "tests/rpc/test_told_streams.py"
+SHARERS = "tests/unit/core/test_many_sharers.py"
+
+FAULTS = (
+    Fault(
+        "what_was_written_goes_with_who_is_cut",
+        SHARING,
+        "            session.native.cut(session.handle, sequence_id)\n",
+        "            session.native.cut(session.handle, sequence_id)\n"
+        "            session.native.forget_roots([session.root], True)\n",
+        YIELDING,
+    ),
+    Fault(
+        "every_stream_is_looked_at",
+        "control_plane/server/registration_server.py",
+        "        for key in self._core.take_notified():\n",
+        "        self._core.take_notified()\n        for key in [*self._streams]:\n",
+        TOLD,
+    ),
+    Fault(
+        "who_has_to_yield_is_not_told",
+        SHARING,
+        "member.notify_pressure(family, decision.num_blocks, decision.deadline_s - now_s)",
+        "pass",
+        YIELDING,
+    ),
+    Fault(
+        "news_are_not_pushed",
+        "control_plane/server/service.py",
+        "stream = self._step_streams.get(session_id)\n            if stream is not None:",
+        "stream = None\n            if stream is not None:",
+        YIELDING,
+    ),
+    Fault(
+        "who_was_cut_is_unknown",
+        "control_plane/steps/failures.py",
+        "case _native.NOT_FOUND if a in member.revoked",
+        "case _native.NOT_FOUND if False",
+        YIELDING,
+        "revoked",
+    ),
+    Fault(
+        "growth_cuts_nobody",
+        "control_plane/admission/victims.py",
+        "        (num_for_growth, _juniors(turns, blocked)),\n",
+        "",
+        YIELDING,
+        "growth",
+    ),
+    Fault(
+        "turns_do_not_end",
+        "control_plane/admission/victims.py",
+        "is_past = ends_s < now_s",
+        "is_past = False",
+        YIELDING,
+        "turn",
+    ),
+    Fault(
+        "who_frees_enough_is_cut_all_the_same",
+        "control_plane/admission/victims.py",
+        "            if num_found >= num_lacking:\n                break\n",
+        "",
+        YIELDING,
+        "frees_enough",
+    ),
+    Fault(
+        "a_refused_retention_is_done_in_part",
+        PREFIXES,
+        "    if len(done) == 5:\n        _, _, most",
+        "    if len(done) == 5:\n        pool.native.retain(\n"
+        "            root,\n"
+        "            owner,\n"
+        "            token_ids[: 8 * pool.block_size],\n"
+        "            request.priority,\n"
+        "            pool.now_s + time_to_live_s,\n"
+        "            pool.num_retainable_blocks(),\n        )\n        _, _, most",
+        RETENTIONS,
+        "refused_leaves",
+    ),
+    Fault(
+        "a_retention_is_checked_too_late",
+        PREFIXES,
+        "    if not ends and not 1 <= request.priority <= MAX_PRIORITY:\n",
+        "    root, owner = root_of(pool.layout.fingerprint, tenant, ''), pool.owner(tenant)\n"
+        "    priority = min(request.priority + 1, 100)\n"
+        "    pool.native.retain(root, owner, token_ids, priority, pool.now_s + 99, 10**6)\n"
+        "    if not ends and not 1 <= request.priority <= MAX_PRIORITY:\n",
+        RETENTIONS,
+        "wrong_request",
+    ),
+    Fault(
+        "a_retention_ignores_the_namespace",
+        PREFIXES,
+        "    root, owner = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        '    root, owner = root_of(pool.layout.fingerprint, tenant, "")',
+        NAMESPACES,
+        "retention",
+    ),
+    Fault(
+        "forgetting_ignores_the_namespace",
+        PREFIXES,
+        "    root = root_of(pool.layout.fingerprint, tenant, request.namespace)\n    if scope",
+        '    root = root_of(pool.layout.fingerprint, tenant, "")\n    if scope',
+        NAMESPACES,
+        "forgotten",
+    ),
+    Fault(
+        "a_tenant_forgets_what_others_have",
+        PREFIXES,
+        "[each for each in pool.roots() if owner_of(each)[0] == tenant]",
+        "pool.roots()",
+        FORGERIES,
+        "another_tenants_prefix",
+    ),
+    Fault(
+        "what_sequences_read_is_forgotten_without_force",
+        PREFIXES,
+        "native.forget_roots(roots, request.force)",
+        "native.forget_roots(roots, True)",
+        RETENTIONS,
+        "only_by_force",
+    ),
+    Fault(
+        "blocks_are_forgotten_before_they_are_reported",
+        PREFIXES,
+        "would not be forgotten.\n    pool.require_built()\n",
+        "would not be forgotten.\n",
+        RETENTIONS,
+        "still_to_be_reported",
+    ),
+    Fault(
+        "hashes_beside_tokens_are_ignored",
+        PREFIXES,
+        "    if hashes and token_ids:\n",
+        "    if False:\n",
+        QUESTIONS,
+        "wrong",
+    ),
+    Fault(
+        "a_search_holds_up_everybody",
+        PREFIXES,
+        "        if num_visited >= _SLICE_BLOCKS:\n",
+        "        if num_visited < 0:\n",
+        QUESTIONS,
+        "take_turns",
+    ),
+    Fault(
+        "a_snapshot_is_complete_with_its_first_part",
+        "control_plane/watching.py",
+        "revision=0 if self._in_snapshot else self._revision",
+        "revision=self._revision",
+        "tests/unit/core/test_followers.py",
+    ),
+    Fault(
+        "namespaces_are_not_kept_apart",
+        "control_plane/core.py",
+        "root = root_of(fingerprint, tenant, request.namespace)",
+        'root = root_of(fingerprint, tenant, "")',
+        NAMESPACES,
+        "weights or adapter",
+    ),
+    Fault(
+        "searches_ignore_the_namespace",
+        PREFIXES,
+        "        root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        '        root = root_of(pool.layout.fingerprint, tenant, "")',
+        NAMESPACES,
+        "named",
+    ),
+    Fault(
+        "a_follower_that_is_overrun_is_not_told",
+        "control_plane/watching.py",
+        "        if found is None:\n",
+        "        if found is None:\n            return None\n        if found is None:\n",
+        WATCH,
+        "overrun",
+    ),
+    Fault(
+        "a_follower_that_is_overrun_goes_on",
+        "control_plane/watching.py",
+        "        if found is None:\n",
+        "        while found is None:\n"
+        "            self._revision += 1\n"
+        "            found = pool.primary.changes_since(\n"
+        "                pool.native_revision_of(self._revision), self._root, _MAX_ELEMENTS\n"
+        "            )\n        if found is None:\n",
+        WATCH,
+        "overrun",
+    ),
+    Fault(
+        "negative_tokens_are_looked_up",
+        "control_plane/checks.py",
+        "if not value[3::4].isascii():",
+        "if False:",
+        QUESTIONS,
+    ),
+    Fault(
+        "a_part_of_a_token_is_left_out",
+        "control_plane/checks.py",
+        "if len(value) % 4:",
+        "if False:",
+        QUESTIONS,
+    ),
+    Fault(
+        "all_followers_are_asked",
+        "control_plane/registration/registration.py",
+        "        for pool in self.touched:\n",
+        "        for pool in self._pools.values():\n"
+        "            for follower in pool.followers:\n                follower.wake()\n"
+        "        for pool in self.touched:\n",
+        TOLD,
+        "pools_streams",
+    ),
+    Fault(
+        "everybody_is_told_news_of_one",
+        SHARING,
+        "        notices = [(i, self.members[i].news) for i in self.with_news]\n",
+        "        notices = [(i, self.members[i]._news()) for i in self.members]\n",
+        TOLD,
+        "has_news",
+    ),
+    Fault(
+        "all_sessions_are_looked_at",
+        "control_plane/core.py",
+        "        session.expires_at_s = self._clock() + self._config.lease_s\n        self._touch",
+        "        session.expires_at_s = self._clock() + self._config.lease_s\n"
+        "        sum(each.num_held() for each in self._sessions.values())\n        self._touch",
+        SHARERS,
+        "thousand_sessions",
+    ),
+    Fault(
+        "forks_go_up_to_the_first",
+        "control_plane/sharing/families.py",
+        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
+        "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
+        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
+        SHARERS,
+        "chain",
+    ),
+)

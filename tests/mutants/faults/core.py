@@ -1,0 +1,86 @@
+"""Faults of the control plane's core, each of which breaks one thing that always holds.
+
+Those of the native core are in ``blocks``.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+NUMBERING = "control_plane/sessions/numbering.py"
+POOL = "control_plane/pools/pool.py"
+WALK = "tests/mutants/walks.py::test_core"
+APPEND = "        num_tokens = len(message.token_ids) // _TOKEN_BYTES\n        if step.check_as or"
+# An append goes where the sequence is, wherever its engine took it to be.
+ANYWHERE = f"""\
+        from control_plane import queries
+        from kvplane.results import sequence_states
+        from kvplane.wire import columns
+
+        live = {{s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}}
+        ids = columns.read(columns.INT64, message.sequence_ids, "sequence_ids")
+        ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
+        message.first_positions = columns.pack(columns.INT32, ends)
+{APPEND}"""
+FENCED = "        self.shards.fence(session, ordinal)\n"
+# An ended session's blocks are free before its data planes have fenced it.
+FENCED_AT_ONCE = f"""\
+{FENCED}        handle, _ = self._ended_handles.pop(session.session_id)
+        self.native.session_fenced(handle)
+"""
+
+FAULTS = (
+    Fault("duplicates_run_again", NUMBERING, "if number == self.last + 1:", "if True:", WALK),
+    Fault("positions_ignored", "control_plane/steps/operations.py", APPEND, ANYWHERE, WALK),
+    Fault(
+        "headroom_in_an_empty_pool",
+        "control_plane/admission/queue.py",
+        "return int(self._config.headroom * self._pool.num_blocks) if self._turns.num_live else 0",
+        "return int(self._config.headroom * self._pool.num_blocks)",
+        WALK,
+    ),
+    Fault(
+        "leases_never_end",
+        "control_plane/core.py",
+        "[s for s in self._sessions.values() if s.expires_at_s <= now]",
+        "[]",
+        WALK,
+    ),
+    Fault(
+        "refused_numbers_stay_free",
+        NUMBERING,
+        "        self.settle()\n        self._latest = self._answers",
+        "        if error is not None:\n            self.last -= 1\n            return\n"
+        "        self.settle()\n        self._latest = self._answers",
+        WALK,
+    ),
+    Fault(
+        "errors_do_not_say_the_next_number",
+        "kvplane/errors.py",
+        "    next_number = 0\n",
+        "    next_number = property(lambda error: 0, lambda error, number: None)\n",
+        WALK,
+    ),
+    Fault("fence_ignored", POOL, FENCED, FENCED_AT_ONCE, WALK),
+    Fault(
+        "publications_kept_quiet",
+        POOL,
+        "self.shards.send([publish_message(run, group) for run in published])",
+        "pass",
+        WALK,
+    ),
+    Fault(
+        "namespaces_shared",
+        "control_plane/core.py",
+        "root = root_of(fingerprint, tenant, request.namespace)",
+        'root = root_of(fingerprint, tenant, "")',
+        WALK,
+    ),
+    Fault(
+        "receipts_of_one_shard_suffice",
+        "control_plane/steps/receipts.py",
+        "    apply_receipts(session, highest)\n",
+        "    apply_receipts(session, [max(highest)] * len(highest))\n",
+        WALK,
+    ),
+)

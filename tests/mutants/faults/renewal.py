@@ -1,0 +1,59 @@
+"""The tests of renewed certificates fail when a step is taken out of a copy of the tree."""
+
+from __future__ import annotations
+
+from tests.mutants.fault import Fault
+
+TESTS = "tests/rpc/test_renewed_certificates.py"
+FAULTS = (
+    Fault(
+        "files_are_read_once",
+        "kvplane/transport/renewed.py",
+        "if stamps == self._stamps:",
+        "if True:",
+        TESTS,
+    ),
+    Fault(
+        "a_certificate_is_taken_without_its_key",
+        "kvplane/serving/certificates.py",
+        "    server_context(tls.certificate, tls.key, tls.client_ca)\n",
+        "",
+        TESTS,
+    ),
+    Fault(
+        "a_client_takes_a_certificate_without_its_key",
+        "kvplane/transport/tls.py",
+        "            server_context(tls.cert_file, tls.key_file)\n",
+        "            pass\n",
+        TESTS,
+    ),
+    Fault(
+        "a_data_plane_keeps_its_first_certificate",
+        "data_plane/server/registration_client.py",
+        "                await self._reopen()\n",
+        "",
+        TESTS,
+    ),
+    Fault(
+        "connections_keep_the_first_context",
+        "kvplane/transport/renewed.py",
+        "    context.sni_callback = renew\n",
+        "",
+        TESTS,
+    ),
+    Fault(
+        "a_router_keeps_the_first_authority",
+        "kvplane/transport/renewed.py",
+        "return self._renewed.get().wrap_bio(",
+        "return self._renewed._value.wrap_bio(",
+        TESTS,
+    ),
+    Fault(
+        "a_router_trusts_former_authorities",
+        "kvplane/transport/renewed.py",
+        "self._renewed = Renewed(lambda: ssl.create_default_context(cafile=ca), [ca])",
+        "kept = ssl.create_default_context()\n"
+        "        self._renewed = Renewed(lambda: kept.load_verify_locations(ca) or kept, [ca])",
+        TESTS,
+    ),
+)

@@ -1,0 +1,69 @@
+"""Tests that only planted faults have: longer walks than on each push, and checks of models.
+
+Of a walk's many examples the first that shows a fault is the last, and it is not shrunk.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from transformers import PreTrainedModel
+
+from kvplane.transformers import attention, close_planes
+from kvplane.transformers.models import adapters
+from kvplane.transformers.models.probe import probe
+from tests.exhaustive.explorer import SETTINGS, explore
+from tests.helpers.core.core_machine import CoreMachine
+from tests.helpers.plane_cache_checks import CHECKS, Check, greedy_with_padding, tiny_llama
+from tests.helpers.planes.planes_machine import PlanesMachine
+from tests.models.tiny_models import tiny_model
+
+UNSHRUNK = settings(
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.timeout(600)
+def test_core() -> None:
+    walk = settings(UNSHRUNK, max_examples=3000, stateful_step_count=40, derandomize=True)
+    run_state_machine_as_test(CoreMachine, settings=walk)
+
+
+@pytest.mark.timeout(1800)
+def test_planes() -> None:
+    walk = settings(UNSHRUNK, max_examples=4000, stateful_step_count=80)
+    run_state_machine_as_test(PlanesMachine, settings=walk)
+
+
+@pytest.mark.parametrize(("scenario", "num_events"), [("order", 2), ("restarts", 3), ("fences", 5)])
+def test_all_orders(scenario: str, num_events: int) -> None:
+    explore(SETTINGS[scenario], num_events)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_plane_cache(check: Check) -> None:
+    model = tiny_llama()
+    check(model, num_device_blocks=128)
+    close_planes(model)
+
+
+@pytest.fixture
+def latent_model() -> PreTrainedModel:
+    attention.register()
+    model = tiny_model("deepseek_v3")
+    adapters.adapt(model)
+    return model
+
+
+def test_a_probe_of_latents(latent_model: PreTrainedModel) -> None:
+    probe(latent_model)
+
+
+def test_a_text_of_latents(latent_model: PreTrainedModel) -> None:
+    greedy_with_padding(latent_model, num_device_blocks=64, probe=False)
+    close_planes(latent_model)
