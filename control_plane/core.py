@@ -30,9 +30,9 @@ from control_plane.pools.layouts import layout_fingerprint, mismatch
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
 from control_plane.registration.registration import Registration
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, random_session_id
 from control_plane.sessions.silent_shards import lost_sessions
-from control_plane.sharing.sharing import Sharing
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.failures import add_error
 from control_plane.steps.operations import Step, check_no_plan, read_operations
@@ -91,7 +91,7 @@ class ControlPlane:
         self._new_session_id = new_session_id
         self._pools: dict[str, Pool] = {}
         self._sessions: dict[int, Session] = {}
-        self._sharing: dict[str, Sharing] = {}  # by pool
+        self._admissions: dict[str, PoolAdmission] = {}  # by pool
         self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
         self._next_tick_s: float | None = None
         registry = self._registration = Registration(
@@ -109,7 +109,7 @@ class ControlPlane:
         self._touch = registry.touched.add
         self._followers = Followers(lambda: self.incarnation, config.max_followers)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
-        self._requests = Requests(config, self._sharing_of, self._require_open)
+        self._requests = Requests(config, self._admission_of, self._require_open)
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: rpb.FenceDone) -> None:
         """Record that a shard has fenced an ended session. Raises PoolNotFoundError,
@@ -118,20 +118,22 @@ class ControlPlane:
         if pool_id in self._pools:
             self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
-        self._sharing_of(self._pools[pool_id]).serve()
+        self._admission_of(self._pools[pool_id]).serve()
 
     def work(self) -> bool:
         """Continue long work for a few milliseconds: building pools, freeing forgotten prefixes,
         releasing ended sessions. Returns whether some is left.
         """
         is_left = self._registration.work()
-        for sharing in self._sharing.values():
-            sharing.serve()
+        for admission in self._admissions.values():
+            admission.serve()
         return is_left
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
         """Return the sessions whose news were not taken yet, and the news; answers carry it too."""
-        return [notice for sharing in self._sharing.values() for notice in sharing.take_notices()]
+        return [
+            notice for admission in self._admissions.values() for notice in admission.take_notices()
+        ]
 
     # Sessions
 
@@ -175,7 +177,7 @@ class ControlPlane:
             num_answers=self._config.max_plans_in_flight + 1,
         )
         self._sessions[session.id] = session
-        self._sharing_of(pool).open(session)
+        self._admission_of(pool).open(session)
         self._renew(session)
         return cpb.OpenSessionResponse(
             session=session.ref,
@@ -215,7 +217,7 @@ class ControlPlane:
             if self._clock() > now + _ENDING_S:
                 break  # the others end at the next call, which is due at once
         for pool_id in self._registration.forget_lost_pools(now):
-            self._sharing.pop(pool_id, None)
+            self._admissions.pop(pool_id, None)
         first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
         self._next_tick_s = min(first_s, now + lease_s / 4)
         return min(self._next_tick_s - now, self._tick_lines(now))
@@ -228,7 +230,7 @@ class ControlPlane:
         for pool in self._pools.values():
             pool.set_time(now_s)
             self._touch(pool)
-            pool_delay_s, overdue = self._sharing_of(pool).tick()
+            pool_delay_s, overdue = self._admission_of(pool).tick()
             delay_s = min(delay_s, pool_delay_s)
             for session in overdue:
                 self._end(session, SessionExpiredError)
@@ -296,7 +298,7 @@ class ControlPlane:
         """Take prefixes out of the index. Raises PoolNotFoundError, and as ``prefixes.forget``."""
         pool = self._changing(request.pool_id)
         response = prefixes.forget(pool, request, tenant)
-        self._sharing_of(pool).serve()
+        self._admission_of(pool).serve()
         return response
 
     def follow(
@@ -324,9 +326,9 @@ class ControlPlane:
             if begin:
                 yield
                 session = self._look_up(request.session, tenant)
-            sharing = self._sharing_of(session.pool)
-            member, number = sharing.members[session.id], session.numbers.last + 1
-            step = Step(member, sharing, check_as=number)
+            admission = self._admission_of(session.pool)
+            member, number = admission.members[session.id], session.numbers.last + 1
+            step = Step(member, admission, check_as=number)
             for i in range(begin, min(begin + _CHECKED_AT_A_TIME, len(operations))):
                 result = response.results.add()
                 if len(session.plans) >= self._config.max_plans_in_flight:
@@ -372,7 +374,7 @@ class ControlPlane:
     def observe_pool(self, pool_id: str) -> PoolObservation:
         """Return a snapshot of a pool, for metrics. Raises PoolNotFoundError."""
         pool = self._pool(pool_id)
-        members = self._sharing_of(pool).members.values()
+        members = self._admission_of(pool).members.values()
         return observe(pool, self._sessions_of(pool), members, self._clock())
 
     def check_integrity(self) -> None:
@@ -423,12 +425,12 @@ class ControlPlane:
                 field="session.incarnation",
             )
 
-    def _sharing_of(self, pool: Pool) -> Sharing:
-        sharing = self._sharing.get(pool.id)
-        if sharing is None:
+    def _admission_of(self, pool: Pool) -> PoolAdmission:
+        admission = self._admissions.get(pool.id)
+        if admission is None:
             config = AdmissionConfig(headroom=self._config.watermark)
-            sharing = self._sharing[pool.id] = Sharing(pool, config)
-        return sharing
+            admission = self._admissions[pool.id] = PoolAdmission(pool, config)
+        return admission
 
     def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
         return [s for i in pool.session_ids if tenant in (None, (s := self._sessions[i]).tenant)]
@@ -449,8 +451,8 @@ class ControlPlane:
             self._end(session, StaleEpochError)
 
     def _end(self, session: Session, reason: type[KvplaneError]) -> None:
-        sharing = self._sharing_of(session.pool)
-        sharing.close(session.id)
+        admission = self._admission_of(session.pool)
+        admission.close(session.id)
         statistics = session.pool.statistics
         statistics.num_expired_sessions += reason is SessionExpiredError
         statistics.reclaimed_blocks[END_CAUSES[reason]] += session.num_held()
@@ -458,4 +460,4 @@ class ControlPlane:
         self._touch(session.pool)
         del self._sessions[session.id]
         self._ended.add(session, reason)
-        sharing.serve()
+        admission.serve()

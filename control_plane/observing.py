@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from control_plane.pools.pool import Pool
 from control_plane.pools.reports import TIERS
 from control_plane.pools.statistics import BlockTimes, PoolCounters, PoolStatistics
+from control_plane.sessions.member import Member
 from control_plane.sessions.session import Session
 from control_plane.sessions.silent_shards import num_missing_receipts
-from control_plane.sharing.member import Member
 from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 

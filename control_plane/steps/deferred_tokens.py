@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from kvplane_blocks import ColumnError
 
-from control_plane.sharing.member import Member
+from control_plane.sessions.member import Member
 from control_plane.steps.failures import error_of, error_of_columns
 from control_plane.steps.operations import DEFERRED_TOKENS
 from kvplane.errors import InvalidRequestError

@@ -8,8 +8,8 @@ from google.protobuf import duration_pb2
 from kvplane_blocks import ColumnError, _native
 
 from control_plane.admission.decisions import MustWait, Reason
+from control_plane.sessions.member import Member
 from control_plane.sessions.session import Session
-from control_plane.sharing.member import Member
 from control_plane.steps.operation import Failure, Refusable
 from kvplane.errors import (
     InvalidRequestError,

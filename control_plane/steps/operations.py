@@ -18,8 +18,8 @@ from kvplane_blocks import ColumnError
 
 from control_plane import checks
 from control_plane.admission.decisions import MustWait
-from control_plane.sharing.member import Member
-from control_plane.sharing.sharing import Sharing
+from control_plane.sessions.member import Member
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.steps.failures import (
     add_error,
     add_failures,
@@ -52,14 +52,14 @@ _TOKEN_BYTES: Final = 4
 class Step:
     """The state that the operations of one step use; the session's draft must be begun."""
 
-    __slots__ = ("check_as", "handle", "member", "native", "num_taken_tokens", "pool", "sharing")
+    __slots__ = ("admission", "check_as", "handle", "member", "native", "num_taken_tokens", "pool")
 
-    def __init__(self, member: Member, sharing: Sharing, *, check_as: int = 0) -> None:
+    def __init__(self, member: Member, admission: PoolAdmission, *, check_as: int = 0) -> None:
         """``check_as``: if not 0, operations change nothing, and answer each item as the only one
         of the step with that number.
         """
         self.member = member
-        self.sharing = sharing
+        self.admission = admission
         self.pool = member.session.pool
         self.native, self.handle = member.session.native, member.session.handle
         self.check_as = check_as
@@ -101,7 +101,7 @@ class Step:
         """
         if must_wait is None:
             return [failure]
-        num_headroom = self.sharing.num_headroom()
+        num_headroom = self.admission.num_headroom()
         shortage = shortage_of(self.member.session, failure, must_wait, num_headroom)
         result.failures.add(status=cpb.ITEM_STATUS_LATER, shortage=shortage)
         return None
@@ -154,7 +154,7 @@ class Admit(OneSlice):
                 step.check_as,
             )
 
-        done, must_wait = step.sharing.admit(step.member, message, admit, step.check_as)
+        done, must_wait = step.admission.admit(step.member, message, admit, step.check_as)
         if len(done) == 3:
             admitted = result.admit
             admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
@@ -177,7 +177,7 @@ class Append(Operation):
         num_tokens = len(message.token_ids) // _TOKEN_BYTES
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
-            result.num_table_blocks, refused = step.sharing.append(
+            result.num_table_blocks, refused = step.admission.append(
                 step.member, message, step.check_as
             )
             return refused
@@ -187,7 +187,7 @@ class Append(Operation):
             if first or step.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
                 step.num_taken_tokens = 0
                 yield
-            done, refused = step.sharing.append(step.member, part, 0)
+            done, refused = step.admission.append(step.member, part, 0)
             step.num_taken_tokens += num_tokens
             num_blocks += done
             failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
@@ -202,7 +202,7 @@ class Fork(OneSlice):
     parent_field = "parent_sequence_ids"
 
     def do(self, step: Step, message: cpb.Fork, result: cpb.OperationResult) -> Failures:
-        num_blocks, failures = step.sharing.fork(step.member, message, step.check_as)
+        num_blocks, failures = step.admission.fork(step.member, message, step.check_as)
         result.num_table_blocks = num_blocks
         return failures
 
@@ -215,7 +215,7 @@ class Free(OneSlice):
     def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
         released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
         result.num_released_blocks = released
-        return step.sharing.freed(step.member, message.sequence_ids, failures, step.check_as)
+        return step.admission.freed(step.member, message.sequence_ids, failures, step.check_as)
 
 
 class Truncate(OneSlice):
@@ -250,7 +250,7 @@ class Swap(Operation):
             return step.native.swap(step.handle, ids, message.tier, headroom, 0, step.check_as)
 
         if message.tier == tpb.TIER_DEVICE:
-            done, must_wait = step.sharing.swap_in(step.member, ids, begin, step.check_as)
+            done, must_wait = step.admission.swap_in(step.member, ids, begin, step.check_as)
             if not isinstance(done, int):
                 return step.refuse(result, done, must_wait)
         else:
@@ -258,7 +258,7 @@ class Swap(Operation):
             if not isinstance(done, int):
                 return [done]
             if not step.check_as:
-                step.sharing.swapped_out(step.member, ids)
+                step.admission.swapped_out(step.member, ids)
         result.num_swapped_blocks = done
         if not step.check_as:
             yield from self.move(step, done)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from control_plane.pools.publications import owner_of
+from control_plane.sessions.member import Member
 from control_plane.sessions.session import PlanRecord, Session
-from control_plane.sharing.member import Member
 from control_plane.steps.answers import SignedPlan
 from control_plane.steps.slices import SLICE_BYTES, SLICE_ENTRIES, digest_of
 from kvplane import tracing

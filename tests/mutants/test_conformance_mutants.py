@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.source_faults import Fault, assert_noticed
 
-SHARING = "control_plane/sharing/sharing.py"
+SHARING = "control_plane/sessions/pool_admission.py"
 PREFIXES = "control_plane/prefixes.py"
 YIELDING = "tests/rpc/operations/test_yielding.py"
 RETENTIONS = "tests/rpc/operations/test_retained_and_forgotten.py"
@@ -215,7 +215,7 @@ FAULTS = {
         "thousand_sessions",
     ),
     "forks_go_up_to_the_first": Fault(
-        "control_plane/sharing/families.py",
+        "control_plane/sessions/families.py",
         "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
         "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
         "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",

@@ -296,7 +296,7 @@ class CheckedWalk:
 
     def operation(self, caller: Caller, name: str) -> cpb.Operation:
         """Return a random operation of one item, of a row of ``OPERATIONS``."""
-        member = self.checked._sharing[POOL].members[caller.ref.session_id]
+        member = self.checked._admissions[POOL].members[caller.ref.session_id]
         waiting: list[int] = []
         if member.queued is not None and member.queued.message is not None:
             message = member.queued.message
@@ -333,10 +333,10 @@ def receipt(session: Session, number: int) -> tpb.SignedPayload:
 
 def everything(core: ControlPlane) -> tuple[Any, ...]:
     """Return what the core knows of blocks, cached prompts, sequences, the queue, members."""
-    pool, sharing = core._pools[POOL], core._sharing[POOL]
-    turns, entries = sharing._queue._turns, sharing._queue._entries
+    pool, admission = core._pools[POOL], core._admissions[POOL]
+    turns, entries = admission._queue._turns, admission._queue._entries
     sessions = []
-    for member in sharing.members.values():
+    for member in admission.members.values():
         session, families = member.session, member.families
         described = queries.states(session)
         tables = [

@@ -436,7 +436,7 @@ class Engine:
 
     def learn(self) -> None:
         """Believe now the contents of the next answer."""
-        news = self.world.core._sharing[POOL].members[self.id].news
+        news = self.world.core._admissions[POOL].members[self.id].news
         if news is not None:
             self._believe_news(news)
 
@@ -452,7 +452,7 @@ class Engine:
 
     def is_current(self, plane: DataPlane) -> bool:
         """Return whether the data plane has run the latest plan, and so knows of every abort."""
-        member = self.world.core._sharing[POOL].members[self.id]
+        member = self.world.core._admissions[POOL].members[self.id]
         session = member.session
         if session.resync_due or member.is_drafted:
             return False

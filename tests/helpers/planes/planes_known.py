@@ -67,8 +67,8 @@ def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
 
 def unseen_cuts(core: ControlPlane, session_id: int) -> set[int]:
     """Return sequences cut from a session that the next answer to its steps reports."""
-    sharing = core._sharing.get(POOL)
-    member = sharing.members.get(session_id) if sharing is not None else None
+    admission = core._admissions.get(POOL)
+    member = admission.members.get(session_id) if admission is not None else None
     if member is None or member.news is None:
         return set()
     return set(columns.read(INT64, member.news.cut_sequence_ids, ""))

@@ -15,8 +15,8 @@ from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.pools.shards import PoolShards
 from control_plane.queries import check_pool
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import Session
-from control_plane.sharing.sharing import Sharing
 from control_plane.steps.abort import abort_plans
 from control_plane.steps.operations import Step, read_operations
 from control_plane.steps.plans import finish_plan
@@ -61,7 +61,7 @@ class PlanningRig:
         self.pool = Pool("pool", shards, config)
         self.sessions: dict[int, Session] = {}
         admission = AdmissionConfig(headroom=config.watermark)
-        self.sharing = Sharing(self.pool, admission)
+        self.admission = PoolAdmission(self.pool, admission)
         self.pool.set_tiers({DEVICE: num_device_blocks, HOST: num_host_blocks})
         self.pool.built = True
         self.session = self.open(1)
@@ -78,11 +78,11 @@ class PlanningRig:
             num_answers=3,
         )
         self.sessions[session_id] = session
-        self.sharing.open(session)
+        self.admission.open(session)
         return session
 
     def end(self, session_id: int) -> None:
-        self.sharing.close(session_id)
+        self.admission.close(session_id)
         self.sessions.pop(session_id).end()
 
     def step(
@@ -102,10 +102,10 @@ class PlanningRig:
         number = session.numbers.last
         result = cpb.StepResponse()
         session.native.begin(session.handle, number)
-        step = Step(self.sharing.members[session.id], self.sharing)
+        step = Step(self.admission.members[session.id], self.admission)
         for i, operation in enumerate(read_operations(operations, 1000)):
             run_to_end(step.run(i, operation, result.results.add()))
-        plan = run_to_end(finish_plan(self.sharing.members[session.id], number))
+        plan = run_to_end(finish_plan(self.admission.members[session.id], number))
         if plan is not None:
             result.plan.MergeFrom(
                 tpb.SignedPayload(type=signing.PLAN, payload=plan.payload, signature=plan.signature)
@@ -133,7 +133,9 @@ class PlanningRig:
         self.session.numbers.use()
         request = cpb.AbortPlansRequest(number=self.session.numbers.last)
         run_to_end(abort_plans(self.session, request))
-        self.sharing.aborted(self.sharing.members[self.session.id], queries.states(self.session))
+        self.admission.aborted(
+            self.admission.members[self.session.id], queries.states(self.session)
+        )
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
         payload = plan_pb2.Receipt(

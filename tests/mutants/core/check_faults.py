@@ -10,49 +10,49 @@ from typing import Any
 import pytest
 
 from control_plane import core
-from control_plane.sharing.member import Member
-from control_plane.sharing.sharing import Sharing
+from control_plane.sessions.member import Member
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.steps.operations import OPERATIONS, Operation, Step
 
 
 def the_queue_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """Who would have to wait behind others is told that it would be admitted."""
 
-    def ask(self: Sharing, *args: Any, check_as: int = 0, **how: Any) -> Any:
+    def ask(self: PoolAdmission, *args: Any, check_as: int = 0, **how: Any) -> Any:
         return None if check_as else original(self, *args, **how)
 
-    original = Sharing._ask
-    patch.setattr(Sharing, "_ask", ask)
+    original = PoolAdmission._ask
+    patch.setattr(PoolAdmission, "_ask", ask)
 
 
 def blocked_growth_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """A growth that would have to wait behind an older one is told that it may have blocks."""
 
-    def may_grow(self: Sharing, member: Member, *args: Any) -> bool:
+    def may_grow(self: PoolAdmission, member: Member, *args: Any) -> bool:
         return args[-1] != 0 or original(self, member, *args)
 
-    original = Sharing._may_grow
-    patch.setattr(Sharing, "_may_grow", may_grow)
+    original = PoolAdmission._may_grow
+    patch.setattr(PoolAdmission, "_may_grow", may_grow)
 
 
 def a_position_is_taken(patch: pytest.MonkeyPatch) -> None:
     """A check of an admission stands in the queue."""
 
-    def ask(self: Sharing, *args: Any, check_as: int = 0, **how: Any) -> Any:
+    def ask(self: PoolAdmission, *args: Any, check_as: int = 0, **how: Any) -> Any:
         return original(self, *args, **how)
 
-    original = Sharing._ask
-    patch.setattr(Sharing, "_ask", ask)
+    original = PoolAdmission._ask
+    patch.setattr(PoolAdmission, "_ask", ask)
 
 
 def a_growth_waits(patch: pytest.MonkeyPatch) -> None:
     """A check of a growth has the sequence wait for blocks."""
 
-    def may_grow(self: Sharing, member: Member, *args: Any) -> bool:
+    def may_grow(self: PoolAdmission, member: Member, *args: Any) -> bool:
         return original(self, member, *args[:-1], 0)
 
-    original = Sharing._may_grow
-    patch.setattr(Sharing, "_may_grow", may_grow)
+    original = PoolAdmission._may_grow
+    patch.setattr(PoolAdmission, "_may_grow", may_grow)
 
 
 def _done_by_a_check(patch: pytest.MonkeyPatch, name: str) -> None:

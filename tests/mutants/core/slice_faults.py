@@ -13,8 +13,8 @@ from control_plane.pools.pool import Pool
 from control_plane.server import service
 from control_plane.server.service import LongRequests
 from control_plane.sessions.numbering import Numbering
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import Session
-from control_plane.sharing.sharing import Sharing
 from control_plane.steps import answers, operations, requests, slices
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.operations import Swap
@@ -26,17 +26,17 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 def the_queue_decides_between_slices(patch: pytest.MonkeyPatch) -> None:
     """Blocks are granted to a session in the middle of its step."""
-    patch.setattr(Sharing, "set_busy", lambda self, session_id, is_busy: None)
+    patch.setattr(PoolAdmission, "set_busy", lambda self, session_id, is_busy: None)
 
 
 def what_was_due_waits_for_the_timer(patch: pytest.MonkeyPatch) -> None:
     """A session that sends one long request after another is never cut."""
 
-    def set_busy(self: Sharing, session_id: int, is_busy: bool) -> None:
+    def set_busy(self: PoolAdmission, session_id: int, is_busy: bool) -> None:
         if session_id in self.members:
             self._queue.set_busy(session_id, is_busy)
 
-    patch.setattr(Sharing, "set_busy", set_busy)
+    patch.setattr(PoolAdmission, "set_busy", set_busy)
 
 
 def an_end_is_not_noticed_between_slices(patch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from control_plane import core, queries
 from control_plane.pools import shards
 from control_plane.pools.pool import Pool
 from control_plane.registration import registration
+from control_plane.sessions.member import Member
 from control_plane.sessions.numbering import Answer, Numbering
-from control_plane.sharing.member import Member
 from control_plane.steps import requests
 from control_plane.steps.abort import abort_plans
 from control_plane.steps.operations import Append, Step

@@ -106,7 +106,7 @@ def test_one_wrong_item_spoils_the_others_and_nothing_is_known() -> None:
     second = engine.number + 1
     engine.admit(2, range(6))
     engine.send(engine.growth(1, num_slots=2), engine.growth(2, num_slots=2))
-    member = world.core._sharing[POOL].members[engine.id]
+    member = world.core._admissions[POOL].members[engine.id]
     message = ops.deferred_tokens([1, 2], [1, 9], [6, 6], [1, 1], [6, 6])
     with pytest.raises(SequenceNotFoundError):
         take_deferred_tokens(member, message, max_items=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from control_plane.sharing.families import Families
+from control_plane.sessions.families import Families
 
 
 def test_forks_of_forks_are_in_the_family_until_the_last_is_gone() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from control_plane import prefixes, queries
-from control_plane.sharing.blocks import DeviceBlocks
-from control_plane.sharing.member import QueuedAdmission
-from control_plane.sharing.sharing import Sharing
+from control_plane.sessions.device_blocks import DeviceBlocks
+from control_plane.sessions.member import QueuedAdmission
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.steps.plans import sign_grant
 from kvplane import ops
 from kvplane.slices import run_to_end
@@ -41,7 +41,7 @@ def test_queries_take_nothing(rig: PlanningRig) -> None:
 
 
 def test_the_queue_sees_what_sequences_hold(rig: PlanningRig) -> None:
-    members = rig.sharing.members
+    members = rig.admission.members
     blocks = DeviceBlocks(rig.pool, members)
     key = members[1].families.of(1).key
     rig.step(ops.fork(1, 2))
@@ -53,10 +53,10 @@ def test_the_queue_sees_what_sequences_hold(rig: PlanningRig) -> None:
 
 
 def test_a_session_that_ends_leaves_those_that_share(rig: PlanningRig) -> None:
-    assert isinstance(rig.sharing, Sharing)
+    assert isinstance(rig.admission, PoolAdmission)
     rig.open(2)
     rig.end(2)
-    assert list(rig.sharing.members) == [1]
+    assert list(rig.admission.members) == [1]
 
 
 def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
+from control_plane.sessions.families import Families, Family
 from control_plane.sessions.session import Session
-from control_plane.sharing.families import Families, Family
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.v1 import session_pb2 as cpb

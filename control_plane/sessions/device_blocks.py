@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from control_plane.pools.pool import Pool
-from control_plane.sharing.member import Member
+from control_plane.sessions.member import Member
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _DEVICE = tpb.TIER_DEVICE

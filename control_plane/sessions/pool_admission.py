@@ -30,10 +30,10 @@ from control_plane.admission.decisions import (
 )
 from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
+from control_plane.sessions.device_blocks import DeviceBlocks
+from control_plane.sessions.families import Family
+from control_plane.sessions.member import Member, QueuedAdmission
 from control_plane.sessions.session import Session
-from control_plane.sharing.blocks import DeviceBlocks
-from control_plane.sharing.families import Family
-from control_plane.sharing.member import Member, QueuedAdmission
 from kvplane.errors import SequenceExistsError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
@@ -59,7 +59,7 @@ _REASONS: Final = {
 }
 
 
-class Sharing:
+class PoolAdmission:
     """The sessions of one pool, and their queue."""
 
     def __init__(
