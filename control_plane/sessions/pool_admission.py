@@ -32,8 +32,8 @@ from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
 from control_plane.sessions.device_blocks import DeviceBlocks
 from control_plane.sessions.families import Family
-from control_plane.sessions.member import Member, QueuedAdmission
-from control_plane.sessions.session import Session
+from control_plane.sessions.news import PoolNews
+from control_plane.sessions.session import QueuedAdmission, Session
 from kvplane.errors import SequenceExistsError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
@@ -67,41 +67,34 @@ class PoolAdmission:
         pool: Pool,
         config: AdmissionConfig,
     ) -> None:
-        self.members: dict[int, Member] = {}
-        self.with_news: set[int] = set()  # sessions whose news were not taken yet
-        self._pool = pool
+        self.sessions: dict[int, Session] = {}
+        self.pool = pool
+        self.news = PoolNews()
         self._config = config
-        self._queue = AdmissionQueue(DeviceBlocks(pool, self.members), config)
+        self._queue = AdmissionQueue(DeviceBlocks(pool, self.sessions), config)
 
     # Sessions
 
-    def open(self, session: Session) -> Member:
+    def open(self, session: Session) -> None:
         """Add a session."""
-        member = self.members[session.id] = Member(session, self.with_news)
+        self.sessions[session.id] = session
         self._queue.open(session.id)
-        return member
 
-    def close(self, session_id: int) -> None:
+    def close(self, session: Session) -> None:
         """Remove a session that ends."""
-        self._queue.close(session_id)
-        del self.members[session_id]
-        self.with_news.discard(session_id)
+        self._queue.close(session.id)
+        del self.sessions[session.id]
+        self.news.take(session)
 
     def set_busy(self, session_id: int, is_busy: bool) -> None:
         """Set whether a request of the session is paused between two slices. Until it has ended the
         session is neither granted anything nor cut. Grants and cuts that fall due meanwhile are
         made when it ends, even if the session's next request begins at once.
         """
-        if session_id in self.members:  # it may have ended
+        if session_id in self.sessions:  # it may have ended
             self._queue.set_busy(session_id, is_busy)
             if not is_busy:
                 self.tick()  # sessions that it finds to be ended, the next tick finds again
-
-    def take_notices(self) -> list[tuple[int, cpb.News]]:
-        """Return the sessions whose news were not taken yet, and the news."""
-        notices = [(i, self.members[i].news) for i in self.with_news]
-        self.with_news.clear()
-        return [(i, news) for i, news in notices if news is not None]
 
     def num_headroom(self) -> int:
         """Return how many device blocks admissions leave free."""
@@ -111,7 +104,7 @@ class PoolAdmission:
 
     def admit(
         self,
-        member: Member,
+        session: Session,
         message: cpb.Admit,
         admit: Callable[[int], Done | Failure],
         check_as: int,
@@ -120,7 +113,7 @@ class PoolAdmission:
 
         Raises SequenceExistsError when another admission that waits has the id.
         """
-        waiting, queue = member.queued, self._queue
+        waiting, queue = session.queued, self._queue
         is_again = waiting is not None and waiting.is_of(message.sequence_id)
         if waiting is not None and not is_again:
             _require_other_ids(waiting, message)
@@ -128,26 +121,26 @@ class PoolAdmission:
         if waiting is not None and is_again:
             key = waiting.key
         else:
-            key = _NO_KEY if check_as else member.families.new_key()
+            key = _NO_KEY if check_as else session.families.new_key()
         must_wait: MustWait | None = None
         if len(done) == 5 and done[1] in _LATER:
-            must_wait = self._ask(member, key, done[2], wait=message.wait, check_as=check_as)
+            must_wait = self._ask(session, key, done[2], wait=message.wait, check_as=check_as)
             if must_wait is None:
                 done = admit(self.num_headroom())
         if check_as:
             return done, must_wait
         if len(done) == 3:
-            self._started(member, key, message, done[0])
+            self._started(session, key, message, done[0])
         elif must_wait is not None and must_wait.sequence == key:
-            since_s = waiting.since_s if waiting is not None else self._pool.now_s
-            member.queued = QueuedAdmission(key, message, member.session.numbers.last, since_s)
+            since_s = waiting.since_s if waiting is not None else self.pool.now_s
+            session.queued = QueuedAdmission(key, message, session.numbers.last, since_s)
         return done, must_wait
 
     def append(
-        self, member: Member, message: cpb.Append, check_as: int
+        self, session: Session, message: cpb.Append, check_as: int
     ) -> tuple[bytes, list[Failure] | None]:
         """Extend sequences; no growth passes an older one that waits for blocks."""
-        native, handle = member.session.native, member.session.handle
+        native, handle = session.native, session.handle
         ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
         given = message.num_tokens, message.token_ids
         ahead = message.num_lookahead_slots
@@ -159,14 +152,14 @@ class PoolAdmission:
             num_obtainable = native.num_obtainable(handle, _DEVICE)
         growth = native.growth(handle, ids, firsts, slots, ahead, check_as)
         if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
-            return self._append_in_turn(member, message, check_as)
+            return self._append_in_turn(session, message, check_as)
         return native.append(handle, ids, firsts, slots, *given, ahead, check_as)
 
     def fork(
-        self, member: Member, message: cpb.Fork, check_as: int
+        self, session: Session, message: cpb.Fork, check_as: int
     ) -> tuple[bytes, list[Failure] | None]:
         """Fork sequences. The ids of an admission that waits are not available."""
-        native, handle, waiting = member.session.native, member.session.handle, member.queued
+        native, handle, waiting = session.native, session.handle, session.queued
         ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
         parents = columns.read(
             INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
@@ -193,13 +186,13 @@ class PoolAdmission:
         not_done = {failure[0] for failure in failures or ()}
         for item, sequence_id in enumerate(ids):
             if item not in not_done:
-                member.families.fork(parents[item], sequence_id)
-                member.revoked.pop(sequence_id, None)
+                session.families.fork(parents[item], sequence_id)
+                session.revoked.pop(sequence_id, None)
         return done, failures
 
     def freed(
         self,
-        member: Member,
+        session: Session,
         sequence_ids: bytes,
         failures: list[Failure] | None,
         check_as: int,
@@ -212,23 +205,23 @@ class PoolAdmission:
         for item, sequence_id in enumerate(ids):
             if item not in refused:
                 if not check_as:
-                    self._gone(member, member.families.remove(sequence_id))
-            elif refused[item][1] == _native.NOT_FOUND and member.may_forget(sequence_id):
+                    self._gone(session, session.families.remove(sequence_id))
+            elif refused[item][1] == _native.NOT_FOUND and session.may_forget(sequence_id):
                 if not check_as:
-                    self._forget(member, sequence_id)
+                    self._forget(session, sequence_id)
                 del refused[item]
         return list(refused.values()) or None
 
-    def swapped_out(self, member: Member, sequence_ids: bytes) -> None:
+    def swapped_out(self, session: Session, sequence_ids: bytes) -> None:
         """Record that sequences were swapped out."""
         for sequence_id in columns.read(INT64, sequence_ids, "sequence_ids"):
-            family = member.families.of(sequence_id)
+            family = session.families.of(sequence_id)
             family.swapped.add(sequence_id)
-            self._settle(member, family)
+            self._settle(session, family)
 
     def swap_in(
         self,
-        member: Member,
+        session: Session,
         sequence_ids: bytes,
         swap: Callable[[int], int | Failure],
         check_as: int,
@@ -239,33 +232,33 @@ class PoolAdmission:
         must_wait: MustWait | None = None
         ids = columns.read(INT64, sequence_ids, "sequence_ids")
         if not isinstance(done, int) and done[1] in _LATER:
-            family = member.families.of(ids[0])
+            family = session.families.of(ids[0])
             if not family.is_live:
-                must_wait = self._ask(member, family.key, done[2], wait=True, check_as=check_as)
+                must_wait = self._ask(session, family.key, done[2], wait=True, check_as=check_as)
             if must_wait is None:
                 done = swap(headroom)
-            elif must_wait.sequence == family.key and not (member.queued or check_as):
-                member.queued = QueuedAdmission(family.key, None, 0, self._pool.now_s)
+            elif must_wait.sequence == family.key and not (session.queued or check_as):
+                session.queued = QueuedAdmission(family.key, None, 0, self.pool.now_s)
         if isinstance(done, int) and not check_as:
             for sequence_id in ids:
-                family = member.families.of(sequence_id)
+                family = session.families.of(sequence_id)
                 family.swapped.discard(sequence_id)
-                self._settle(member, family)
+                self._settle(session, family)
         return done, must_wait
 
-    def aborted(self, member: Member, sequences: cpb.SequenceStates) -> None:
+    def aborted(self, session: Session, sequences: cpb.SequenceStates) -> None:
         """Record the tiers of sequences after an abort, which may have changed them. ``sequences``:
         all of the session, in the abort's answer, which so takes the place of news of grants.
         """
-        member.drop_grants()
+        self.news.drop_grants(session)
         on_host: set[int] = set()
         if sequences.tiers.strip(_ON_DEVICE):
             ids = columns.read(INT64, sequences.sequence_ids, "sequence_ids")
             tiers = columns.read(UINT8, sequences.tiers, "tiers")
             on_host = {i for i, tier in zip(ids, tiers, strict=True) if tier != _DEVICE}
-        for family in member.families.all():
+        for family in session.families.all():
             family.swapped = family.members & on_host if on_host else set()
-            self._settle(member, family)
+            self._settle(session, family)
 
     # Grants and cuts outside of sessions' steps
 
@@ -273,75 +266,80 @@ class PoolAdmission:
         """Grant blocks to those that wait. Call it whenever blocks may have come back."""
         if self._queue.is_idle:
             return
-        while (grant := self._queue.next_grant(self._pool.now_s)) is not None:
+        while (grant := self._queue.next_grant(self.pool.now_s)) is not None:
             if isinstance(grant, Growth):
-                self._grow(self.members[grant.session], grant)
-            elif not self._grant(self.members[grant.session], grant):
+                self._grow(self.sessions[grant.session], grant)
+            elif not self._grant(self.sessions[grant.session], grant):
                 return
 
     def tick(self) -> tuple[float, list[Session]]:
         """Cut sequences that have to yield. Returns the seconds until the next call is due, and the
         sessions to end because their missing receipts keep blocks from others.
         """
-        now_s, ended = self._pool.now_s, list[Session]()
+        now_s, ended = self.pool.now_s, list[Session]()
         if self._queue.is_idle:
             return math.inf, ended
         for decision in self._queue.tick(now_s):
-            member = self.members[decision.session]
+            session = self.sessions[decision.session]
             if isinstance(decision, Pressure):
-                family = member.families.by_key(decision.sequence)
-                member.notify_pressure(family, decision.num_blocks, decision.deadline_s - now_s)
+                family = session.families.by_key(decision.sequence)
+                self.news.asked(
+                    session,
+                    sorted(family.members - family.swapped),
+                    decision.num_blocks,
+                    decision.deadline_s - now_s,
+                )
             elif isinstance(decision, Cut):
-                self._cut(member, decision)
+                self._cut(session, decision)
             elif isinstance(decision, EndSession):
-                ended.append(member.session)
-        for member in self.members.values():
-            waiting = member.queued
+                ended.append(session)
+        for session in self.sessions.values():
+            waiting = session.queued
             if waiting is not None and waiting.lapses_s is not None and waiting.lapses_s <= now_s:
-                self._queue.withdraw(member.session.id, waiting.key)
-                member.queued = None
+                self._queue.withdraw(session.id, waiting.key)
+                session.queued = None
         self.serve()
         return self._config.grace_s / 4, ended
 
     # Helpers
 
     def _ask(
-        self, member: Member, key: int, num_needed: int, *, wait: bool, check_as: int = 0
+        self, session: Session, key: int, num_needed: int, *, wait: bool, check_as: int = 0
     ) -> MustWait | None:
-        num_needed = min(num_needed, self._pool.num_blocks(_DEVICE))
+        num_needed = min(num_needed, self.pool.num_blocks(_DEVICE))
         ask = self._queue.check_admission if check_as else self._queue.admit
-        must_wait = ask(member.session.id, key, num_needed, self._pool.now_s, wait=wait)
+        must_wait = ask(session.id, key, num_needed, self.pool.now_s, wait=wait)
         if must_wait is not None and must_wait.sequence != key:
             return MustWait(must_wait.reason)  # the session's place is for another sequence
         return must_wait
 
-    def _started(self, member: Member, key: int, message: cpb.Admit, num_cached: int) -> None:
-        """Record sequences admitted together. ``key``: a new one of the member's families, or that
+    def _started(self, session: Session, key: int, message: cpb.Admit, num_cached: int) -> None:
+        """Record sequences admitted together. ``key``: a new one of the session's families, or that
         of the admission that waited.
         """
         ids = [message.sequence_id]
         if message.fork_sequence_ids:
             ids += columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
         num_looked_up = 0
-        if member.revoked and not message.skip_prefix_lookup:
+        if session.revoked and not message.skip_prefix_lookup:
             num_looked_up = len(message.token_ids) // 4
-        member.families.add(key, ids)
-        if member.queued is not None and member.queued.key == key:
-            member.queued = None
-        was_cut = ids[0] in member.revoked
-        for sequence_id in ids if member.revoked else ():
-            member.revoked.pop(sequence_id, None)
+        session.families.add(key, ids)
+        if session.queued is not None and session.queued.key == key:
+            session.queued = None
+        was_cut = ids[0] in session.revoked
+        for sequence_id in ids if session.revoked else ():
+            session.revoked.pop(sequence_id, None)
         if was_cut and num_looked_up:
-            statistics = self._pool.statistics
+            statistics = self.pool.statistics
             statistics.reread_lookup_tokens += num_looked_up
             statistics.reread_hit_tokens += num_cached
-        self._queue.started(member.session.id, key, self._pool.now_s)
+        self._queue.started(session.id, key, self.pool.now_s)
 
     def _append_in_turn(
-        self, member: Member, message: cpb.Append, check_as: int
+        self, session: Session, message: cpb.Append, check_as: int
     ) -> tuple[bytes, list[Failure] | None]:
         """Extend sequences item by item: no growth passes an older one that is blocked."""
-        native, handle = member.session.native, member.session.handle
+        native, handle = session.native, session.handle
         num = columns.count(INT64, message.sequence_ids)
         given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
         # Each access to a message's bytes copies all of them.
@@ -365,7 +363,7 @@ class PoolAdmission:
             growth = native.growth(handle, ids, firsts, slots, ahead, check_as)
             (num_needed,) = columns.read(INT32, growth, "growth")
             (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
-            if num_needed and not self._may_grow(member, sequence_id, num_needed, check_as):
+            if num_needed and not self._may_grow(session, sequence_id, num_needed, check_as):
                 num_obtainable = native.num_obtainable(handle, _DEVICE)
                 failures.append((item, _native.LATER, num_needed, num_obtainable, _DEVICE))
                 done += bytes(4)
@@ -379,33 +377,33 @@ class PoolAdmission:
             begin = end
         return bytes(done), failures or None
 
-    def _may_grow(self, member: Member, sequence_id: int, num_needed: int, check_as: int) -> bool:
+    def _may_grow(self, session: Session, sequence_id: int, num_needed: int, check_as: int) -> bool:
         """Return whether the queue lets a sequence grow now. If not it waits, unless checked."""
-        session_id, key = member.session.id, member.families.of(sequence_id).key
+        session_id, key = session.id, session.families.of(sequence_id).key
         if check_as:
             return self._queue.check_growth(session_id, key, num_needed)
-        if self._queue.may_grow(session_id, key, num_needed, self._pool.now_s):
-            member.wanted.pop(key, None)
+        if self._queue.may_grow(session_id, key, num_needed, self.pool.now_s):
+            session.wanted.pop(key, None)
             return True
-        member.wanted[key] = sequence_id
+        session.wanted[key] = sequence_id
         return False
 
-    def _grow(self, member: Member, grant: Growth) -> None:
+    def _grow(self, session: Session, grant: Growth) -> None:
         """Give a blocked sequence the blocks that it asked for, ahead of its next append."""
-        native, handle = member.session.native, member.session.handle
-        sequence_id = member.wanted.pop(grant.sequence, 0)
+        native, handle = session.native, session.handle
+        sequence_id = session.wanted.pop(grant.sequence, 0)
         if native.has_sequence(handle, sequence_id):
             native.reserve(handle, sequence_id, grant.num_blocks)
-            member.is_drafted = True
+            session.is_drafted = True
 
-    def _grant(self, member: Member, grant: Admission) -> bool:
+    def _grant(self, session: Session, grant: Admission) -> bool:
         """Admit the head of the queue; returns whether the next can be served now."""
-        session, waiting = member.session, member.queued
+        waiting = session.queued
         assert waiting is not None, "the queue has a place that its session does not know of"
         message = waiting.message
         if message is None:  # a swap-in: the session has to ask again, soon
             if waiting.lapses_s is None:
-                waiting.lapses_s = self._pool.now_s + self._config.grace_s
+                waiting.lapses_s = self.pool.now_s + self._config.grace_s
             return False
         done = session.native.grant(
             session.handle,
@@ -419,68 +417,68 @@ class PoolAdmission:
             self.num_headroom(),
         )
         if len(done) == 3:
-            self._started(member, waiting.key, message, done[0])
-            member.notify_granted(message, done[0], done[1])
-            member.is_drafted = True
-            self._pool.statistics.num_granted_admissions += 1
-            self._pool.statistics.wait_s.add(self._pool.now_s - waiting.since_s)
+            self._started(session, waiting.key, message, done[0])
+            self.news.granted(session, message, done[0], done[1])
+            session.is_drafted = True
+            self.pool.statistics.num_granted_admissions += 1
+            self.pool.statistics.wait_s.add(self.pool.now_s - waiting.since_s)
             return True
         if done[1] in _LATER:
-            return self._ask(member, waiting.key, done[2], wait=True) is not None
+            return self._ask(session, waiting.key, done[2], wait=True) is not None
         # The head of the queue cannot be admitted as things are: it leaves the queue.
         self._queue.withdraw(session.id, waiting.key)
-        member.queued = None
+        session.queued = None
         by_quota = done[1] in _QUOTA
         reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
-        member.notify_cut(message.sequence_id, reason)
+        self.news.cut(session, message.sequence_id, reason)
         return True
 
-    def _cut(self, member: Member, cut: Cut) -> None:
-        session, family = member.session, member.families.by_key(cut.sequence)
+    def _cut(self, session: Session, cut: Cut) -> None:
+        family = session.families.by_key(cut.sequence)
         family.is_live = False
-        member.wanted.pop(family.key, None)
+        session.wanted.pop(family.key, None)
         for sequence_id in sorted(family.members - family.swapped):
             session.native.cut(session.handle, sequence_id)
-            member.families.remove(sequence_id)
-            member.notify_cut(sequence_id, _REASONS[cut.reason])
-            self._pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
-        member.is_drafted = True
+            session.families.remove(sequence_id)
+            self.news.cut(session, sequence_id, _REASONS[cut.reason])
+            self.pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
+        session.is_drafted = True
 
-    def _gone(self, member: Member, family: Family) -> None:
+    def _gone(self, session: Session, family: Family) -> None:
         """Settle a family of which a sequence was freed."""
         if family.members:
-            self._settle(member, family)
+            self._settle(session, family)
             return
         if family.is_live:
             family.is_live = False
-            member.wanted.pop(family.key, None)
-            self._queue.ended(member.session.id, family.key)
-        if member.queued is not None and member.queued.key == family.key:
-            self._queue.withdraw(member.session.id, family.key)
-            member.queued = None
+            session.wanted.pop(family.key, None)
+            self._queue.ended(session.id, family.key)
+        if session.queued is not None and session.queued.key == family.key:
+            self._queue.withdraw(session.id, family.key)
+            session.queued = None
 
-    def _settle(self, member: Member, family: Family) -> None:
+    def _settle(self, session: Session, family: Family) -> None:
         """Let the queue know whether the family holds device blocks."""
         if family.is_on_device == family.is_live:
             return
         family.is_live = family.is_on_device
-        session_id = member.session.id
+        session_id = session.id
         if not family.is_live:
-            member.wanted.pop(family.key, None)
+            session.wanted.pop(family.key, None)
             self._queue.swapped_out(session_id, family.key)
             return
-        if member.queued is not None and member.queued.key == family.key:
-            member.queued = None
-        self._queue.started(session_id, family.key, self._pool.now_s)
+        if session.queued is not None and session.queued.key == family.key:
+            session.queued = None
+        self._queue.started(session_id, family.key, self.pool.now_s)
 
-    def _forget(self, member: Member, sequence_id: int) -> None:
+    def _forget(self, session: Session, sequence_id: int) -> None:
         """Withdraw the admission that waits for the id, or forget that its sequence was cut."""
-        waiting = member.queued
+        waiting = session.queued
         if waiting is not None and waiting.names(sequence_id):
-            self._queue.withdraw(member.session.id, waiting.key)
-            member.queued = None
+            self._queue.withdraw(session.id, waiting.key)
+            session.queued = None
         else:
-            del member.revoked[sequence_id]
+            del session.revoked[sequence_id]
 
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:

@@ -18,8 +18,8 @@ from kvplane_blocks import ColumnError
 
 from control_plane import checks
 from control_plane.admission.decisions import MustWait
-from control_plane.sessions.member import Member
 from control_plane.sessions.pool_admission import PoolAdmission
+from control_plane.sessions.session import Session
 from control_plane.steps.failures import (
     add_error,
     add_failures,
@@ -52,16 +52,16 @@ _TOKEN_BYTES: Final = 4
 class Step:
     """The state that the operations of one step use; the session's draft must be begun."""
 
-    __slots__ = ("admission", "check_as", "handle", "member", "native", "num_taken_tokens", "pool")
+    __slots__ = ("admission", "check_as", "handle", "native", "num_taken_tokens", "pool", "session")
 
-    def __init__(self, member: Member, admission: PoolAdmission, *, check_as: int = 0) -> None:
+    def __init__(self, session: Session, admission: PoolAdmission, *, check_as: int = 0) -> None:
         """``check_as``: if not 0, operations change nothing, and answer each item as the only one
         of the step with that number.
         """
-        self.member = member
+        self.session = session
         self.admission = admission
-        self.pool = member.session.pool
-        self.native, self.handle = member.session.native, member.session.handle
+        self.pool = session.pool
+        self.native, self.handle = session.native, session.handle
         self.check_as = check_as
         self.num_taken_tokens = 0
         """Tokens that operations have taken in since this was last set to 0. A swapped block counts
@@ -89,7 +89,7 @@ class Step:
             if not is_done:
                 yield
         if failures is not None:
-            add_failures(result, self.member, _at(index, operation), operation, failures)
+            add_failures(result, self.session, _at(index, operation), operation, failures)
         if not self.check_as:
             self.pool.statistics.allocation_s[operation.name].add(spent_s)
 
@@ -102,7 +102,7 @@ class Step:
         if must_wait is None:
             return [failure]
         num_headroom = self.admission.num_headroom()
-        shortage = shortage_of(self.member.session, failure, must_wait, num_headroom)
+        shortage = shortage_of(self.session, failure, must_wait, num_headroom)
         result.failures.add(status=cpb.ITEM_STATUS_LATER, shortage=shortage)
         return None
 
@@ -154,7 +154,7 @@ class Admit(OneSlice):
                 step.check_as,
             )
 
-        done, must_wait = step.admission.admit(step.member, message, admit, step.check_as)
+        done, must_wait = step.admission.admit(step.session, message, admit, step.check_as)
         if len(done) == 3:
             admitted = result.admit
             admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
@@ -178,7 +178,7 @@ class Append(Operation):
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
             result.num_table_blocks, refused = step.admission.append(
-                step.member, message, step.check_as
+                step.session, message, step.check_as
             )
             return refused
         num_blocks, failures = bytearray(), list[Failure]()
@@ -187,7 +187,7 @@ class Append(Operation):
             if first or step.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
                 step.num_taken_tokens = 0
                 yield
-            done, refused = step.admission.append(step.member, part, 0)
+            done, refused = step.admission.append(step.session, part, 0)
             step.num_taken_tokens += num_tokens
             num_blocks += done
             failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
@@ -202,7 +202,7 @@ class Fork(OneSlice):
     parent_field = "parent_sequence_ids"
 
     def do(self, step: Step, message: cpb.Fork, result: cpb.OperationResult) -> Failures:
-        num_blocks, failures = step.admission.fork(step.member, message, step.check_as)
+        num_blocks, failures = step.admission.fork(step.session, message, step.check_as)
         result.num_table_blocks = num_blocks
         return failures
 
@@ -215,7 +215,7 @@ class Free(OneSlice):
     def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
         released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
         result.num_released_blocks = released
-        return step.admission.freed(step.member, message.sequence_ids, failures, step.check_as)
+        return step.admission.freed(step.session, message.sequence_ids, failures, step.check_as)
 
 
 class Truncate(OneSlice):
@@ -250,7 +250,7 @@ class Swap(Operation):
             return step.native.swap(step.handle, ids, message.tier, headroom, 0, step.check_as)
 
         if message.tier == tpb.TIER_DEVICE:
-            done, must_wait = step.admission.swap_in(step.member, ids, begin, step.check_as)
+            done, must_wait = step.admission.swap_in(step.session, ids, begin, step.check_as)
             if not isinstance(done, int):
                 return step.refuse(result, done, must_wait)
         else:
@@ -258,7 +258,7 @@ class Swap(Operation):
             if not isinstance(done, int):
                 return [done]
             if not step.check_as:
-                step.admission.swapped_out(step.member, ids)
+                step.admission.swapped_out(step.session, ids)
         result.num_swapped_blocks = done
         if not step.check_as:
             yield from self.move(step, done)
@@ -332,11 +332,10 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
     return named
 
 
-def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
+def check_no_plan(session: Session, operations: Sequence[Named]) -> None:
     """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made now."""
-    session = member.session
     may_plan = any(operation.may_plan(message) for operation, message in operations)
-    if session.resync_due or member.is_drafted or may_plan:
+    if session.resync_due or session.is_drafted or may_plan:
         raise TooManyPlansInFlightError(
             f"{len(session.plans)} plans wait for their receipts: run them, and submit receipts "
             "with add_receipt or submit_receipts"

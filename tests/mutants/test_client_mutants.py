@@ -116,9 +116,9 @@ FAULTS = {
         f"{PAGE}::test_a_browser_that_left_takes_up_no_place",
     ),
     "sessions_of_other_tenants_are_shown": Fault(
-        "control_plane/core.py",
-        "self._sessions_of(p, tenant)",
-        "self._sessions_of(p)",
+        "control_plane/views.py",
+        "own = [session for session in sessions if session.tenant == tenant]",
+        "own = [*sessions]",
         f"{PAGE}::test_a_tenant_sees_no_session_of_another",
     ),
     "an_adapter_computes_what_is_cached": Fault(

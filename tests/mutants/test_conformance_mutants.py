@@ -37,8 +37,8 @@ FAULTS = {
     ),
     "who_has_to_yield_is_not_told": Fault(
         SHARING,
-        "member.notify_pressure(family, decision.num_blocks, decision.deadline_s - now_s)",
-        "pass",
+        "                self.news.asked(\n                    session,\n",
+        "                print(\n                    session,\n",
         YIELDING,
     ),
     "news_are_not_pushed": Fault(
@@ -49,7 +49,7 @@ FAULTS = {
     ),
     "who_was_cut_is_unknown": Fault(
         "control_plane/steps/failures.py",
-        "case _native.NOT_FOUND if a in member.revoked",
+        "case _native.NOT_FOUND if a in session.revoked",
         "case _native.NOT_FOUND if False",
         YIELDING,
         "revoked",
@@ -150,9 +150,9 @@ FAULTS = {
         "tests/unit/core/test_followers.py",
     ),
     "namespaces_are_not_kept_apart": Fault(
-        "control_plane/core.py",
-        "root = root_of(fingerprint, tenant, request.namespace)",
-        'root = root_of(fingerprint, tenant, "")',
+        "control_plane/sessions/sessions.py",
+        "root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        'root = root_of(pool.layout.fingerprint, tenant, "")',
         NAMESPACES,
         "weights or adapter",
     ),
@@ -200,17 +200,18 @@ FAULTS = {
         "pools_streams",
     ),
     "everybody_is_told_news_of_one": Fault(
-        SHARING,
-        "        notices = [(i, self.members[i].news) for i in self.with_news]\n",
-        "        notices = [(i, self.members[i]._news()) for i in self.members]\n",
+        "control_plane/core.py",
+        "        return [notice for each in admissions for notice in each.news.take_notices()]\n",
+        "        everybody = [s for each in admissions for s in each.sessions.values()]\n"
+        "        return [(session.id, session.news or cpb.News()) for session in everybody]\n",
         TOLD,
         "has_news",
     ),
     "all_sessions_are_looked_at": Fault(
-        "control_plane/core.py",
-        "        session.expires_at_s = self._clock() + self._config.lease_s\n        self._touch",
+        "control_plane/sessions/sessions.py",
+        "        session.expires_at_s = self._clock() + self._config.lease_s\n",
         "        session.expires_at_s = self._clock() + self._config.lease_s\n"
-        "        sum(each.num_held() for each in self._sessions.values())\n        self._touch",
+        "        sum(each.num_held() for each in self.by_id.values())\n",
         SHARERS,
         "thousand_sessions",
     ),

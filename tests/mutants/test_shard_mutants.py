@@ -13,8 +13,10 @@ from control_plane.pools.pool import Pool
 from control_plane.pools.shards import PoolShards
 from control_plane.sessions import silent_shards
 from control_plane.sessions.session import Session
+from control_plane.sessions.sessions import Sessions
 from engine.parallel import model_part
 from kvplane import AttentionOptions, Tensor
+from kvplane.errors import KvplaneError
 from kvplane.execution import execution
 from kvplane.shard import QueryHeads
 from tests.helpers.patched_faults import Run, alone, assert_noticed, load
@@ -45,12 +47,13 @@ def one_session_ends_all(patch: pytest.MonkeyPatch) -> None:
 
 def closed_sessions_accuse_shards(patch: pytest.MonkeyPatch) -> None:
     """A shard that does not fence a closed session counts as silent."""
-    original = Pool.end
-    patch.setattr(
-        Pool, "end", lambda self, session, ordinal, **_: original(
-            self, session, ordinal, lacks_receipt=True
-        )
-    )  # fmt: skip
+
+    def end(self: Sessions, session: Session, reason: type[KvplaneError]) -> None:
+        original(self, session, reason)
+        session.pool.shards.ended[session.id].lacks_receipt = True
+
+    original = Sessions.end
+    patch.setattr(Sessions, "end", end)
 
 
 def silent_shards_are_waited_for(patch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ class World:
 
     @property
     def of_session(self) -> Session:
-        return self.core._sessions[self.session.session_id]
+        return self.core.sessions.by_id[self.session.session_id]
 
     def step(self, *operations: cpb.Operation, num_receipts: int = 9) -> cpb.StepResponse:
         """Run a step and its plan. ``num_receipts``: submitted first."""

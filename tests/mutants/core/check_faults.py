@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from control_plane import core
-from control_plane.sessions.member import Member
 from control_plane.sessions.pool_admission import PoolAdmission
+from control_plane.sessions.session import Session
 from control_plane.steps.operations import OPERATIONS, Operation, Step
 
 
@@ -28,8 +28,8 @@ def the_queue_is_ignored(patch: pytest.MonkeyPatch) -> None:
 def blocked_growth_is_ignored(patch: pytest.MonkeyPatch) -> None:
     """A growth that would have to wait behind an older one is told that it may have blocks."""
 
-    def may_grow(self: PoolAdmission, member: Member, *args: Any) -> bool:
-        return args[-1] != 0 or original(self, member, *args)
+    def may_grow(self: PoolAdmission, session: Session, *args: Any) -> bool:
+        return args[-1] != 0 or original(self, session, *args)
 
     original = PoolAdmission._may_grow
     patch.setattr(PoolAdmission, "_may_grow", may_grow)
@@ -48,8 +48,8 @@ def a_position_is_taken(patch: pytest.MonkeyPatch) -> None:
 def a_growth_waits(patch: pytest.MonkeyPatch) -> None:
     """A check of a growth has the sequence wait for blocks."""
 
-    def may_grow(self: PoolAdmission, member: Member, *args: Any) -> bool:
-        return original(self, member, *args[:-1], 0)
+    def may_grow(self: PoolAdmission, session: Session, *args: Any) -> bool:
+        return original(self, session, *args[:-1], 0)
 
     original = PoolAdmission._may_grow
     patch.setattr(PoolAdmission, "_may_grow", may_grow)
@@ -69,7 +69,7 @@ def _done_by_a_check(patch: pytest.MonkeyPatch, name: str) -> None:
 
 def full_sessions_are_ignored(patch: pytest.MonkeyPatch) -> None:
     """A check does not know that too many plans are in flight for the step."""
-    patch.setattr(core, "check_no_plan", lambda member, operations: None)
+    patch.setattr(core, "check_no_plan", lambda session, operations: None)
 
 
 FAULTS = (

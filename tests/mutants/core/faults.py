@@ -14,15 +14,16 @@ from control_plane import core, queries
 from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
+from control_plane.sessions import sessions
 from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.session import Session
+from control_plane.sessions.sessions import Sessions
 from control_plane.steps import receipts
 from control_plane.steps.operations import Append, Step
 from kvplane.errors import KvplaneError
 from kvplane.results import sequence_states
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def receipts_of_one_shard_suffice(patch: pytest.MonkeyPatch) -> None:
@@ -38,13 +39,14 @@ def receipts_of_one_shard_suffice(patch: pytest.MonkeyPatch) -> None:
 def fence_ignored(patch: pytest.MonkeyPatch) -> None:
     """An ended session's blocks are free before its data planes have fenced it."""
 
-    def end(self: Pool, session: tpb.SessionRef, ordinal: int, **why: bool) -> None:
-        original(self, session, ordinal, **why)
-        slot, _ = self._ended_handles.pop(session.session_id)
-        self.native.session_fenced(slot)
+    def end(self: Sessions, session: Session, reason: type[KvplaneError]) -> None:
+        shards = set(session.pool.shards.states)
+        original(self, session, reason)
+        for shard in shards:
+            self.fenced(session.pool, shard, [session.id])
 
-    original = Pool.end
-    patch.setattr(Pool, "end", end)
+    original = Sessions.end
+    patch.setattr(Sessions, "end", end)
 
 
 def publications_kept_quiet(patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def positions_ignored(patch: pytest.MonkeyPatch) -> None:
     """Tokens are appended where the sequence ends, whatever position the caller gave."""
 
     def run(self: Any, step: Step, message: Any, result: Any) -> Any:
-        live = {s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}
+        live = {s.sequence_id: s for s in sequence_states(queries.states(step.session))}
         ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
         ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
         message.first_positions = columns.pack(INT32, ends)
@@ -92,14 +94,16 @@ def positions_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def namespaces_shared(patch: pytest.MonkeyPatch) -> None:
     """A tenant's namespaces share their prefixes."""
-    patch.setattr(core, "root_of", lambda print_, tenant, namespace: root_of(print_, tenant, ""))
+    patch.setattr(
+        sessions, "root_of", lambda print_, tenant, namespace: root_of(print_, tenant, "")
+    )
 
 
 def leases_never_end(patch: pytest.MonkeyPatch) -> None:
     """A session whose lease ran out goes on."""
 
     def tick(self: core.ControlPlane) -> float:
-        for session in self._sessions.values():
+        for session in self.sessions.by_id.values():
             session.expires_at_s = self._clock() + self._config.lease_s
         return original(self)
 

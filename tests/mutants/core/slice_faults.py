@@ -10,11 +10,12 @@ import pytest
 
 from control_plane.core import ControlPlane
 from control_plane.pools.pool import Pool
+from control_plane.pools.shards import EndedSession
 from control_plane.server import service
 from control_plane.server.service import LongRequests
 from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.pool_admission import PoolAdmission
-from control_plane.sessions.session import Session
+from control_plane.sessions.sessions import Sessions
 from control_plane.steps import answers, operations, requests, slices
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.operations import Swap
@@ -33,7 +34,7 @@ def what_was_due_waits_for_the_timer(patch: pytest.MonkeyPatch) -> None:
     """A session that sends one long request after another is never cut."""
 
     def set_busy(self: PoolAdmission, session_id: int, is_busy: bool) -> None:
-        if session_id in self.members:
+        if session_id in self.sessions:
             self._queue.set_busy(session_id, is_busy)
 
     patch.setattr(PoolAdmission, "set_busy", set_busy)
@@ -42,10 +43,7 @@ def what_was_due_waits_for_the_timer(patch: pytest.MonkeyPatch) -> None:
 def an_end_is_not_noticed_between_slices(patch: pytest.MonkeyPatch) -> None:
     """A request goes on though its session is gone."""
 
-    def require_open(self: ControlPlane, session: Session) -> None:
-        pass
-
-    patch.setattr(ControlPlane, "_require_open", require_open)
+    patch.setattr(Sessions, "require_open", lambda self, session: None)
 
 
 def each_part_counts_items_from_its_own_first(patch: pytest.MonkeyPatch) -> None:
@@ -61,16 +59,24 @@ def each_part_counts_items_from_its_own_first(patch: pytest.MonkeyPatch) -> None
 def fenced_before_all_is_released(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a session that still has sequences are free."""
 
-    def fence_done(self: Pool, session_id: int, shard_index: int) -> None:
-        if self.shards.fence_done(session_id, shard_index):
-            self._fenced(session_id)
+    def free_if_done(self: Sessions, pool: Pool, ended: EndedSession) -> None:
+        ended.is_released = True
+        original(self, pool, ended)
 
-    patch.setattr(Pool, "fence_done", fence_done)
+    original = Sessions._free_if_done
+    patch.setattr(Sessions, "_free_if_done", free_if_done)
 
 
 def a_fence_is_forgotten_while_it_releases(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a session that was fenced early stay retired."""
-    patch.setattr(Pool, "_fenced", lambda self, session_id: None)
+
+    def fenced(self: Sessions, pool: Pool, shard: int, session_ids: list[int]) -> None:
+        ended = pool.shards.ended
+        released = [i for i in session_ids if i in ended and ended[i].is_released]
+        original(self, pool, shard, released)
+
+    original = Sessions.fenced
+    patch.setattr(Sessions, "fenced", fenced)
 
 
 def a_large_swap_is_not_moved(patch: pytest.MonkeyPatch) -> None:

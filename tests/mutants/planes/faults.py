@@ -15,8 +15,9 @@ from control_plane import core, queries
 from control_plane.pools import shards
 from control_plane.pools.pool import Pool
 from control_plane.registration import registration
-from control_plane.sessions.member import Member
+from control_plane.sessions import sessions
 from control_plane.sessions.numbering import Answer, Numbering
+from control_plane.sessions.session import Session
 from control_plane.steps import requests
 from control_plane.steps.abort import abort_plans
 from control_plane.steps.operations import Append, Step
@@ -29,7 +30,6 @@ from kvplane.results import sequence_states
 from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def repeats_not_recognised(patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def abort_not_numbered(patch: pytest.MonkeyPatch) -> None:
     original = core.ControlPlane.abort_plans
 
     def abort_plans_at_once(self: core.ControlPlane, request: Any, tenant: str) -> Any:
-        session = self._sessions.get(request.session.session_id)
+        session = self.sessions.by_id.get(request.session.session_id)
         if session is not None and request.number <= session.numbers.last:
             run_to_end(abort_plans(session, request))
         return original(self, request, tenant)
@@ -61,17 +61,17 @@ def session_ids_reused(patch: pytest.MonkeyPatch) -> None:
     """Every control plane counts its sessions from 1."""
     num: dict[int, int] = defaultdict(int)
 
-    def unused(self: core.ControlPlane) -> int:
+    def unused(self: sessions.Sessions) -> int:
         num[id(self)] += 1
         return num[id(self)]
 
-    patch.setattr(core.ControlPlane, "_unused_session_id", unused)
+    patch.setattr(sessions.Sessions, "_unused_id", unused)
 
 
 def incarnation_of_requests_ignored(patch: pytest.MonkeyPatch) -> None:
     """Sessions are known by their id alone, which every control plane counts from 1."""
     session_ids_reused(patch)
-    patch.setattr(core.ControlPlane, "_check_incarnation", lambda self, ref: None)
+    patch.setattr(sessions.Sessions, "check_incarnation", lambda self, ref: None)
 
 
 def epoch_order_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -101,13 +101,15 @@ def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """An ended session's blocks are free before all data planes have stopped it."""
-    original = Pool.end
+    original = sessions.Sessions.end
 
-    def end(self: Pool, session: tpb.SessionRef, ordinal: int) -> None:
-        original(self, session, ordinal)
-        self.native.session_fenced(self._ended_handles.pop(session.session_id))
+    def end(self: sessions.Sessions, session: Session, reason: Any) -> None:
+        shards = set(session.pool.shards.states)
+        original(self, session, reason)
+        for shard in shards:
+            self.fenced(session.pool, shard, [session.id])
 
-    patch.setattr(Pool, "end", end)
+    patch.setattr(sessions.Sessions, "end", end)
 
 
 def tables_kept_on_install(patch: pytest.MonkeyPatch) -> None:
@@ -128,7 +130,7 @@ def lower_incarnation_installed(patch: pytest.MonkeyPatch) -> None:
     check = registration.Registration.register
 
     def register(self: Any, hello: Any) -> Any:
-        hello.incarnation = min(hello.incarnation, self._incarnation())
+        hello.incarnation = min(hello.incarnation, self._sessions.incarnation)
         return check(self, hello)
 
     patch.setattr(registration.Registration, "register", register)
@@ -143,12 +145,12 @@ def tokens_taken_by_sequence_id(patch: pytest.MonkeyPatch) -> None:
     """Deferred tokens are taken by whatever sequence has the id now."""
     original = requests.take_deferred_tokens
 
-    def take(member: Member, message: Any, max_items: int) -> None:
+    def take(session: Session, message: Any, max_items: int) -> None:
         ids = columns.read(INT64, message.sequence_ids, "")
-        states = {s.sequence_id: s for s in sequence_states(queries.states(member.session))}
+        states = {s.sequence_id: s for s in sequence_states(queries.states(session))}
         steps = [states[i].admitted_by if i in states else 0 for i in ids]
         message.admitted_by = columns.pack(INT64, steps)
-        original(member, message, max_items)
+        original(session, message, max_items)
 
     patch.setattr(requests, "take_deferred_tokens", take)
 
@@ -159,7 +161,7 @@ def append_position_unchecked(patch: pytest.MonkeyPatch) -> None:
 
     def run(self: Any, step: Step, message: Any, result: Any) -> Any:
         ids = columns.read(INT64, message.sequence_ids, "")
-        live = {s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}
+        live = {s.sequence_id: s for s in sequence_states(queries.states(step.session))}
         firsts = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
         message.first_positions = columns.pack(INT32, firsts)
         return original(self, step, message, result)
@@ -185,7 +187,7 @@ def stale_publication_kept(patch: pytest.MonkeyPatch) -> None:
 
 def sessions_outlive_a_shard(patch: pytest.MonkeyPatch) -> None:
     """A shard restarts, and the pool's sessions go on."""
-    patch.setattr(core.ControlPlane, "_end_all", lambda self, pool: None)
+    patch.setattr(sessions.Sessions, "end_all", lambda self, pool: None)
 
 
 def shards_may_overlap(patch: pytest.MonkeyPatch) -> None:
