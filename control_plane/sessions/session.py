@@ -33,8 +33,8 @@ class PlanRecord(NamedTuple):
 @dataclass(slots=True)
 class QueuedAdmission:
     """A session's entry in the queue: an admission of step ``number``, or without a message a
-    swap-in. ``since_s``: when it was queued. ``lapses_s``: when a swap-in at the head of the queue
-    loses its place.
+    swap-in of the family ``key``. ``since_s``: when it was queued. ``lapses_s``: when a swap-in at
+    the head of the queue loses its place.
     """
 
     key: int

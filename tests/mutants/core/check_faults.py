@@ -31,8 +31,8 @@ def blocked_growth_is_ignored(patch: pytest.MonkeyPatch) -> None:
     def may_grow(self: PoolAdmission, session: Session, *args: Any) -> bool:
         return args[-1] != 0 or original(self, session, *args)
 
-    original = PoolAdmission._may_grow
-    patch.setattr(PoolAdmission, "_may_grow", may_grow)
+    original = PoolAdmission.may_grow
+    patch.setattr(PoolAdmission, "may_grow", may_grow)
 
 
 def a_position_is_taken(patch: pytest.MonkeyPatch) -> None:
@@ -51,8 +51,8 @@ def a_growth_waits(patch: pytest.MonkeyPatch) -> None:
     def may_grow(self: PoolAdmission, session: Session, *args: Any) -> bool:
         return original(self, session, *args[:-1], 0)
 
-    original = PoolAdmission._may_grow
-    patch.setattr(PoolAdmission, "_may_grow", may_grow)
+    original = PoolAdmission.may_grow
+    patch.setattr(PoolAdmission, "may_grow", may_grow)
 
 
 def _done_by_a_check(patch: pytest.MonkeyPatch, name: str) -> None:
