@@ -348,6 +348,7 @@ class ControlPlane:
         """Raise AssertionError naming the first broken invariant, if there is one."""
         for pool in self._pools.values():
             queries.check_pool(pool, self.sessions.of(pool))
+            self.sessions.admission_of(pool).check_integrity()
         open_ids = [s.id for pool in self._pools.values() for s in self.sessions.of(pool)]
         assert sorted(open_ids) == sorted(self.sessions.by_id), "pools differ in sessions"
 

@@ -12,7 +12,7 @@ _DEVICE = tpb.TIER_DEVICE
 
 
 class DeviceBlocks:
-    """Implements ``admission.decisions.PoolView``."""
+    """Implements ``admission.decisions.PoolView``. Its sequences are the core's families."""
 
     def __init__(self, pool: Pool, sessions: Mapping[int, Session]) -> None:
         self._pool = pool
@@ -29,25 +29,15 @@ class DeviceBlocks:
         return self._pool.native.num_pending(self._handle(session), _DEVICE)
 
     def num_held(self, session: int, sequence: int) -> int:
-        owner, native = self._sessions[session], self._pool.native
-        family = owner.families.by_key(sequence)
-        handle = owner.handle
-        return sum(native.num_held(handle, i) for i in family.members - family.swapped)
+        return self._pool.native.family_held(self._handle(session), sequence)
 
     def num_held_by(self, session: int) -> int:
-        owner, native = self._sessions[session], self._pool.native
-        held = native.num_blocks_held(owner.handle)  # of both tiers
-        families = owner.families.all() if held > self.num_blocks // 8 else []
-        if any(family.swapped for family in families):
-            return sum(self.num_held(session, family.key) for family in families)
-        return held
+        native, handle = self._pool.native, self._handle(session)
+        held = native.num_blocks_held(handle)  # of both tiers
+        return native.num_device_blocks_held(handle) if held > self.num_blocks // 8 else held
 
     def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
-        owner, native = self._sessions[session], self._pool.native
-        family = owner.families.by_key(sequence)
-        handle = owner.handle
-        each = [native.last_progress(handle, i) for i in family.members - family.swapped]
-        return max(at_s for at_s, _ in each), any(is_computed for _, is_computed in each)
+        return self._pool.native.family_progress(self._handle(session), sequence)
 
     def retired_since(self, session: int) -> float | None:
         """Return when the session's oldest plan in flight was made, if blocks wait for receipts."""

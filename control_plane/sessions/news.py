@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from control_plane.sessions.session import Session
@@ -61,12 +60,12 @@ class PoolNews:
             session.revoked.popitem(last=False)
 
     def asked(
-        self, session: Session, sequence_ids: Iterable[int], num_blocks: int, time_left_s: float
+        self, session: Session, sequence_ids: bytes, num_blocks: int, time_left_s: float
     ) -> None:
         """Add that the session is asked to release what these sequences hold."""
         news = self._of(session)
         news.num_blocks_asked += num_blocks
-        news.asked_sequence_ids += columns.pack(INT64, sequence_ids)
+        news.asked_sequence_ids += sequence_ids
         if not news.HasField("asked_within"):
             news.asked_within.FromNanoseconds(int(time_left_s * 1e9))
 

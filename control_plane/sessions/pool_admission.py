@@ -29,16 +29,14 @@ from control_plane.admission.decisions import (
 from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
 from control_plane.sessions.device_blocks import DeviceBlocks
-from control_plane.sessions.families import Family
 from control_plane.sessions.news import PoolNews
-from control_plane.sessions.session import QueuedAdmission, Session
+from control_plane.sessions.session import QueuedAdmission, Session, forks_of
 from kvplane.wire import columns
-from kvplane.wire.columns import INT64, UINT8
+from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
-_ON_DEVICE: Final = bytes([_DEVICE])
 LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
 """The core has no room now, so that the queue decides."""
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
@@ -130,31 +128,46 @@ class PoolAdmission:
         self, session: Session, sequence_id: int, num_needed: int, check_as: int
     ) -> MustWait | None:
         """Decide, as on an admission, on a swap-in that the core has refused for now."""
-        family = session.families.of(sequence_id)
-        if family.is_live:
+        family = session.native.family_of(session.handle, sequence_id)
+        if session.native.family_on_device(session.handle, family):
             return None
-        must_wait = self._ask(session, family.key, num_needed, wait=True, check_as=check_as)
-        is_queued = must_wait is not None and must_wait.sequence == family.key
+        must_wait = self._ask(session, family, num_needed, wait=True, check_as=check_as)
+        is_queued = must_wait is not None and must_wait.sequence == family
         if is_queued and session.queued is None and not check_as:
-            session.queued = QueuedAdmission(family.key, None, 0, self.pool.now_s)
+            session.queued = QueuedAdmission(family, None, 0, self.pool.now_s)
         return must_wait
 
     def may_grow(self, session: Session, sequence_id: int, num_needed: int, check_as: int) -> bool:
         """Return whether a sequence may take so many blocks now. If not it waits for them."""
-        key = session.families.of(sequence_id).key
+        family = session.native.family_of(session.handle, sequence_id)
         if check_as:
-            return self._queue.check_growth(session.id, key, num_needed)
-        if self._queue.may_grow(session.id, key, num_needed, self.pool.now_s):
-            session.wanted.pop(key, None)
+            return self._queue.check_growth(session.id, family, num_needed)
+        if self._queue.may_grow(session.id, family, num_needed, self.pool.now_s):
+            session.wanted.pop(family, None)
             return True
-        session.wanted[key] = sequence_id
+        session.wanted[family] = sequence_id
         return False
+
+    def apply(self, session: Session) -> None:
+        """Tell the queue what became of the session's families in the core's last call. Not needed
+        after calls that neither start nor end sequences nor move them to another tier.
+        """
+        for change, family in session.native.take_family_events(session.handle):
+            if change == _native.FAMILY_STARTED:
+                if session.queued is not None and session.queued.key == family:
+                    session.queued = None
+                self._queue.started(session.id, family, self.pool.now_s)
+                continue
+            session.wanted.pop(family, None)
+            if change == _native.FAMILY_LEFT_DEVICE:
+                self._queue.swapped_out(session.id, family)
+            elif change == _native.FAMILY_ENDED:
+                self._queue.ended(session.id, family)
+            elif session.queued is not None and session.queued.key == family:
+                self._withdraw(session)  # it waited to be swapped in
 
     def admitted(self, session: Session, message: cpb.Admit, num_cached: int) -> None:
         """Record that the core has admitted sequences. ``num_cached``: tokens that it found."""
-        ids = [message.sequence_id]
-        if message.fork_sequence_ids:
-            ids += columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
         if session.queued is not None and session.queued.is_of(message.sequence_id):
             self._withdraw(session)
         if session.revoked:
@@ -162,20 +175,9 @@ class PoolAdmission:
                 statistics = self.pool.statistics
                 statistics.reread_lookup_tokens += len(message.token_ids) // 4
                 statistics.reread_hit_tokens += num_cached
-            for sequence_id in ids:
+            for sequence_id in (message.sequence_id, *forks_of(message)):
                 session.revoked.pop(sequence_id, None)
-        key = session.families.new_key()
-        session.families.add(key, ids)
-        self._queue.started(session.id, key, self.pool.now_s)
-
-    def forked(self, session: Session, parent_id: int, sequence_id: int) -> None:
-        """Record a fork."""
-        session.families.fork(parent_id, sequence_id)
-        session.revoked.pop(sequence_id, None)
-
-    def freed(self, session: Session, sequence_id: int) -> None:
-        """Record that a live sequence was freed."""
-        self._gone(session, session.families.remove(sequence_id))
+        self.apply(session)
 
     def forget(self, session: Session, sequence_id: int) -> None:
         """Withdraw the admission that waits for the id, or forget that its sequence was cut."""
@@ -183,34 +185,6 @@ class PoolAdmission:
             self._withdraw(session)
         else:
             del session.revoked[sequence_id]
-
-    def swapped_out(self, session: Session, sequence_ids: bytes) -> None:
-        """Record that sequences were swapped out."""
-        for sequence_id in columns.read(INT64, sequence_ids, "sequence_ids"):
-            family = session.families.of(sequence_id)
-            family.swapped.add(sequence_id)
-            self._settle(session, family)
-
-    def swapped_in(self, session: Session, sequence_ids: bytes) -> None:
-        """Record that sequences were swapped in."""
-        for sequence_id in columns.read(INT64, sequence_ids, "sequence_ids"):
-            family = session.families.of(sequence_id)
-            family.swapped.discard(sequence_id)
-            self._settle(session, family)
-
-    def aborted(self, session: Session, sequences: cpb.SequenceStates) -> None:
-        """Record the tiers of sequences after an abort, which may have changed them. ``sequences``:
-        all of the session, in the abort's answer, which so takes the place of news of grants.
-        """
-        self.news.drop_grants(session)
-        on_host: set[int] = set()
-        if sequences.tiers.strip(_ON_DEVICE):
-            ids = columns.read(INT64, sequences.sequence_ids, "sequence_ids")
-            tiers = columns.read(UINT8, sequences.tiers, "tiers")
-            on_host = {i for i, tier in zip(ids, tiers, strict=True) if tier != _DEVICE}
-        for family in session.families.all():
-            family.swapped = family.members & on_host if on_host else set()
-            self._settle(session, family)
 
     # Grants and cuts outside of sessions' steps
 
@@ -234,10 +208,9 @@ class PoolAdmission:
         for decision in self._queue.tick(now_s):
             session = self.sessions[decision.session]
             if isinstance(decision, Pressure):
-                family = session.families.by_key(decision.sequence)
                 self.news.asked(
                     session,
-                    sorted(family.members - family.swapped),
+                    session.native.family_on_device(session.handle, decision.sequence),
                     decision.num_blocks,
                     decision.deadline_s - now_s,
                 )
@@ -251,6 +224,19 @@ class PoolAdmission:
                 self._withdraw(session)
         self.serve()
         return self._config.grace_s / 4, ended
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the queue has the families that hold device blocks. Those of
+        a busy session are settled when its request ends.
+        """
+        for session in self.sessions.values():
+            if self._queue.is_busy(session.id):
+                continue
+            native, handle = session.native, session.handle
+            ids = columns.read(INT64, native.sequence_ids(handle), "sequence_ids")
+            families = {native.family_of(handle, i) for i in ids}
+            on_device = {i for i in families if native.family_on_device(handle, i)}
+            assert on_device == self._queue.live(session.id), f"session {session.id}: families"
 
     # Helpers
 
@@ -315,38 +301,12 @@ class PoolAdmission:
         return True
 
     def _cut(self, session: Session, cut: Cut) -> None:
-        family = session.families.by_key(cut.sequence)
-        family.is_live = False
-        session.wanted.pop(family.key, None)
-        for sequence_id in sorted(family.members - family.swapped):
-            session.native.cut(session.handle, sequence_id)
-            session.families.remove(sequence_id)
+        native, handle = session.native, session.handle
+        session.wanted.pop(cut.sequence, None)
+        on_device = native.family_on_device(handle, cut.sequence)
+        for sequence_id in columns.read(INT64, on_device, "sequence_ids"):
+            native.cut(handle, sequence_id)
             self.news.cut(session, sequence_id, _REASONS[cut.reason])
             self.pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
+        native.take_family_events(handle)  # for the queue it has ended already
         session.is_drafted = True
-
-    def _gone(self, session: Session, family: Family) -> None:
-        """Settle a family of which a sequence was freed."""
-        if family.members:
-            self._settle(session, family)
-            return
-        if family.is_live:
-            family.is_live = False
-            session.wanted.pop(family.key, None)
-            self._queue.ended(session.id, family.key)
-        if session.queued is not None and session.queued.key == family.key:
-            self._withdraw(session)
-
-    def _settle(self, session: Session, family: Family) -> None:
-        """Let the queue know whether the family holds device blocks."""
-        if family.is_on_device == family.is_live:
-            return
-        family.is_live = family.is_on_device
-        session_id = session.id
-        if not family.is_live:
-            session.wanted.pop(family.key, None)
-            self._queue.swapped_out(session_id, family.key)
-            return
-        if session.queued is not None and session.queued.key == family.key:
-            session.queued = None
-        self._queue.started(session_id, family.key, self.pool.now_s)

@@ -8,11 +8,11 @@ Invariant: a plan is in ``plans`` until it is receipted or aborted.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from control_plane.pools.pool import Pool
-from control_plane.sessions.families import Families
 from control_plane.sessions.numbering import Numbering
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
@@ -28,6 +28,11 @@ class PlanRecord(NamedTuple):
 
     digest: bytes
     made_s: float
+
+
+def forks_of(message: cpb.Admit) -> Sequence[int]:
+    """Return the ids of the forks that an admission starts."""
+    return columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
 
 
 @dataclass(slots=True)
@@ -47,8 +52,7 @@ class QueuedAdmission:
         """Return whether the id is one of those that the admission is to start."""
         message = self.message
         return message is not None and (
-            sequence_id == message.sequence_id
-            or sequence_id in columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
+            sequence_id == message.sequence_id or sequence_id in forks_of(message)
         )
 
     def is_of(self, sequence_id: int) -> bool:
@@ -72,7 +76,6 @@ class Session:
         "done",
         "epochs",
         "expires_at_s",
-        "families",
         "handle",
         "id",
         "is_drafted",
@@ -135,7 +138,6 @@ class Session:
         ).SerializeToString(deterministic=True)
         self._receipt_prefixes: dict[int, bytes] = {}  # by shard: what its receipts begin with
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
-        self.families = Families()
         self.queued: QueuedAdmission | None = None
         self.wanted: dict[int, int] = {}
         self.revoked: OrderedDict[int, None] = OrderedDict()

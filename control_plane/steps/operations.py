@@ -19,7 +19,7 @@ from kvplane_blocks import ColumnError, _native
 from control_plane import checks
 from control_plane.admission.decisions import MustWait
 from control_plane.sessions.pool_admission import LATER, PoolAdmission
-from control_plane.sessions.session import QueuedAdmission, Session
+from control_plane.sessions.session import QueuedAdmission, Session, forks_of
 from control_plane.steps.failures import (
     add_error,
     add_failures,
@@ -176,8 +176,7 @@ class Admit(OneSlice):
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
     """Raise SequenceExistsError if the message has an id of the admission that waits."""
-    forks = columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
-    for i, sequence_id in enumerate([message.sequence_id, *forks]):
+    for i, sequence_id in enumerate([message.sequence_id, *forks_of(message)]):
         if waiting.names(sequence_id):
             field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
             raise SequenceExistsError(f"sequence {sequence_id} waits to be admitted", field=field)
@@ -281,32 +280,42 @@ class Fork(OneSlice):
 
     def do(self, step: Step, message: cpb.Fork, result: cpb.OperationResult) -> Failures:
         session = step.session
-        ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
-        parents = columns.read(
-            INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
-        )
-        # The ids of an admission that waits are not available.
-        waiting = session.queued
-        items = [i for i, id_ in enumerate(ids) if waiting is None or not waiting.names(id_)]
-        done, refused = step.native.fork(
-            step.handle,
-            columns.pack(INT64, [parents[i] for i in items]),
-            columns.pack(INT64, [ids[i] for i in items]),
-            step.check_as,
-        )
-        failures = [(items[item], code, a, b, c) for item, code, a, b, c in refused or ()]
-        if len(items) < len(ids):
-            num_blocks = dict(zip(items, columns.read(INT32, done, "num_blocks"), strict=True))
-            done = columns.pack(INT32, [num_blocks.get(i, 0) for i in range(len(ids))])
-            taken = set(range(len(ids))).difference(items)
-            failures = sorted([*failures, *((i, _native.EXISTS, ids[i], 0, 0) for i in taken)])
-        result.num_table_blocks = done
+        if session.queued is None:
+            result.num_table_blocks, failures = step.native.fork(
+                step.handle, message.parent_sequence_ids, message.sequence_ids, step.check_as
+            )
+        else:
+            result.num_table_blocks, failures = _fork_beside(session.queued, step, message)
         if not step.check_as:
-            not_done = {failure[0] for failure in failures}
-            for item, sequence_id in enumerate(ids):
-                if item not in not_done:
-                    step.admission.forked(session, parents[item], sequence_id)
-        return failures or None
+            step.admission.apply(session)
+            if session.revoked:
+                not_done = {failure[0] for failure in failures or ()}
+                ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+                for item, sequence_id in enumerate(ids):
+                    if item not in not_done:
+                        session.revoked.pop(sequence_id, None)
+        return failures
+
+
+def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tuple[bytes, Failures]:
+    """Fork, without the items that name an id of the admission that waits."""
+    ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+    parents = columns.read(
+        INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
+    )
+    items = [i for i, sequence_id in enumerate(ids) if not waiting.names(sequence_id)]
+    column, refused = step.native.fork(
+        step.handle,
+        columns.pack(INT64, [parents[i] for i in items]),
+        columns.pack(INT64, [ids[i] for i in items]),
+        step.check_as,
+    )
+    num_blocks = dict(zip(items, columns.read(INT32, column, "num_blocks"), strict=True))
+    failures = [(items[item], code, a, b, c) for item, code, a, b, c in refused or ()]
+    taken = set(range(len(ids))).difference(items)
+    failures += [(i, _native.EXISTS, ids[i], 0, 0) for i in taken]
+    done = columns.pack(INT32, [num_blocks.get(i, 0) for i in range(len(ids))])
+    return done, sorted(failures) or None
 
 
 class Free(OneSlice):
@@ -319,11 +328,7 @@ class Free(OneSlice):
         result.num_released_blocks = released
         admission, session, remaining = step.admission, step.session, list[Failure]()
         if not step.check_as:
-            refused = {failure[0] for failure in failures or ()}
-            ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
-            for item, sequence_id in enumerate(ids):
-                if item not in refused:
-                    admission.freed(session, sequence_id)
+            admission.apply(session)
         # Freeing an admission that waits withdraws it; freeing a cut sequence succeeds.
         for failure in failures or ():
             if failure[1] != _native.NOT_FOUND or not session.may_forget(failure[2]):
@@ -376,7 +381,7 @@ class Swap(Operation):
         if not isinstance(done, int):
             return step.refuse(result, done, must_wait)
         if not step.check_as:
-            (admission.swapped_in if is_in else admission.swapped_out)(session, ids)
+            admission.apply(session)
         result.num_swapped_blocks = done
         if not step.check_as:
             yield from self.move(step, done)

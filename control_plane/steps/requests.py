@@ -162,11 +162,12 @@ class Requests:
 
     def _aborted(self, session: Session, admission: PoolAdmission) -> Slices[cpb.SequenceStates]:
         """Return the states of all sequences of the session after an abort."""
+        admission.news.drop_grants(session)  # the answer says what has become of them
+        admission.apply(session)
         has_many = session.native.num_sequences(session.handle) > SLICE_SEQUENCES
         if has_many:
             yield
         sequences = states(session)
-        admission.aborted(session, sequences)
         if has_many:
             yield
         return sequences

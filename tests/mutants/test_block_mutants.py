@@ -16,7 +16,7 @@ from tests.helpers.warm_pytest import TESTS_FAILED, run_pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = [f"tests/unit/blocks/test_native_{name}.py" for name in (
-    "admit", "growth", "tokens", "tiers", "aborts", "input", "plain", "walk",
+    "admit", "families", "growth", "tokens", "tiers", "aborts", "input", "plain", "walk",
 )]  # fmt: skip
 TESTS[:0] = [
     "tests/unit/blocks/test_forgetting.py",

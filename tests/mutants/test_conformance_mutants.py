@@ -215,13 +215,11 @@ FAULTS = {
         SHARERS,
         "thousand_sessions",
     ),
-    "forks_go_up_to_the_first": Fault(
-        "control_plane/sessions/families.py",
-        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
-        "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
-        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
-        SHARERS,
-        "chain",
+    "the_queue_is_not_told_of_an_abort": Fault(
+        "control_plane/steps/requests.py",
+        "        admission.apply(session)\n",
+        "",
+        "tests/unit/planning/test_groups_walk.py",
     ),
 }
 

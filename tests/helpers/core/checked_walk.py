@@ -338,13 +338,10 @@ def everything(core: ControlPlane) -> tuple[Any, ...]:
     turns, entries = admission._queue._turns, admission._queue._entries
     sessions = []
     for session in admission.sessions.values():
-        families = session.families
+        native, handle = session.native, session.handle
         described = queries.states(session)
-        tables = [
-            group.table(session.handle, i)
-            for i in columns.read(INT64, described.sequence_ids, "")
-            for group in pool.groups
-        ]
+        live = columns.read(INT64, described.sequence_ids, "").tolist()
+        tables = [group.table(session.handle, i) for i in live for group in pool.groups]
         cached = [
             group.explain(session.root, ops.pack_tokens([token] * 48))
             for token in (0, 1)
@@ -358,8 +355,8 @@ def everything(core: ControlPlane) -> tuple[Any, ...]:
                 session.native.resync_due(session.handle),
                 (session.last_plan, list(session.plans), session.numbers.last),
                 (session.queued, dict(session.wanted), list(session.revoked), str(session.news)),
-                (session.is_drafted, families._last_key),
-                [(f.key, set(f.members), set(f.swapped), f.is_live) for f in families.all()],
+                session.is_drafted,
+                [native.family_of(handle, i) for i in live],
                 (claims.seniority, claims.num_doublings, claims.penalty_until_s),
                 [(c.id, c.rank, c.ends_s, c.num_blocked) for c in claims.sequences.values()],
             )

@@ -226,6 +226,8 @@ class World:
         self.core.check_integrity()
         self.executor.check_integrity()
         handle = self.of_session.handle
+        for core in self.pool.groups[1:]:
+            assert not core.take_family_events(handle), "the first group tells for all"
         states = [core.states(handle, None) for core in self.pool.groups]
         assert all(other == states[0] for other in states), "the groups are out of step"
         for state in self.states():

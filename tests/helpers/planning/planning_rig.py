@@ -130,7 +130,7 @@ class PlanningRig:
         self.session.numbers.use()
         request = cpb.AbortPlansRequest(number=self.session.numbers.last)
         run_to_end(abort_plans(self.session, request))
-        self.admission.aborted(self.session, queries.states(self.session))
+        self.admission.apply(self.session)
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
         payload = plan_pb2.Receipt(

@@ -16,6 +16,21 @@ class Mutant:
 
 # Each of these is found by the tests of one pool.
 FAULTS = {
+    "a_fork_is_a_family_of_its_own": Mutant(
+        "steps/sequences.cpp",
+        "  join_family(session, index, parent.family);\n",
+        "  join_family(session, index, ++session.last_family);\n",
+    ),
+    "an_abort_does_not_tell_where_families_are": Mutant(
+        "steps/abort.cpp",
+        "  claim_device(session, index, sequences_[index].tier == kDevice);\n",
+        "",
+    ),
+    "what_was_told_of_a_family_is_told_again": Mutant(
+        "steps/families.cpp",
+        "family.num_on_device && told != Family::Told::kOnDevice",
+        "family.num_on_device",
+    ),
     "each_admission_looks_at_the_whole_pool": Mutant(
         "memory/block_store.cpp",
         "void BlockStore::share(const Block* blocks, size_t num) {\n",
@@ -314,6 +329,11 @@ FAULTS = {
 }
 # What only pools of several layer groups show.
 GROUPED = {
+    "each_group_counts_families": Mutant(
+        "core/grouped_pool.h",
+        "    for (size_t g = 1; g < pools_.size(); ++g) pools_[g]->count_no_families();\n",
+        "",
+    ),
     "a_group_waits_for_its_own_receipts_alone": Mutant(
         "steps/admit.cpp", "if (groups.size == 1) return;", "if (groups.size) return;"
     ),

@@ -70,7 +70,11 @@ def test_every_code_of_the_core_has_an_error() -> None:
     rig = PlanningRig()
     shortages = {_native.LATER, _native.NEVER, _native.LATER_HEADROOM}
     shortages |= {_native.LATER_QUOTA, _native.NEVER_QUOTA}
-    numbers = {name: value for name, value in vars(_native).items() if name.isupper()}
+    numbers = {
+        name: value
+        for name, value in vars(_native).items()
+        if name.isupper() and not name.startswith("FAMILY_")
+    }
     codes = set(numbers.values()) - shortages
     assert len(codes) >= 15
     for code in codes:

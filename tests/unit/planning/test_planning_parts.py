@@ -44,7 +44,7 @@ def test_queries_take_nothing(rig: PlanningRig) -> None:
 
 def test_the_queue_sees_what_sequences_hold(rig: PlanningRig) -> None:
     blocks = DeviceBlocks(rig.pool, rig.sessions)
-    key = rig.session.families.of(1).key
+    key = rig.session.native.family_of(rig.session.handle, 1)
     rig.step(ops.fork(1, 2))
     assert blocks.num_blocks == rig.pool.num_blocks(DEVICE)
     assert blocks.num_held(1, key) >= 3, "it may be too high, but never too low"
@@ -67,7 +67,7 @@ def test_news_are_told_once_and_stay_for_the_answer(rig: PlanningRig) -> None:
     ((session_id, told),) = news.take_notices()
     assert (session_id, news.take_notices()) == (1, [])
     assert news.take(rig.session) == told
-    news.asked(rig.session, [1], 3, 0.5)
+    news.asked(rig.session, columns.pack(INT64, [1]), 3, 0.5)
     assert news.take(rig.session) is not None
     assert (news.take_notices(), rig.session.news) == ([], None)
 
