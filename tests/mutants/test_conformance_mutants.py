@@ -24,9 +24,9 @@ SHARERS = "tests/unit/core/test_many_sharers.py"
 FAULTS = {
     "what_was_written_goes_with_who_is_cut": Fault(
         SHARING,
-        "            session.native.cut(session.handle, sequence_id)\n",
-        "            session.native.cut(session.handle, sequence_id)\n"
-        "            session.native.forget_roots([session.root], True)\n",
+        "            native.cut(handle, sequence_id)\n",
+        "            native.cut(handle, sequence_id)\n"
+        "            native.forget_roots([session.root], True)\n",
         YIELDING,
     ),
     "every_stream_is_looked_at": Fault(
