@@ -99,19 +99,6 @@ def fence_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sessions, "fence", fence)
 
 
-def fence_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """An ended session's blocks are free before all data planes have stopped it."""
-    original = sessions.Sessions.end
-
-    def end(self: sessions.Sessions, session: Session, reason: Any) -> None:
-        shards = set(session.pool.shards.states)
-        original(self, session, reason)
-        for shard in shards:
-            self.fenced(session.pool, shard, [session.id])
-
-    patch.setattr(sessions.Sessions, "end", end)
-
-
 def tables_kept_on_install(patch: pytest.MonkeyPatch) -> None:
     """Sessions of an earlier control plane go on."""
     patch.setattr(Sessions, "end_all", lambda self, key_id: None)
@@ -235,7 +222,6 @@ FAULTS = (
     abort_not_numbered,
     incarnation_of_requests_ignored,
     key_ignored_on_resume,
-    fence_not_awaited,
     tokens_taken_by_sequence_id,
     stale_publication_kept,
 )
