@@ -23,16 +23,15 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from control_plane import checks, limits, prefixes, queries
-from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
 from control_plane.observing import PoolObservation, observe
 from control_plane.pools.layouts import layout_fingerprint, mismatch
 from control_plane.pools.pool import Pool
-from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS, root_of
+from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS
 from control_plane.registration.registration import Registration
-from control_plane.sessions.session import END_CAUSES, EndedSessions, Session, random_session_id
+from control_plane.sessions.session import Session
+from control_plane.sessions.sessions import Sessions, random_session_id
 from control_plane.sessions.silent_shards import lost_sessions
-from control_plane.sharing.sharing import Sharing
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.failures import add_error
 from control_plane.steps.operations import Step, check_no_plan, read_operations
@@ -42,15 +41,11 @@ from control_plane.views import view
 from control_plane.watching import Follower, Followers
 from kvplane.errors import (
     InvalidRequestError,
-    KvplaneError,
     MissingReceiptError,
     PoolNotFoundError,
     PoolNotReadyError,
-    QuotaExceededError,
     SessionExpiredError,
     SessionNotFoundError,
-    StaleEpochError,
-    StaleIncarnationError,
     TooManyPlansInFlightError,
 )
 from kvplane.slices import Slices, run_to_end
@@ -85,21 +80,15 @@ class ControlPlane:
         new_session_id: Callable[[], int] = random_session_id,
     ) -> None:
         """``clock`` returns monotonic seconds, ``new_session_id`` random ids from 1 to 2^53 - 1."""
-        self.incarnation = incarnation
         self._config = config
         self._clock = clock
-        self._new_session_id = new_session_id
         self._pools: dict[str, Pool] = {}
-        self._sessions: dict[int, Session] = {}
-        self._sharing: dict[str, Sharing] = {}  # by pool
-        self._ended = EndedSessions(max(4096, 4 * config.max_sessions))
+        self.sessions = Sessions(
+            config, incarnation=incarnation, clock=clock, new_session_id=new_session_id
+        )
         self._next_tick_s: float | None = None
         registry = self._registration = Registration(
-            self._pools,
-            incarnation=lambda: self.incarnation,
-            config=config,
-            new_key=new_key,
-            end_sessions=self._end_all,
+            self._pools, self.sessions, config=config, new_key=new_key
         )
         self.register, self.report = registry.register, registry.report
         self.disconnect, self.take_notified = registry.disconnect, registry.take_notified
@@ -109,7 +98,16 @@ class ControlPlane:
         self._touch = registry.touched.add
         self._followers = Followers(lambda: self.incarnation, limits.MAX_FOLLOWERS)
         self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
-        self._requests = Requests(config, self._sharing_of, self._require_open)
+        self._requests = Requests(config, self.sessions)
+
+    @property
+    def incarnation(self) -> int:
+        """The control plane's number, which its sessions have in their names."""
+        return self.sessions.incarnation
+
+    @incarnation.setter
+    def incarnation(self, incarnation: int) -> None:
+        self.sessions.incarnation = incarnation
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: rpb.FenceDone) -> None:
         """Record that a shard has fenced an ended session. Raises PoolNotFoundError,
@@ -118,20 +116,21 @@ class ControlPlane:
         if pool_id in self._pools:
             self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
-        self._sharing_of(self._pools[pool_id]).serve()
+        self.sessions.admission_of(self._pools[pool_id]).serve()
 
     def work(self) -> bool:
         """Continue long work for a few milliseconds: building pools, freeing forgotten prefixes,
         releasing ended sessions. Returns whether some is left.
         """
         is_left = self._registration.work()
-        for sharing in self._sharing.values():
-            sharing.serve()
+        for admission in self.sessions.admissions():
+            admission.serve()
         return is_left
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
         """Return the sessions whose news were not taken yet, and the news; answers carry it too."""
-        return [notice for sharing in self._sharing.values() for notice in sharing.take_notices()]
+        admissions = self.sessions.admissions()
+        return [notice for each in admissions for notice in each.news.take_notices()]
 
     # Sessions
 
@@ -152,31 +151,8 @@ class ControlPlane:
             )
         if fingerprint != pool.layout.fingerprint:
             raise mismatch(request.layout, pool.layout, pool.id)
-        most = self._config.max_sessions
-        if len(self._sessions) >= most:
-            raise QuotaExceededError(f"{most} sessions are open: close one first")
-        most = self._config.max_tenant_sessions
-        unfenced = (i for each in self._pools.values() for i in each.shards.fenced_sessions)
-        if most and most <= (
-            sum(session.tenant == tenant for session in self._sessions.values())
-            + sum(self._ended.knows(i, tenant) for i in unfenced)
-        ):
-            raise QuotaExceededError(f"the tenant has {most} sessions: close one first")
-        root = root_of(fingerprint, tenant, request.namespace)
-        pool.require_can_open(tenant, root)
-        session = Session(
-            tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_session_id()),
-            pool,
-            ordinal=pool.shards.next_ordinal(),
-            tenant=tenant,
-            client_name=request.client_name,
-            namespace=request.namespace,
-            root=root,
-            num_answers=self._config.max_plans_in_flight + 1,
-        )
-        self._sessions[session.id] = session
-        self._sharing_of(pool).open(session)
-        self._renew(session)
+        session = self.sessions.open(pool, request, tenant)
+        self._touch(pool)
         return cpb.OpenSessionResponse(
             session=session.ref,
             time_to_live=duration_of(self._config.lease_s),
@@ -192,9 +168,9 @@ class ControlPlane:
 
     def close_session(self, session: tpb.SessionRef, tenant: str) -> None:
         """End a session. Closing one that has ended already changes nothing."""
-        self._check_incarnation(session)
-        if not self._ended.knows(session.session_id, tenant):
-            self._end(self._session(session, tenant), SessionNotFoundError)
+        self.sessions.check_incarnation(session)
+        if not self.sessions.has_ended(session.session_id, tenant):
+            self.sessions.end(self._session(session, tenant), SessionNotFoundError)
 
     def tick(self) -> float:
         """End the sessions whose leases ran out; returns the seconds until the next call is due, at
@@ -208,19 +184,17 @@ class ControlPlane:
         lease_s = self._config.lease_s
         if self._next_tick_s is not None and now > self._next_tick_s + lease_s / 4:
             _LOGGER.warning("this process slept late_s=%.3f", now - self._next_tick_s)
-            for session in self._sessions.values():
+            for session in self.sessions.by_id.values():
                 session.expires_at_s = now + lease_s
-        for session in [s for s in self._sessions.values() if s.expires_at_s <= now]:
-            self._end(session, SessionExpiredError)
-            if self._clock() > now + _ENDING_S:
-                break  # the others end at the next call, which is due at once
+        self.sessions.expire(now)
         for pool_id in self._registration.forget_lost_pools(now):
-            self._sharing.pop(pool_id, None)
-        first_s = min((s.expires_at_s for s in self._sessions.values()), default=now + lease_s)
+            self.sessions.forget(pool_id)
+        leases = (session.expires_at_s for session in self.sessions.by_id.values())
+        first_s = min(leases, default=now + lease_s)
         self._next_tick_s = min(first_s, now + lease_s / 4)
-        return min(self._next_tick_s - now, self._tick_lines(now))
+        return min(self._next_tick_s - now, self._tick_queues(now))
 
-    def _tick_lines(self, now_s: float) -> float:
+    def _tick_queues(self, now_s: float) -> float:
         """Run the queues of all pools, and end sessions that lack receipts; returns the seconds
         until the next call is due.
         """
@@ -228,12 +202,13 @@ class ControlPlane:
         for pool in self._pools.values():
             pool.set_time(now_s)
             self._touch(pool)
-            pool_delay_s, overdue = self._sharing_of(pool).tick()
+            pool_delay_s, overdue = self.sessions.admission_of(pool).tick()
             delay_s = min(delay_s, pool_delay_s)
             for session in overdue:
-                self._end(session, SessionExpiredError)
-            for session in lost_sessions(pool, self._sessions_of(pool), limits.RECEIPT_TIMEOUT_S):
-                self._end(session, MissingReceiptError)
+                self.sessions.end(session, SessionExpiredError)
+            open_sessions = [*self.sessions.of(pool)]
+            for session in lost_sessions(pool, open_sessions, limits.RECEIPT_TIMEOUT_S):
+                self.sessions.end(session, MissingReceiptError)
         return delay_s
 
     # Requests with numbers
@@ -257,10 +232,6 @@ class ControlPlane:
         none. Returns the answer's message, of a step a StepAnswer.
         """
         return self._requests.run(self._session(request.session, tenant), request)
-
-    def _require_open(self, session: Session) -> None:
-        if self._sessions.get(session.id) is not session:
-            raise self._ended.error(session.id, session.tenant)
 
     # Prefixes
 
@@ -294,7 +265,7 @@ class ControlPlane:
         """Take prefixes out of the index. Raises PoolNotFoundError, and as ``prefixes.forget``."""
         pool = self._changing(request.pool_id)
         response = prefixes.forget(pool, request, tenant)
-        self._sharing_of(pool).serve()
+        self.sessions.admission_of(pool).serve()
         return response
 
     def follow(
@@ -316,20 +287,19 @@ class ControlPlane:
             if field.name not in _VALIDATED:
                 raise InvalidRequestError("must be absent with validate_only", field=field.name)
         response = cpb.StepResponse()
-        session = self._look_up(request.session, tenant)
+        session = self.sessions.get(request.session, tenant)
         operations = read_operations(request.operations, self._config.max_operations)
         for begin in range(0, len(operations), _CHECKED_AT_A_TIME):
             if begin:
                 yield
-                session = self._look_up(request.session, tenant)
-            sharing = self._sharing_of(session.pool)
-            member, number = sharing.members[session.id], session.numbers.last + 1
-            step = Step(member, sharing, check_as=number)
+                session = self.sessions.get(request.session, tenant)
+            admission = self.sessions.admission_of(session.pool)
+            step = Step(session, admission, check_as=session.numbers.last + 1)
             for i in range(begin, min(begin + _CHECKED_AT_A_TIME, len(operations))):
                 result = response.results.add()
                 if len(session.plans) >= self._config.max_plans_in_flight:
                     try:
-                        check_no_plan(member, [operations[i]])
+                        check_no_plan(session, [operations[i]])
                     except TooManyPlansInFlightError as error:
                         add_error(result, "", error)
                         continue
@@ -342,7 +312,7 @@ class ControlPlane:
         self, request: cpb.ListSequencesRequest, tenant: str
     ) -> cpb.ListSequencesResponse:
         """List a session's sequences, or describe those that are named. Renews no lease."""
-        return queries.list_sequences(self._look_up(request.session, tenant), request)
+        return queries.list_sequences(self.sessions.get(request.session, tenant), request)
 
     def pool_ids(self) -> list[str]:
         """Ids of the pools that have registered, ascending."""
@@ -361,24 +331,25 @@ class ControlPlane:
     ) -> ppb.ListSessionsResponse:
         """List the tenant's open sessions. Raises PoolNotFoundError."""
         pool = self._pool(request.pool_id)
-        return queries.list_sessions(self._sessions_of(pool, tenant), request, self._clock())
+        own = [each for each in self.sessions.of(pool) if each.tenant == tenant]
+        return queries.list_sessions(own, request, self._clock())
 
     def view_pools(self, tenant: str) -> list[dict[str, Any]]:
         """Return the pools as the page shows them to this tenant."""
-        return [view(p, self._sessions_of(p, tenant)) for p in self._pools.values()]
+        return [view(p, self.sessions.of(p), tenant) for p in self._pools.values()]
 
     def observe_pool(self, pool_id: str) -> PoolObservation:
         """Return a snapshot of a pool, for metrics. Raises PoolNotFoundError."""
         pool = self._pool(pool_id)
-        members = self._sharing_of(pool).members.values()
-        return observe(pool, self._sessions_of(pool), members, self._clock())
+        return observe(pool, self.sessions.of(pool), self._clock())
 
     def check_integrity(self) -> None:
         """Raise AssertionError naming the first broken invariant, if there is one."""
         for pool in self._pools.values():
-            queries.check_pool(pool, self._sessions_of(pool))
-        open_ids = [i for pool in self._pools.values() for i in pool.session_ids]
-        assert sorted(open_ids) == sorted(self._sessions), "pools and the core differ in sessions"
+            queries.check_pool(pool, self.sessions.of(pool))
+            self.sessions.admission_of(pool).check_integrity()
+        open_ids = [s.id for pool in self._pools.values() for s in self.sessions.of(pool)]
+        assert sorted(open_ids) == sorted(self.sessions.by_id), "pools differ in sessions"
 
     # Helpers
 
@@ -399,61 +370,7 @@ class ControlPlane:
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
         """Return the tenant's open session, its lease renewed. Raises why it is not open."""
-        session = self._look_up(ref, tenant)
-        self._renew(session)
-        return session
-
-    def _look_up(self, ref: tpb.SessionRef, tenant: str) -> Session:
-        """Return the tenant's open session, its pool at the present time. Raises why it is not
-        open.
-        """
-        self._check_incarnation(ref)
-        session = self._sessions.get(ref.session_id)
-        if session is None or session.tenant != tenant:
-            raise self._ended.error(ref.session_id, tenant)
-        session.pool.set_time(self._clock())
-        return session
-
-    def _check_incarnation(self, ref: tpb.SessionRef) -> None:
-        if ref.incarnation != self.incarnation:
-            raise StaleIncarnationError(
-                f"is not this control plane's, {self.incarnation}: open a session and admit again",
-                field="session.incarnation",
-            )
-
-    def _sharing_of(self, pool: Pool) -> Sharing:
-        sharing = self._sharing.get(pool.id)
-        if sharing is None:
-            config = AdmissionConfig(headroom=self._config.watermark)
-            sharing = self._sharing[pool.id] = Sharing(pool, config)
-        return sharing
-
-    def _sessions_of(self, pool: Pool, tenant: str | None = None) -> list[Session]:
-        return [s for i in pool.session_ids if tenant in (None, (s := self._sessions[i]).tenant)]
-
-    def _unused_session_id(self) -> int:
-        while True:
-            session_id = self._new_session_id()
-            if session_id not in self._sessions and not self._ended.knows(session_id):
-                return session_id
-
-    def _renew(self, session: Session) -> None:
-        session.expires_at_s = self._clock() + self._config.lease_s
+        session = self.sessions.get(ref, tenant)
+        self.sessions.renew(session)
         self._touch(session.pool)
-
-    def _end_all(self, pool: Pool) -> None:
-        """End the sessions of a pool, of which a shard has restarted."""
-        for session in self._sessions_of(pool):
-            self._end(session, StaleEpochError)
-
-    def _end(self, session: Session, reason: type[KvplaneError]) -> None:
-        sharing = self._sharing_of(session.pool)
-        sharing.close(session.id)
-        statistics = session.pool.statistics
-        statistics.num_expired_sessions += reason is SessionExpiredError
-        statistics.reclaimed_blocks[END_CAUSES[reason]] += session.num_held()
-        session.end(lacks_receipt=reason is MissingReceiptError)
-        self._touch(session.pool)
-        del self._sessions[session.id]
-        self._ended.add(session, reason)
-        sharing.serve()
+        return session

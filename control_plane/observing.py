@@ -10,7 +10,6 @@ from control_plane.pools.reports import TIERS
 from control_plane.pools.statistics import BlockTimes, PoolCounters, PoolStatistics
 from control_plane.sessions.session import Session
 from control_plane.sessions.silent_shards import num_missing_receipts
-from control_plane.sharing.member import Member
 from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -41,9 +40,7 @@ class PoolObservation:
     statistics: PoolStatistics
 
 
-def observe(
-    pool: Pool, sessions: Collection[Session], members: Collection[Member], now_s: float
-) -> PoolObservation:
+def observe(pool: Pool, sessions: Collection[Session], now_s: float) -> PoolObservation:
     """Observe a pool with its open sessions. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
@@ -55,7 +52,7 @@ def observe(
         num_shards=pool.shards.num_shards,
         revision=pool.revision(),
         num_sequences={tier: pool.primary.num_sequences_in(tier) for tier in TIERS},
-        num_waiting=sum(member.queued is not None for member in members),
+        num_waiting=sum(session.queued is not None for session in sessions),
         num_missing_receipts=num_missing_receipts(pool.shards.num_shards, [*sessions]),
         num_plans_in_flight=sum(len(session.plans) for session in sessions),
         oldest_plan_s=now_s - min(made_s, default=now_s),

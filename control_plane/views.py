@@ -4,7 +4,7 @@ the tenant. Values are JSON's. It only reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import islice
 from typing import Any, Final, cast
 
@@ -25,21 +25,22 @@ _MAX_SESSIONS: Final = 50
 _MAX_SEQUENCES: Final = 100
 
 
-def view(pool: Pool, sessions: Iterable[Session]) -> dict[str, Any]:
-    """Return the pool with a tenant's ``sessions``."""
+def view(pool: Pool, sessions: Collection[Session], tenant: str) -> dict[str, Any]:
+    """Return the pool with the tenant's of its open ``sessions``."""
+    own = [session for session in sessions if session.tenant == tenant]
     counters = pool.counters()
     return {
         "id": pool.id,
         "ready": pool.ready,
         "model": pool.layout.model_id,
         "block_size_tokens": pool.block_size,
-        "num_sessions": len(pool.session_ids),
+        "num_sessions": len(sessions),
         "num_sequences": sum(pool.primary.num_sequences_in(tier) for tier in TIERS),
         "num_lookup_tokens": counters.num_lookup_tokens,
         "num_hit_tokens": counters.num_hit_tokens,
         "num_evictions": counters.num_evictions,
         "maps": [_map(pool, group, tier) for group in range(len(pool.groups)) for tier in TIERS],
-        "sessions": _sessions(sorted(sessions, key=lambda session: session.id)),
+        "sessions": _sessions(sorted(own, key=lambda session: session.id)),
     }
 
 

@@ -194,7 +194,7 @@ def _module_of(imported: str, files: Container[str]) -> str | None:
 ASSEMBLY = {"__init__", "__main__"}
 # Folders and modules of which each file has tests of its own.
 CORES = (
-    *(f"control_plane/{each}" for each in ("admission", "pools", "sessions", "sharing", "steps")),
+    *(f"control_plane/{each}" for each in ("admission", "pools", "sessions", "steps")),
     "control_plane/registration",
     "data_plane/execution/counters.py",
     "data_plane/execution/executor.py",

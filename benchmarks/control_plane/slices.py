@@ -130,7 +130,7 @@ async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
 
 def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
     """Return the only session of the pool, and its next number."""
-    (session,) = pool.core._sessions.values()
+    (session,) = pool.core.sessions.by_id.values()
     return session.ref, session.numbers.last + 1
 
 

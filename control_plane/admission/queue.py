@@ -178,6 +178,14 @@ class AdmissionQueue:
         is_oldest = oldest is None or rank <= oldest.rank
         return is_oldest and num_needed <= self._pool.num_obtainable(session)
 
+    def live(self, session: int) -> set[int]:
+        """Return the sequences that have a turn."""
+        return set(self._turns.sessions[session].sequences)
+
+    def is_busy(self, session: int) -> bool:
+        """Return whether the session was marked as busy."""
+        return self._turns.sessions[session].is_busy
+
     # Grants when blocks come back, and decisions when they do not
 
     def next_grant(self, now_s: float) -> Grant | None:

@@ -5,13 +5,14 @@ layer group.
        ▲                                                             │ while all are connected
        └──────────── a shard registers with a new epoch ◄────────────┘
 
-Sessions refer to their pool; the pool knows only their ids and handles. Each build makes a new
+Sessions refer to their pool; the pool knows only those that have ended. Each build makes a new
 core: generations, counters and the revision continue from the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvplane_blocks import GroupedPool
@@ -26,7 +27,7 @@ from control_plane.pools.publications import (
     withdraw_message,
 )
 from control_plane.pools.reports import TIERS
-from control_plane.pools.shards import PoolShards
+from control_plane.pools.shards import EndedSession, PoolShards
 from control_plane.pools.statistics import (
     BlockTimes,
     PoolCounters,
@@ -45,7 +46,6 @@ _RETRY_DELAY_S: Final = 0.5
 _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
 _SLICE_ENTRIES: Final = 10_000  # freed at once: a few milliseconds
-_SLICE_BLOCKS: Final = 65_536  # of an ended session, released at once: a few milliseconds
 _COUNTERS: Final = PoolCounters._fields
 _FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
 _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")  # does not add up
@@ -77,7 +77,6 @@ class Pool:
     def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
         self.id = pool_id
         self.shards = shards
-        self._handles: dict[int, int] = {}  # of open sessions
         self.built = False
         self.is_building = False
         self.is_forgetting = False
@@ -87,11 +86,7 @@ class Pool:
         self._config = config
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
-        # Handles of ended sessions that are being fenced, and since when; of these, the sessions
-        # that still have sequences, and whether all shards have fenced them.
-        self._ended_handles: dict[int, tuple[int, float]] = {}
-        self._ending: dict[int, bool] = {}
-        self._suspect: dict[int, float] = {}  # of these, those of which a receipt was missing
+        self.releasing: deque[EndedSession] = deque()  # ended sessions that still have sequences
         self.followers: set[Follower] = set()
         self._keeps_changes = False
         self._followed_revision = 0
@@ -125,11 +120,6 @@ class Pool:
         return self.layout.block_size_tokens
 
     @property
-    def session_ids(self) -> KeysView[int]:
-        """Open sessions."""
-        return self._handles.keys()
-
-    @property
     def ready(self) -> bool:
         """Return whether sessions can be opened."""
         return self.built and self.shards.are_connected and not self.silent_shards
@@ -138,22 +128,19 @@ class Pool:
     def silent_shards(self) -> set[int]:
         """Shards that have not receipted a plan in time, and since then not fenced its session."""
         last_s = self.now_s - limits.RECEIPT_TIMEOUT_S
-        late = [i for i, since_s in self._suspect.items() if since_s <= last_s]
-        return {shard for i in late for shard in self.shards.not_fenced_by(i)}
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Return whether no data plane is connected, no session is open and no stream follows the
-        index.
-        """
-        return not (self._handles or self.followers or self.shards.has_connected)
+        return {
+            shard
+            for ended in self.shards.ended.values()
+            if ended.lacks_receipt and ended.ended_s <= last_s
+            for shard in ended.unfenced_shards
+        }
 
     @property
     def has_work(self) -> bool:
         """Return whether the pool is being built, or has forgotten entries to free or sequences of
         ended sessions to release.
         """
-        return self.is_building or self.is_forgetting or bool(self._ending)
+        return self.is_building or self.is_forgetting or bool(self.releasing)
 
     @property
     def has_announcements(self) -> bool:
@@ -217,9 +204,10 @@ class Pool:
         self._earlier_counters = self._count()
         self._earlier_times = self._block_times()
         self._earlier_revision += self._revision
-        self._ended_handles.clear()
-        self._ending.clear()
-        self._suspect.clear()
+        self.releasing.clear()
+        self.shards.ended = {ended.ref.session_id: ended for ended in self.shards.unfenced()}
+        for ended in self.shards.ended.values():
+            ended.handle, ended.is_released, ended.lacks_receipt = None, True, False
         self.is_forgetting = False
         self._use(groups)
         self._roots.clear()
@@ -274,7 +262,7 @@ class Pool:
     def require_can_open(self, tenant: str, root: bytes) -> None:
         """Raise PoolNotReadyError or QuotaExceededError if no session of the root can be opened."""
         most = limits.MAX_UNFENCED_SESSIONS
-        if len(self._ended_handles) >= most:
+        if len(self.shards.ended) >= most:
             raise PoolNotReadyError(
                 f"data planes of pool {self.id!r} have not stopped {most} sessions that ended",
                 retry_delay_s=_RETRY_DELAY_S,
@@ -305,53 +293,6 @@ class Pool:
             del self._owners[tenant]
             raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
         return owner
-
-    def open(self, session_id: int, tenant: str, root: bytes) -> int:
-        """Add a session; returns its handle. Raises QuotaExceededError."""
-        handle = self._handles[session_id] = self.native.open_session(root, self.owner(tenant))
-        return handle
-
-    def end(self, session: tpb.SessionRef, ordinal: int, *, lacks_receipt: bool = False) -> None:
-        """Remove a session and release all it held, many sequences in slices; every shard must
-        fence it. ``lacks_receipt``: it ends because a shard has not receipted a plan in time.
-        """
-        handle = self._handles.pop(session.session_id)
-        self._ended_handles[session.session_id] = handle, self.now_s
-        if lacks_receipt:
-            self._suspect[session.session_id] = self.now_s
-        if self.native.end_session(handle, _SLICE_BLOCKS):
-            self._ending[session.session_id] = False
-        self.shards.fence(session, ordinal)
-
-    def fence_done(self, session_id: int, shard_index: int) -> None:
-        """Record that the shard will never again run a plan of the session, if that has ended."""
-        if self.shards.fence_done(session_id, shard_index):
-            self._suspect.pop(session_id, None)
-            if session_id in self._ending:
-                self._ending[session_id] = True
-            else:
-                self._fenced(session_id)
-
-    def _fenced(self, session_id: int) -> None:
-        """Release the retired blocks of a session that all shards have fenced, and that has no
-        sequences left.
-        """
-        ended = self._ended_handles.pop(session_id, None)
-        if ended is not None:  # else it was of an earlier build
-            handle, since_s = ended
-            self.native.session_fenced(handle)
-            self.statistics.fence_s.add(self.now_s - since_s)
-
-    def work_some(self) -> None:
-        """Free forgotten entries and release ended sessions, for a few milliseconds."""
-        if self.is_forgetting:
-            self.forget_some()
-        for session_id, is_fenced in [*self._ending.items()][:1]:
-            handle, _ = self._ended_handles[session_id]
-            if not self.native.end_some(handle, _SLICE_BLOCKS):
-                del self._ending[session_id]
-                if is_fenced:
-                    self._fenced(session_id)
 
     # Publications
 

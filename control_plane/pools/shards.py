@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Final
 
 from control_plane.pools.payload_versions import payload_version
@@ -27,6 +28,27 @@ from kvplane.wire.v1 import types_pb2 as tpb
 # KiB of token ids. Beyond it, all files of the tenant are forgotten instead. A single message may
 # be larger: connected shards get it as it is, others a message to forget all the tenant's files.
 MAX_WAITING: Final = 1024
+
+
+@dataclass(eq=False, slots=True)
+class EndedSession:
+    """A session that has ended, until its blocks are free: all that it held is released, and every
+    shard has fenced it. ``handle``: of the native core, None if the pool was built again since.
+    ``lacks_receipt``: it ended because a shard had not receipted a plan in time.
+    """
+
+    ref: tpb.SessionRef
+    ordinal: int
+    tenant: str
+    handle: int | None
+    ended_s: float
+    unfenced_shards: set[int]
+    is_released: bool
+    lacks_receipt: bool
+
+    def fence(self) -> rpb.RegisterResponse:
+        """Return the message that asks a shard to fence it."""
+        return rpb.RegisterResponse(fence=rpb.Fence(session=self.ref, ordinal=self.ordinal))
 
 
 class ShardState:
@@ -235,8 +257,7 @@ class PoolShards:
         self.states: dict[int, ShardState] = {}
         self._num_sessions = 0  # opened since the key was made
         self._was_notified = False  # something since the last take_notified
-        # Ended session -> the shards that have not fenced it yet, and the message to them.
-        self._fencing: dict[int, tuple[set[int], rpb.RegisterResponse]] = {}
+        self.ended: dict[int, EndedSession] = {}
         self.file_forgets = FileForgets()
 
     def add(self, hello: rpb.Hello) -> ShardState:
@@ -286,17 +307,11 @@ class PoolShards:
     @property
     def is_fencing(self) -> bool:
         """Whether some shard has not fenced some ended session yet."""
-        return bool(self._fencing)
+        return any(ended.unfenced_shards for ended in self.ended.values())
 
-    @property
-    def fenced_sessions(self) -> set[int]:
-        """Ended sessions that some shard has not fenced yet."""
-        return set(self._fencing)
-
-    def not_fenced_by(self, session_id: int) -> set[int]:
-        """Return the shards that have not fenced an ended session yet."""
-        waiting, _ = self._fencing.get(session_id, (set[int](), None))
-        return waiting
+    def unfenced(self) -> list[EndedSession]:
+        """Return the ended sessions that some shard has not fenced yet."""
+        return [ended for ended in self.ended.values() if ended.unfenced_shards]
 
     @property
     def epochs(self) -> list[int]:
@@ -325,7 +340,7 @@ class PoolShards:
             return f"shards {', '.join(lost)} have lost their connection"
         if silent:
             return f"shards {', '.join(silent)} have not reported their blocks yet"
-        unfenced = sorted({i for waiting, _ in self._fencing.values() for i in waiting})
+        unfenced = sorted({i for ended in self.ended.values() for i in ended.unfenced_shards})
         if not unfenced:
             return "it is still being built from its shards' reports"
         return f"shards {', '.join(map(str, unfenced))} have not stopped sessions that ended yet"
@@ -391,7 +406,7 @@ class PoolShards:
 
     def fences_for(self, index: int) -> list[rpb.RegisterResponse]:
         """Return the fences that a shard has not carried out yet."""
-        return [message for waiting, message in self._fencing.values() if index in waiting]
+        return [ended.fence() for ended in self.ended.values() if index in ended.unfenced_shards]
 
     # Sessions
 
@@ -400,30 +415,13 @@ class PoolShards:
         self._num_sessions += 1
         return self._num_sessions
 
-    def fence(self, session: tpb.SessionRef, ordinal: int) -> None:
-        """Have every shard fence a session that ended."""
-        message = rpb.RegisterResponse(fence=rpb.Fence(session=session, ordinal=ordinal))
-        self._fencing[session.session_id] = (set(self.states), message)
-        self.send([message])
-
-    def fence_done(self, session_id: int, index: int) -> bool:
-        """Record that a shard has fenced the session; returns whether it was the last to do so."""
-        waiting, _ = self._fencing.get(session_id, (None, None))
-        if waiting is None:
-            return False
-        waiting.discard(index)
-        if waiting:
-            return False
-        del self._fencing[session_id]
-        return True
-
     def start_over(self, num_shards: int, layout: Layout) -> None:
         """Forget all shards and their unfinished fences, and begin with a new key."""
         self.num_shards, self.layout = num_shards, layout
         self.key = self._new_key()
         self.states.clear()
         self.reports = Reports(layout, num_shards)
-        self._fencing.clear()
+        self.ended.clear()
         self._num_sessions = 0
 
     # Parts of the pool

@@ -29,6 +29,7 @@ from control_plane.pools.layouts import served_layout
 from control_plane.pools.payload_versions import payload_version
 from control_plane.pools.pool import Pool
 from control_plane.pools.shards import PoolShards, ShardState, total_blocks
+from control_plane.sessions.sessions import Sessions
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -64,18 +65,15 @@ class Registration:
     def __init__(
         self,
         pools: dict[str, Pool],
+        sessions: Sessions,
         *,
-        incarnation: Callable[[], int],
         config: CoreConfig,
         new_key: Callable[[], bytes],
-        end_sessions: Callable[[Pool], None],
     ) -> None:
-        """``end_sessions`` ends all sessions of a pool, for StaleEpochError."""
         self._pools = pools
-        self._incarnation = incarnation
+        self._sessions = sessions
         self._config = config
         self._new_key = new_key
-        self._end_sessions = end_sessions
         self.touched: set[Pool] = set()  # may have new messages, announcements or work
         self._working: set[Pool] = set()  # have work that is done in slices
         self._announcing: set[Pool] = set()  # have something to announce
@@ -89,14 +87,14 @@ class Registration:
         """
         layout = _validate(hello)
         welcome = rpb.Welcome(
-            incarnation=self._incarnation(),
+            incarnation=self._sessions.incarnation,
             version=release(),
             payload_version=payload_version([hello]),
         )
-        if hello.incarnation > self._incarnation():
+        if hello.incarnation > self._sessions.incarnation:
             raise StaleIncarnationError(
                 f"the data plane has registered with incarnation {hello.incarnation}, this control "
-                f"plane has {self._incarnation()}: register with the later one",
+                f"plane has {self._sessions.incarnation}: register with the later one",
                 field="hello.incarnation",
             )
         self._check_total_blocks(hello)
@@ -166,12 +164,12 @@ class Registration:
             state.disconnect()
 
     def forget_lost_pools(self, now_s: float) -> list[str]:
-        """Forget the pools that have been abandoned for ``POOL_EXPIRY_S``; returns their ids.
-        ``now_s``: monotonic seconds.
+        """Forget the pools that have had no connected data plane, open session or follower for
+        ``POOL_EXPIRY_S``; returns their ids. ``now_s``: monotonic seconds.
         """
         forgotten = []
         for pool in [*self._pools.values()]:
-            if not pool.is_abandoned:
+            if self._sessions.of(pool) or pool.followers or pool.shards.has_connected:
                 pool.abandoned_s = None
             elif pool.abandoned_s is None:
                 pool.abandoned_s = now_s
@@ -186,9 +184,9 @@ class Registration:
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: rpb.FenceDone) -> None:
         """Record that a shard has fenced a session. Raises PoolNotFoundError, StaleEpochError."""
         pool, _ = self._shard(pool_id, shard_index, epoch)
-        if done.session.incarnation == self._incarnation():
+        if done.session.incarnation == self._sessions.incarnation:
             self.touched.add(pool)
-            pool.fence_done(done.session.session_id, shard_index)
+            self._sessions.fenced(pool, shard_index, [done.session.session_id])
             begin_if_complete(pool)
 
     def files_forgotten(
@@ -242,7 +240,9 @@ class Registration:
             if pool.is_building:
                 build_some(pool)
             else:
-                pool.work_some()
+                if pool.is_forgetting:
+                    pool.forget_some()
+                self._sessions.release_some(pool)
             if not pool.has_work:
                 self._working.remove(pool)
         return self.has_work()
@@ -290,7 +290,7 @@ class Registration:
         if state is None or not state.welcomed:
             return False
         return (
-            hello.incarnation == self._incarnation()
+            hello.incarnation == self._sessions.incarnation
             and _holds(hello, pool)
             and _is_same_run(hello, state.hello)
         )
@@ -309,12 +309,11 @@ class Registration:
             _check_epoch(hello, state.hello)
         if earlier is not None or reshapes:
             pool.statistics.num_epoch_changes += 1
-            self._end_sessions(pool)
+            self._sessions.end_all(pool)
         if reshapes or shards.num_shards == 1:
             shards.start_over(hello.shard.num_shards, layout)
         elif earlier is not None and earlier.hello.epoch != hello.epoch:
-            for session_id in shards.fenced_sessions:
-                pool.fence_done(session_id, index)  # the process that was to fence it is gone
+            self._sessions.fenced(pool, index, [*shards.ended])
         if pool.built or pool.is_building:
             shards.ask_again(but=index)
         pool.close()

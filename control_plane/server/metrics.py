@@ -16,7 +16,7 @@ from control_plane.pools.statistics import (
     DURATION_BOUNDS_S,
     WAIT_BOUNDS_S,
 )
-from control_plane.sessions.session import END_CAUSES
+from control_plane.sessions.sessions import END_CAUSES
 from control_plane.steps.answers import StepAnswer
 from kvplane.serving.observability.histogram import Histogram
 from kvplane.serving.observability.metrics import (

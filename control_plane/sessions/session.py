@@ -1,4 +1,5 @@
-"""One engine's lease on a pool: its numbers, its plans in flight, and why ended ones ended.
+"""One engine's session: its lease on a pool, its numbers, its plans in flight, what it waits for,
+and what it is to be told.
 
 Its sequences, their tables and the draft of its next plan are in the native core, under ``handle``.
 Invariant: a plan is in ``plans`` until it is receipted or aborted.
@@ -6,38 +7,20 @@ Invariant: a plan is in ``plans`` until it is receipted or aborted.
 
 from __future__ import annotations
 
-import secrets
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from control_plane.pools.pool import Pool
 from control_plane.sessions.numbering import Numbering
-from kvplane.errors import (
-    KvplaneError,
-    MissingReceiptError,
-    SessionExpiredError,
-    SessionNotFoundError,
-    StaleEpochError,
-)
-from kvplane.wire import signing
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT64
 from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 _MAX_VOIDED: Final = 1024
-_MAX_SESSION_ID: Final = 2**53 - 1
-END_CAUSES: Final[dict[type[KvplaneError], str]] = {
-    SessionNotFoundError: "closed",
-    SessionExpiredError: "expired",
-    StaleEpochError: "epoch",
-    MissingReceiptError: "receipt",
-}
-"""Why sessions end, for metrics, by the error that their callers then get."""
-
-
-def random_session_id() -> int:
-    """Return a session id that nobody can guess."""
-    return 1 + secrets.randbelow(_MAX_SESSION_ID)
 
 
 class PlanRecord(NamedTuple):
@@ -56,8 +39,44 @@ class ExpectedReceipt(NamedTuple):
     shard_index: int
 
 
+def forks_of(message: cpb.Admit) -> Sequence[int]:
+    """Return the ids of the forks that an admission starts."""
+    return columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
+
+
+@dataclass(slots=True)
+class QueuedAdmission:
+    """A session's entry in the queue: an admission of step ``number``, or without a message a
+    swap-in of the family ``key``. ``since_s``: when it was queued. ``lapses_s``: when a swap-in at
+    the head of the queue loses its place.
+    """
+
+    key: int
+    message: cpb.Admit | None
+    number: int
+    since_s: float
+    lapses_s: float | None = None
+
+    def names(self, sequence_id: int) -> bool:
+        """Return whether the id is one of those that the admission is to start."""
+        message = self.message
+        return message is not None and (
+            sequence_id == message.sequence_id or sequence_id in forks_of(message)
+        )
+
+    def is_of(self, sequence_id: int) -> bool:
+        """Return whether it is the admission of this sequence."""
+        return self.message is not None and self.message.sequence_id == sequence_id
+
+
 class Session:
-    """State of an open session; what changes it is in the planner, receipts and abort."""
+    """State of an open session; steps, receipts, aborts and the queue's decisions change it.
+
+    ``queued``: its entry in the queue. ``wanted``: for each family whose growth is blocked, the
+    sequence that asked. ``revoked``: sequences that were cut, which it may not know yet. ``news``:
+    for its next answer, None when nothing happened. ``is_drafted``: whether its next plan carries
+    what happened outside of its steps.
+    """
 
     __slots__ = (
         "_receipt_prefixes",
@@ -69,19 +88,24 @@ class Session:
         "expires_at_s",
         "handle",
         "id",
+        "is_drafted",
         "last_plan",
         "namespace",
         "native",
+        "news",
         "numbers",
         "ordinal",
         "payload_version",
         "plan_prefix",
         "plans",
         "pool",
+        "queued",
         "receipted",
         "ref",
+        "revoked",
         "root",
         "tenant",
+        "wanted",
     )
 
     def __init__(
@@ -111,8 +135,8 @@ class Session:
         self.epochs = pool.epochs  # of the shards; a session ends when one of them changes
         # Of its grant, plans and receipts. Fields of later versions are left out.
         self.payload_version = pool.shards.payload_version
-        self.handle = pool.open(self.id, tenant, root)
         self.native = pool.native
+        self.handle = self.native.open_session(root, pool.owner(tenant))
         self.numbers = Numbering(num_answers)
         self.last_plan = 0
         self.plans: dict[int, PlanRecord] = {}  # in flight, oldest first
@@ -134,6 +158,11 @@ class Session:
             for shard_index, epoch in enumerate(self.epochs)
         ]
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
+        self.queued: QueuedAdmission | None = None
+        self.wanted: dict[int, int] = {}
+        self.revoked: OrderedDict[int, None] = OrderedDict()
+        self.news: cpb.News | None = None
+        self.is_drafted = False
 
     @property
     def resync_due(self) -> bool:
@@ -144,10 +173,10 @@ class Session:
         """Count the blocks in its tables, of all layer groups and both tiers."""
         return sum(group.num_blocks_held(self.handle) for group in self.pool.groups)
 
-    def end(self, *, lacks_receipt: bool = False) -> None:
-        """Release all blocks. They are retired until every shard has fenced the session."""
-        self.drop_plans([*self.plans])
-        self.pool.end(self.ref, self.ordinal, lacks_receipt=lacks_receipt)
+    def may_forget(self, sequence_id: int) -> bool:
+        """Return whether an admission that waits has the id, or a sequence that was cut."""
+        waits = self.queued is not None and self.queued.names(sequence_id)
+        return waits or sequence_id in self.revoked
 
     # Plans
 
@@ -198,43 +227,3 @@ def _varint(value: int) -> bytes:
         value >>= 7
     encoded.append(value)
     return bytes(encoded)
-
-
-_WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
-    SessionExpiredError: "ended when nothing had renewed its lease in time",
-    SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
-    StaleEpochError: "ended when a data plane of its pool was restarted",
-    MissingReceiptError: "ended because a shard did not receipt in time a plan that others had",
-}
-
-
-class EndedSessions:
-    """Why recently ended sessions ended, to tell their callers."""
-
-    __slots__ = ("_max_sessions", "_reasons")
-
-    def __init__(self, max_sessions: int) -> None:
-        self._max_sessions = max_sessions
-        self._reasons: OrderedDict[int, tuple[str, type[KvplaneError]]] = OrderedDict()
-
-    def add(self, session: Session, reason: type[KvplaneError]) -> None:
-        """Add a session that ended; later calls raise ``reason``."""
-        self._reasons[session.id] = (session.tenant, reason)
-        while len(self._reasons) > self._max_sessions:
-            self._reasons.popitem(last=False)
-
-    def knows(self, session_id: int, tenant: str | None = None) -> bool:
-        """Whether a session of this id, and the tenant's if one is given, is among them."""
-        owner, _ = self._reasons.get(session_id, (None, None))
-        return owner is not None and tenant in (None, owner)
-
-    def error(self, session_id: int, tenant: str) -> KvplaneError:
-        """Return the error for a session that is not open, or not the tenant's."""
-        owner, reason = self._reasons.get(session_id, (tenant, SessionNotFoundError))
-        if owner != tenant:
-            reason = SessionNotFoundError
-        return reason(
-            f"session {session_id} {_WHY_ENDED[reason]}: open another and admit its sequences "
-            "again",
-            field="session.session_id",
-        )

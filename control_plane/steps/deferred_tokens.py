@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from kvplane_blocks import ColumnError
 
-from control_plane.sharing.member import Member
+from control_plane.sessions.session import Session
 from control_plane.steps.failures import error_of, error_of_columns
 from control_plane.steps.operations import DEFERRED_TOKENS
 from kvplane.errors import InvalidRequestError
@@ -20,7 +20,7 @@ from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as cpb
 
 
-def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items: int) -> None:
+def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_items: int) -> None:
     """Add the tokens to their sequences; those known already are skipped.
 
     Raises InvalidRequestError or SequenceNotFoundError naming a column of ``deferred_tokens``; then
@@ -32,10 +32,10 @@ def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items:
             f"must be at most {max_items} sequences, not {num}",
             field="deferred_tokens.sequence_ids",
         )
-    session, given = member.session, message
+    given = message
     kept: Sequence[int] = range(num)
-    if member.revoked:
-        message, kept = _without(message, member.revoked)
+    if session.revoked:
+        message, kept = _without(message, session.revoked)
     try:
         failure = session.native.deferred_tokens(
             session.handle,
@@ -50,7 +50,7 @@ def take_deferred_tokens(member: Member, message: cpb.DeferredTokens, max_items:
     if failure is None:
         return
     item = kept[failure[0]]
-    error = error_of(member, DEFERRED_TOKENS, failure)
+    error = error_of(session, DEFERRED_TOKENS, failure)
     if error.field == "token_ids":  # indexed by the item's first token
         num_tokens = columns.read(INT32, given.num_tokens, "num_tokens")
         item = sum(num_tokens[:item])

@@ -9,7 +9,6 @@ from kvplane_blocks import ColumnError, _native
 
 from control_plane.admission.decisions import MustWait, Reason
 from control_plane.sessions.session import Session
-from control_plane.sharing.member import Member
 from control_plane.steps.operation import Failure, Refusable
 from kvplane.errors import (
     InvalidRequestError,
@@ -44,7 +43,7 @@ _WAIT_REASONS: Final = {
 
 def add_failures(
     result: cpb.OperationResult,
-    member: Member,
+    session: Session,
     at: str,
     operation: Refusable,
     failures: list[Failure],
@@ -56,10 +55,10 @@ def add_failures(
         item = 0 if operation.is_one_item else failure[0]
         status = shortage_status(failure)
         if status is not None:
-            shortage = shortage_of(member.session, failure)
+            shortage = shortage_of(session, failure)
             result.failures.add(item=item, status=status, shortage=shortage)
         else:
-            error = error_of(member, operation, failure)
+            error = error_of(session, operation, failure)
             field, index = operation.located(error.field, failure)
             _add(result, item, error, f"{at}.{field}" + ("" if index is None else f"[{index}]"))
 
@@ -118,12 +117,12 @@ def shortage_of(
     return shortage
 
 
-def error_of(member: Member, operation: Refusable, failure: Failure) -> KvplaneError:
+def error_of(session: Session, operation: Refusable, failure: Failure) -> KvplaneError:
     """Return why an item is wrong; the field is a column of the operation."""
     _, code, a, b, c = failure
     ids, parents = operation.id_field, operation.parent_field
     match code:
-        case _native.NOT_FOUND if a in member.revoked:
+        case _native.NOT_FOUND if a in session.revoked:
             return SequenceRevokedError(f"sequence {a} was cut: admit it again", field=parents)
         case _native.NOT_FOUND:
             return SequenceNotFoundError(f"sequence {a} is not live: admit it first", field=parents)

@@ -14,12 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvplane_blocks import ColumnError
+from kvplane_blocks import ColumnError, _native
 
 from control_plane import checks
 from control_plane.admission.decisions import MustWait
-from control_plane.sharing.member import Member
-from control_plane.sharing.sharing import Sharing
+from control_plane.sessions.pool_admission import LATER, PoolAdmission
+from control_plane.sessions.session import QueuedAdmission, Session, forks_of
 from control_plane.steps.failures import (
     add_error,
     add_failures,
@@ -38,9 +38,12 @@ from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
+    SequenceExistsError,
     TooManyPlansInFlightError,
 )
 from kvplane.slices import Slices
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -52,16 +55,16 @@ _TOKEN_BYTES: Final = 4
 class Step:
     """The state that the operations of one step use; the session's draft must be begun."""
 
-    __slots__ = ("check_as", "handle", "member", "native", "num_taken_tokens", "pool", "sharing")
+    __slots__ = ("admission", "check_as", "handle", "native", "num_taken_tokens", "pool", "session")
 
-    def __init__(self, member: Member, sharing: Sharing, *, check_as: int = 0) -> None:
+    def __init__(self, session: Session, admission: PoolAdmission, *, check_as: int = 0) -> None:
         """``check_as``: if not 0, operations change nothing, and answer each item as the only one
         of the step with that number.
         """
-        self.member = member
-        self.sharing = sharing
-        self.pool = member.session.pool
-        self.native, self.handle = member.session.native, member.session.handle
+        self.session = session
+        self.admission = admission
+        self.pool = session.pool
+        self.native, self.handle = session.native, session.handle
         self.check_as = check_as
         self.num_taken_tokens = 0
         """Tokens that operations have taken in since this was last set to 0. A swapped block counts
@@ -89,7 +92,7 @@ class Step:
             if not is_done:
                 yield
         if failures is not None:
-            add_failures(result, self.member, _at(index, operation), operation, failures)
+            add_failures(result, self.session, _at(index, operation), operation, failures)
         if not self.check_as:
             self.pool.statistics.allocation_s[operation.name].add(spent_s)
 
@@ -101,8 +104,8 @@ class Step:
         """
         if must_wait is None:
             return [failure]
-        num_headroom = self.sharing.num_headroom()
-        shortage = shortage_of(self.member.session, failure, must_wait, num_headroom)
+        num_headroom = self.admission.num_headroom()
+        shortage = shortage_of(self.session, failure, must_wait, num_headroom)
         result.failures.add(status=cpb.ITEM_STATUS_LATER, shortage=shortage)
         return None
 
@@ -140,8 +143,11 @@ class Admit(OneSlice):
                 raise InvalidRequestError("is not served by this release", field=field)
         num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
         step.num_taken_tokens += len(token_ids) // _TOKEN_BYTES
+        admission, session = step.admission, step.session
+        if session.queued is not None and not session.queued.is_of(message.sequence_id):
+            _require_other_ids(session.queued, message)
 
-        def admit(headroom: int) -> tuple[int, int, int] | Failure:
+        def ask_core(headroom: int) -> tuple[int, int, int] | Failure:
             return step.native.admit(
                 step.handle,
                 message.sequence_id,
@@ -154,12 +160,26 @@ class Admit(OneSlice):
                 step.check_as,
             )
 
-        done, must_wait = step.sharing.admit(step.member, message, admit, step.check_as)
-        if len(done) == 3:
-            admitted = result.admit
-            admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
-            return None
-        return step.refuse(result, done, must_wait)
+        done, must_wait = ask_core(admission.asking_headroom()), None
+        if len(done) == 5 and done[1] in LATER:
+            must_wait = admission.decide_admission(session, message, done[2], step.check_as)
+            if must_wait is None:
+                done = ask_core(admission.num_headroom())
+        if len(done) == 5:
+            return step.refuse(result, done, must_wait)
+        if not step.check_as:
+            admission.admitted(session, message, done[0])
+        admitted = result.admit
+        admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
+        return None
+
+
+def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
+    """Raise SequenceExistsError if the message has an id of the admission that waits."""
+    for i, sequence_id in enumerate([message.sequence_id, *forks_of(message)]):
+        if waiting.names(sequence_id):
+            field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
+            raise SequenceExistsError(f"sequence {sequence_id} waits to be admitted", field=field)
 
 
 class Append(Operation):
@@ -177,9 +197,7 @@ class Append(Operation):
         num_tokens = len(message.token_ids) // _TOKEN_BYTES
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
-            result.num_table_blocks, refused = step.sharing.append(
-                step.member, message, step.check_as
-            )
+            result.num_table_blocks, refused = append(step, message)
             return refused
         num_blocks, failures = bytearray(), list[Failure]()
         for first, part in parts_of(message):
@@ -187,12 +205,71 @@ class Append(Operation):
             if first or step.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
                 step.num_taken_tokens = 0
                 yield
-            done, refused = step.sharing.append(step.member, part, 0)
+            done, refused = append(step, part)
             step.num_taken_tokens += num_tokens
             num_blocks += done
             failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
         result.num_table_blocks = bytes(num_blocks)
         return failures or None
+
+
+def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
+    """Extend sequences; no growth passes an older one that waits for blocks."""
+    native, handle = step.native, step.handle
+    ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
+    given = message.num_tokens, message.token_ids
+    ahead = message.num_lookahead_slots
+    num_obtainable = 0
+    if not step.admission.is_growth_blocked:
+        done = native.append_if_sure(handle, ids, firsts, slots, *given, ahead, step.check_as)
+        if done is not None:
+            return done
+        num_obtainable = native.num_obtainable(handle, tpb.TIER_DEVICE)
+    growth = native.growth(handle, ids, firsts, slots, ahead, step.check_as)
+    if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
+        return _append_in_turn(step, message)
+    return native.append(handle, ids, firsts, slots, *given, ahead, step.check_as)
+
+
+def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
+    """Extend sequences item by item: no growth passes an older one that is blocked."""
+    native, handle = step.native, step.handle
+    num = columns.count(INT64, message.sequence_ids)
+    given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
+    # Each access to a message's bytes copies all of them.
+    all_ids, all_tokens = message.sequence_ids, message.token_ids
+    columns_of_4 = (
+        message.first_positions,
+        message.num_slots,
+        message.num_tokens,
+        message.num_lookahead_slots,
+    )
+    checks.token_columns(given, all_tokens)
+    failures: list[Failure] = []
+    done = bytearray()
+    begin = 0
+    for item in range(num):
+        end = begin + 4 * given[item]
+        ids = all_ids[8 * item : 8 * item + 8]
+        firsts, slots, tokens, ahead = (column[4 * item : 4 * item + 4] for column in columns_of_4)
+        growth = native.growth(handle, ids, firsts, slots, ahead, step.check_as)
+        (num_needed,) = columns.read(INT32, growth, "growth")
+        (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
+        if num_needed and not step.admission.may_grow(
+            step.session, sequence_id, num_needed, step.check_as
+        ):
+            num_obtainable = native.num_obtainable(handle, tpb.TIER_DEVICE)
+            failures.append((item, _native.LATER, num_needed, num_obtainable, tpb.TIER_DEVICE))
+            done += bytes(4)
+        else:
+            token_ids = all_tokens[begin:end]
+            one, refused = native.append(
+                handle, ids, firsts, slots, tokens, token_ids, ahead, step.check_as
+            )
+            failures += [(item, *failure[1:]) for failure in refused or ()]
+            done += one
+        begin = end
+    return bytes(done), failures or None
 
 
 class Fork(OneSlice):
@@ -202,9 +279,43 @@ class Fork(OneSlice):
     parent_field = "parent_sequence_ids"
 
     def do(self, step: Step, message: cpb.Fork, result: cpb.OperationResult) -> Failures:
-        num_blocks, failures = step.sharing.fork(step.member, message, step.check_as)
-        result.num_table_blocks = num_blocks
+        session = step.session
+        if session.queued is None:
+            result.num_table_blocks, failures = step.native.fork(
+                step.handle, message.parent_sequence_ids, message.sequence_ids, step.check_as
+            )
+        else:
+            result.num_table_blocks, failures = _fork_beside(session.queued, step, message)
+        if not step.check_as:
+            step.admission.apply(session)
+            if session.revoked:
+                not_done = {failure[0] for failure in failures or ()}
+                ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+                for item, sequence_id in enumerate(ids):
+                    if item not in not_done:
+                        session.revoked.pop(sequence_id, None)
         return failures
+
+
+def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tuple[bytes, Failures]:
+    """Fork, without the items that name an id of the admission that waits."""
+    ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
+    parents = columns.read(
+        INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
+    )
+    items = [i for i, sequence_id in enumerate(ids) if not waiting.names(sequence_id)]
+    column, refused = step.native.fork(
+        step.handle,
+        columns.pack(INT64, [parents[i] for i in items]),
+        columns.pack(INT64, [ids[i] for i in items]),
+        step.check_as,
+    )
+    num_blocks = dict(zip(items, columns.read(INT32, column, "num_blocks"), strict=True))
+    failures = [(items[item], code, a, b, c) for item, code, a, b, c in refused or ()]
+    taken = set(range(len(ids))).difference(items)
+    failures += [(i, _native.EXISTS, ids[i], 0, 0) for i in taken]
+    done = columns.pack(INT32, [num_blocks.get(i, 0) for i in range(len(ids))])
+    return done, sorted(failures) or None
 
 
 class Free(OneSlice):
@@ -215,7 +326,16 @@ class Free(OneSlice):
     def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
         released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
         result.num_released_blocks = released
-        return step.sharing.freed(step.member, message.sequence_ids, failures, step.check_as)
+        admission, session, remaining = step.admission, step.session, list[Failure]()
+        if not step.check_as:
+            admission.apply(session)
+        # Freeing an admission that waits withdraws it; freeing a cut sequence succeeds.
+        for failure in failures or ():
+            if failure[1] != _native.NOT_FOUND or not session.may_forget(failure[2]):
+                remaining.append(failure)
+            elif not step.check_as:
+                admission.forget(session, failure[2])
+        return remaining or None
 
 
 class Truncate(OneSlice):
@@ -249,16 +369,19 @@ class Swap(Operation):
             """Allocate all blocks that the swap needs, and move nothing yet."""
             return step.native.swap(step.handle, ids, message.tier, headroom, 0, step.check_as)
 
-        if message.tier == tpb.TIER_DEVICE:
-            done, must_wait = step.sharing.swap_in(step.member, ids, begin, step.check_as)
-            if not isinstance(done, int):
-                return step.refuse(result, done, must_wait)
-        else:
-            done = begin(0)
-            if not isinstance(done, int):
-                return [done]
-            if not step.check_as:
-                step.sharing.swapped_out(step.member, ids)
+        admission, session, must_wait = step.admission, step.session, None
+        is_in = message.tier == tpb.TIER_DEVICE
+        headroom = admission.num_headroom() if is_in else 0
+        done = begin(admission.asking_headroom() if is_in else 0)
+        if is_in and not isinstance(done, int) and done[1] in LATER:
+            (first, *_) = columns.read(INT64, ids, "sequence_ids")
+            must_wait = admission.decide_swap_in(session, first, done[2], step.check_as)
+            if must_wait is None:
+                done = begin(headroom)
+        if not isinstance(done, int):
+            return step.refuse(result, done, must_wait)
+        if not step.check_as:
+            admission.apply(session)
         result.num_swapped_blocks = done
         if not step.check_as:
             yield from self.move(step, done)
@@ -332,11 +455,10 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
     return named
 
 
-def check_no_plan(member: Member, operations: Sequence[Named]) -> None:
+def check_no_plan(session: Session, operations: Sequence[Named]) -> None:
     """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made now."""
-    session = member.session
     may_plan = any(operation.may_plan(message) for operation, message in operations)
-    if session.resync_due or member.is_drafted or may_plan:
+    if session.resync_due or session.is_drafted or may_plan:
         raise TooManyPlansInFlightError(
             f"{len(session.plans)} plans wait for their receipts: run them, and submit receipts "
             "with add_receipt or submit_receipts"

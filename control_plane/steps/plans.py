@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from control_plane.pools.publications import owner_of
 from control_plane.sessions.session import PlanRecord, Session
-from control_plane.sharing.member import Member
 from control_plane.steps.answers import SignedPlan
 from control_plane.steps.slices import SLICE_BYTES, SLICE_ENTRIES, digest_of
 from kvplane import tracing
@@ -14,17 +13,16 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
-def finish_plan(member: Member, number: int, traceparent: str = "") -> Slices[SignedPlan | None]:
+def finish_plan(session: Session, number: int, traceparent: str = "") -> Slices[SignedPlan | None]:
     """End the step that was begun. Returns its plan, which is in flight from now on; None if there
     is nothing to carry out. ``traceparent``: for data planes' spans; ignored if malformed.
     """
-    session = member.session
     while session.native.prepare(session.handle, SLICE_ENTRIES):
         yield
     prefix = session.plan_prefix
     if tracing.checked(traceparent):
         prefix += plan_pb2.Plan(traceparent=traceparent).SerializeToString()
-    member.is_drafted = False
+    session.is_drafted = False
     payload = session.native.finish(session.handle, prefix)
     if payload is None:
         return None

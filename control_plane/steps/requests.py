@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from control_plane.config import CoreConfig
-from control_plane.pools.pool import Pool
 from control_plane.queries import states
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import Session
-from control_plane.sharing.member import Member
-from control_plane.sharing.sharing import Sharing
+from control_plane.sessions.sessions import Sessions
 from control_plane.steps.abort import abort_plans
 from control_plane.steps.answers import SignedPlan, StepAnswer, step_answer
 from control_plane.steps.deferred_tokens import take_deferred_tokens
@@ -49,14 +48,11 @@ class Requests:
     def __init__(
         self,
         config: CoreConfig,
-        sharing_of: Callable[[Pool], Sharing],
-        require_open: Callable[[Session], None],
+        sessions: Sessions,
     ) -> None:
-        """``require_open`` raises why a session has ended, if it has."""
         self._config = config
-        self._sharing_of = sharing_of
-        self._require_open = require_open
-        self._kinds: dict[type, Callable[[Member, Sharing, Any], Slices[Any]]] = {
+        self._sessions = sessions
+        self._kinds: dict[type, Callable[[Session, PoolAdmission, Any], Slices[Any]]] = {
             cpb.StepRequest: self._step,
             cpb.AbortPlansRequest: self._abort_plans,
         }
@@ -66,8 +62,8 @@ class Requests:
         of a step a StepAnswer. Raises why the request failed as a whole, and at any slice why
         the session has ended, with the number that the session's next request must have.
         """
-        self._require_open(session)
-        sharing, numbers = self._sharing_of(session.pool), session.numbers
+        self._sessions.require_open(session)
+        admission, numbers = self._sessions.admission_of(session.pool), session.numbers
         try:
             earlier = numbers.repeated(request)
         except KvplaneError as error:
@@ -78,7 +74,7 @@ class Requests:
             slices = self._take_again(session, request)
         else:
             numbers.use()
-            slices = self._kinds[type(request)](sharing.members[session.id], sharing, request)
+            slices = self._kinds[type(request)](session, admission, request)
         is_busy, outcome = False, None
         try:
             while True:
@@ -89,9 +85,9 @@ class Requests:
                     break
                 if not is_busy:
                     is_busy = True
-                    sharing.set_busy(session.id, True)
+                    admission.set_busy(session.id, True)
                 yield
-                self._require_open(session)
+                self._sessions.require_open(session)
         except KvplaneError as error:
             error.next_number = request.number + 1
             if earlier is None:
@@ -100,16 +96,16 @@ class Requests:
             raise
         finally:
             slices.close()
-            sharing.serve()
+            admission.serve()
             if is_busy:
-                sharing.set_busy(session.id, False)
+                admission.set_busy(session.id, False)
         if earlier is not None:
             return earlier.result()
         if not isinstance(outcome, _Step):
             numbers.remember(request, outcome)
             numbers.settle()
             return outcome
-        news = sharing.members[session.id].take_news()
+        news = admission.news.take(session)
         answer = step_answer(session, request.number, *outcome, news)
         numbers.remember(request, StepAnswer(answer.encoded, answer.step_at))
         if is_busy:  # it may be large, and its caller gone: no more than its digest is kept
@@ -123,54 +119,55 @@ class Requests:
         except KvplaneError as error:
             _LOGGER.info("a repeated request brought a receipt that was refused: %s", error.reason)
 
-    def _step(self, member: Member, sharing: Sharing, request: cpb.StepRequest) -> Slices[_Step]:
-        session = member.session
+    def _step(
+        self, session: Session, admission: PoolAdmission, request: cpb.StepRequest
+    ) -> Slices[_Step]:
         if request.receipts:
             yield from take_receipts(session, self._bounded(request.receipts))
         if request.HasField("deferred_tokens"):
-            take_deferred_tokens(member, request.deferred_tokens, self._config.max_operations)
+            take_deferred_tokens(session, request.deferred_tokens, self._config.max_operations)
         if not request.operations:
             return _Step((), cpb.StepResponse(), None)
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
-            check_no_plan(member, operations)
+            check_no_plan(session, operations)
         session.native.begin(session.handle, request.number)
-        step, result = Step(member, sharing), cpb.StepResponse()
+        step, result = Step(session, admission), cpb.StepResponse()
         for i, operation in enumerate(operations):
             yield from step.run(i, operation, result.results.add())
             if step.num_taken_tokens >= SLICE_TOKENS:
                 step.num_taken_tokens = 0
                 yield
-        plan = yield from finish_plan(member, request.number, request.traceparent)
+        plan = yield from finish_plan(session, request.number, request.traceparent)
         return _Step(operations, result, plan)
 
     def _abort_plans(
-        self, member: Member, sharing: Sharing, request: cpb.AbortPlansRequest
+        self, session: Session, admission: PoolAdmission, request: cpb.AbortPlansRequest
     ) -> Slices[cpb.AbortPlansResponse]:
-        session, statistics = member.session, member.session.pool.statistics
+        statistics = session.pool.statistics
         yield from take_receipts(session, self._bounded(request.receipts))
         yield from abort_plans(session, request)
         if request.whole_tables:
             statistics.num_resyncs += 1
         else:
             statistics.num_aborts += 1
-        response = cpb.AbortPlansResponse(sequences=(yield from self._aborted(member, sharing)))
+        response = cpb.AbortPlansResponse(sequences=(yield from self._aborted(session, admission)))
         if request.whole_tables:
             session.native.begin(session.handle, request.number)
-            plan = yield from finish_plan(member, request.number)
+            plan = yield from finish_plan(session, request.number)
             assert plan is not None, "such an abort has a plan, even if it has no table"
             response.plan.type = signing.PLAN  # one of its own would be copied
             response.plan.payload, response.plan.signature = plan
         return response
 
-    def _aborted(self, member: Member, sharing: Sharing) -> Slices[cpb.SequenceStates]:
+    def _aborted(self, session: Session, admission: PoolAdmission) -> Slices[cpb.SequenceStates]:
         """Return the states of all sequences of the session after an abort."""
-        session = member.session
+        admission.news.drop_grants(session)  # the answer says what has become of them
+        admission.apply(session)
         has_many = session.native.num_sequences(session.handle) > SLICE_SEQUENCES
         if has_many:
             yield
         sequences = states(session)
-        sharing.aborted(member, sequences)
         if has_many:
             yield
         return sequences

@@ -30,7 +30,7 @@ async def peers(tmp_path: Path) -> AsyncIterator[Peers]:
             await engine.step(ops.admit(1, SECRET), spans=[(0, len(SECRET))])
             await engine.session.submit_receipts()
         async with asyncio.timeout(60):  # until its blocks can be allocated again
-            while peers.control.core._pools[POOL_ID].shards.fenced_sessions:
+            while peers.control.core._pools[POOL_ID].shards.ended:
                 await asyncio.sleep(0.01)
         yield peers
 

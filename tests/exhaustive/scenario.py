@@ -138,12 +138,12 @@ class Scenario:
 
     def can_abort(self, i: int) -> bool:
         engine = self.engines[i]
-        session = engine.control.core._sessions.get(engine.id)
+        session = engine.control.core.sessions.by_id.get(engine.id)
         return not engine.ended and session is not None and bool(session.plans)
 
     def abort(self, i: int) -> None:
         engine = self.engines[i]
-        number = min(engine.control.core._sessions[engine.id].plans)
+        number = min(engine.control.core.sessions.by_id[engine.id].plans)
         try:
             engine.call("abort_plans", cpb.AbortPlansRequest(plan_number=number))
         except PlanReceiptedError as error:
@@ -266,7 +266,7 @@ class Scenario:
 
     def _engine_state(self, i: int) -> tuple[object, ...]:
         engine, process = self.engines[i], self.world.latest(0)
-        session = engine.control.core._sessions.get(engine.id)
+        session = engine.control.core.sessions.by_id.get(engine.id)
         plans = () if session is None else tuple(engine.number - n for n in session.plans)
         made = tuple(
             (

@@ -52,8 +52,11 @@ def count(world: World, session: Session) -> None:
         assert pool.resync_due(handle) in (False, True)
     sequence_id = world.some_id(session)
     assert world.pool.has_sequence(handle, sequence_id) <= world.pool.num_sequences(handle)
-    world.pool.last_progress(handle, sequence_id)
-    world.pool.num_held(handle, sequence_id)
+    family = world.pool.family_of(handle, sequence_id)
+    world.pool.family_progress(handle, family)
+    assert world.pool.family_held(handle, family) >= 0
+    assert world.pool.num_device_blocks_held(handle) >= 0
+    world.pool.take_family_events(handle)
 
 
 QUERY_CALLS: tuple[Call, ...] = (ask, announce, show, count)

@@ -30,6 +30,16 @@ void bind_codes(pybind11::module_& module) {
       {"BEYOND_SLOTS", Code::kBeyondSlots},
       {"TOO_MANY_ENTRIES", Code::kTooManyEntries},
   };
+  const struct {
+    const char* name;
+    FamilyChange change;
+  } changes[] = {
+      {"FAMILY_STARTED", FamilyChange::kStarted},
+      {"FAMILY_LEFT_DEVICE", FamilyChange::kLeftDevice},
+      {"FAMILY_ENDED", FamilyChange::kEnded},
+      {"FAMILY_ENDED_ON_HOST", FamilyChange::kEndedOnHost},
+  };
+  for (const auto& [name, change] : changes) module.attr(name) = static_cast<int>(change);
   for (const auto& [name, code] : codes) module.attr(name) = static_cast<int>(code);
 }
 

@@ -214,6 +214,66 @@ py::tuple publications_in(const Pool& pool, size_t begin, size_t end) {
 }
 
 template <typename P>
+void bind_families(py::class_<P>& pool) {
+  pool.def(
+      "take_family_events",
+      [](P& self, SessionHandle handle) -> py::object {
+        const std::vector<FamilyEvent> events = self.take_family_events(checked(self, handle));
+        if (events.empty()) return py::tuple();
+        py::list list;
+        for (const auto& [change, family] : events)
+          list.append(py::make_tuple(static_cast<int>(change), family));
+        return list;
+      },
+      py::arg("handle"));
+  pool.def(
+      "family_of",
+      [](const P& self, SessionHandle handle, int64_t id) {
+        return sequence_of(self, handle, id).family;
+      },
+      py::arg("handle"), py::arg("sequence_id"));
+  pool.def(
+      "family_on_device",
+      [](const P& self, SessionHandle handle, int64_t family) {
+        return pack(first_of(self).on_device(checked(self, handle), family));
+      },
+      py::arg("handle"), py::arg("family"));
+  pool.def(
+      "family_held",
+      [](const P& self, SessionHandle handle, int64_t family) {
+        int64_t num = 0;
+        for (const int64_t id : first_of(self).on_device(checked(self, handle), family))
+          num += self.num_held(handle, id);
+        return num;
+      },
+      py::arg("handle"), py::arg("family"));
+  pool.def(
+      "num_device_blocks_held",
+      [](const P& self, SessionHandle handle) {
+        int64_t num = 0;
+        bool some_on_host = false;
+        for (const Sequence* sequence : first_of(self).sequences_of(checked(self, handle))) {
+          some_on_host = some_on_host || !sequence->claims_device;
+          if (sequence->claims_device) num += self.num_held(handle, sequence->id);
+        }
+        return some_on_host ? num : self.num_blocks_held(handle);
+      },
+      py::arg("handle"));
+  pool.def(
+      "family_progress",
+      [](const P& self, SessionHandle handle, int64_t family) {
+        std::pair<double, bool> latest{0, false};
+        for (const int64_t id : first_of(self).on_device(checked(self, handle), family)) {
+          const Sequence& sequence = *first_of(self).find(handle, id);
+          latest.first = std::max(latest.first, sequence.progress_s);
+          latest.second = latest.second || !sequence.pending.empty();
+        }
+        return latest;
+      },
+      py::arg("handle"), py::arg("family"));
+}
+
+template <typename P>
 void bind_sessions(py::class_<P>& pool) {
   pool.def(
       "open_session",
@@ -311,20 +371,7 @@ void bind_sessions(py::class_<P>& pool) {
         return first_of(self).find(checked(self, handle), id) != nullptr;
       },
       py::arg("handle"), py::arg("sequence_id"));
-  pool.def(
-      "num_held",
-      [](const P& self, SessionHandle handle, int64_t id) {
-        sequence_of(self, handle, id);
-        return self.num_held(handle, id);
-      },
-      py::arg("handle"), py::arg("sequence_id"));
-  pool.def(
-      "last_progress",
-      [](const P& self, SessionHandle handle, int64_t id) {
-        const Sequence& sequence = sequence_of(self, handle, id);
-        return std::make_pair(sequence.progress_s, !sequence.pending.empty());
-      },
-      py::arg("handle"), py::arg("sequence_id"));
+  bind_families(pool);
   pool.def(
       "num_blocks_held",
       [](const P& self, SessionHandle handle) {

@@ -54,7 +54,10 @@ class InStep {
 class GroupedPool {
  public:
   // `groups`: at least one. They have the same block size, and no sessions.
-  explicit GroupedPool(std::vector<Pool*> groups) : pools_(std::move(groups)) {}
+  explicit GroupedPool(std::vector<Pool*> groups) : pools_(std::move(groups)) {
+    // All groups have the same families: the first counts them for all.
+    for (size_t g = 1; g < pools_.size(); ++g) pools_[g]->count_no_families();
+  }
 
   Groups groups() const { return {pools_.data(), static_cast<int64_t>(pools_.size())}; }
   const Pool& first() const { return *pools_[0]; }
@@ -67,6 +70,9 @@ class GroupedPool {
   void begin(SessionHandle handle, int64_t number);
   std::vector<int32_t> growth(SessionHandle handle, const AppendColumns& columns) const;
   int64_t cut(SessionHandle handle, int64_t sequence_id);
+  std::vector<FamilyEvent> take_family_events(SessionHandle handle) {
+    return pools_[0]->take_family_events(handle);
+  }
   std::vector<Failure> deferred_tokens(SessionHandle handle, const DeferredColumns& columns);
   bool receipted(SessionHandle handle, int64_t plan,
                  int64_t max_blocks = std::numeric_limits<int64_t>::max());

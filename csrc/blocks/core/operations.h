@@ -49,6 +49,19 @@ struct Failure {
   int64_t a = 0, b = 0, c = 0;
 };
 
+// What became of a family of sequences; see kvplane_blocks/_native.pyi.
+enum class FamilyChange : int32_t {
+  kStarted = 1,
+  kLeftDevice = 2,
+  kEnded = 3,
+  kEndedOnHost = 4,
+};
+
+struct FamilyEvent {
+  FamilyChange change;
+  int64_t family;
+};
+
 // Columns that cannot be read.
 struct ColumnError : std::exception {
   ColumnError(std::string column, int64_t index, std::string what)

@@ -98,6 +98,8 @@ void Pool::end_session(SessionHandle handle) {
   end_swap(session);
   session.sequences.for_each(
       [&](int64_t id, uint32_t index) { session.ending.emplace_back(id, index); });
+  session.families.clear();
+  session.changed_families.clear();
   session.open = false;
   session.ended = true;
   index_.close_root(session.root);
@@ -275,6 +277,7 @@ void Pool::check() const {
     }
     if (!session.open && session.ending.empty() && session.plans.empty()) continue;
     check_session(session, table_owners, token_owners, refs);
+    check_families(session);
     for (const Sequence* sequence : sequences_of(session.handle))
       for (const Block b : sequence->tier == kDevice ? table_of(*sequence) : std::vector<Block>{})
         if (b != kNoBlock && !std::exchange(is_counted[b], 1)) ++held[session.owner];

@@ -94,6 +94,12 @@ class Pool final : private Listener {
   static bool swap_some(Groups groups, SessionHandle handle, int64_t max_blocks);
   int64_t cut(SessionHandle handle, int64_t sequence_id);
   static bool reserve(Groups groups, SessionHandle handle, int64_t sequence_id, int64_t num_blocks);
+  // What happened to families of the session's sequences since the last call, each family once.
+  std::vector<FamilyEvent> take_family_events(SessionHandle handle);
+  // Ids of the members of a family that claim device blocks, ascending; none of one that has ended.
+  std::vector<int64_t> on_device(SessionHandle handle, int64_t family) const;
+  // Another group of the same pool counts the families.
+  void count_no_families() { counts_families_ = false; }
   // Writes whole tables to the plan, if they are due; returns whether some are left for the next
   // call.
   static bool prepare(Groups groups, SessionHandle handle, int64_t max_blocks);
@@ -260,6 +266,12 @@ class Pool final : private Listener {
   void send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated);
   int64_t drop(Session& session, uint32_t index, int64_t plan);
 
+  // Families (families.cpp)
+  void join_family(Session& session, uint32_t index, int64_t family);
+  void leave_family(Session& session, uint32_t index);
+  void claim_device(Session& session, uint32_t index, bool claims);
+  void check_families(const Session& session) const;
+
   // Tables (tables.cpp): references of chunks are counted here, and changes are noted.
   void own_chunk(Session& session, Sequence& sequence, size_t chunk);
   void push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks);
@@ -362,6 +374,7 @@ class Pool final : private Listener {
                      std::vector<uint32_t>* refs) const;
 
   PoolConfig config_;
+  bool counts_families_ = true;
   int64_t block_size_;
   int block_shift_;  // its logarithm
   PrefixIndex index_;

@@ -43,7 +43,10 @@ struct Sequence {
   int64_t num_sent = 0;
   int64_t changed_by = 0;
   Tier tier = kDevice;
-  Table table;  // blocks; the first num_trimmed are kNoBlock
+  int64_t family = 0;          // counted from 1 in a session; 0 where families are not counted
+  uint32_t family_place = 0;   // in its members
+  bool claims_device = false;  // it is on the device, or a swap is bringing it there
+  Table table;                 // blocks; the first num_trimmed are kNoBlock
   int64_t num_trimmed = 0;
   Tokens tokens;
   int64_t num_cached = 0;
@@ -67,6 +70,16 @@ struct Sequence {
   int64_t first_ghost = 0;                        // place in the table of the first
   int64_t num_checked = 0;                        // scratch of deferred_tokens, as is the next
   int64_t last_given = -1;
+};
+
+// An admission's sequences and all forks of them, as one claim to device blocks. `told`: what the
+// last event said of it. `members`: indices of its live sequences.
+struct Family {
+  enum class Told : uint8_t { kNothing, kOnDevice, kOnHost };
+  std::vector<uint32_t> members;
+  int64_t num_on_device = 0;
+  Told told = Told::kNothing;
+  bool has_changed = false;  // since the last event
 };
 
 // A copy in the host tier that keeps an entry's prefix.
@@ -154,6 +167,9 @@ struct Session {
   EntryId root = kNoEntry;
   uint32_t owner = 0;
   IdMap sequences{0};  // id -> index
+  std::unordered_map<int64_t, Family> families;
+  std::vector<int64_t> changed_families;
+  int64_t last_family = 0;
   // Of an ended session: the sequences still to be released, once its plans have ended.
   std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
   std::deque<PlanRecord> plans;

@@ -4,6 +4,7 @@ Columns are little-endian bytes, as on the wire. A refused item is returned as a
 changed nothing.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 _Failure = tuple[int, int, int, int, int]
@@ -53,6 +54,15 @@ TRIMMED: Final = 21
 OTHER_TOKENS: Final = 22
 BEYOND_SLOTS: Final = 23
 TOO_MANY_ENTRIES: Final = 24
+
+FAMILY_STARTED: Final = 1
+"""It holds device blocks from now on: it was admitted, or swapped in."""
+FAMILY_LEFT_DEVICE: Final = 2
+"""It was swapped out."""
+FAMILY_ENDED: Final = 3
+"""Its last sequence has ended; it held device blocks."""
+FAMILY_ENDED_ON_HOST: Final = 4
+"""Its last sequence has ended; it was swapped out."""
 
 class ColumnError(ValueError):
     """Columns cannot be read: args are the column, the index or -1, and what is wrong."""
@@ -199,9 +209,24 @@ class _Sessions:
     ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
     def num_sequences(self, handle: int) -> int: ...
     def has_sequence(self, handle: int, sequence_id: int) -> bool: ...
-    def num_held(self, handle: int, sequence_id: int) -> int: ...
-    def last_progress(self, handle: int, sequence_id: int) -> tuple[float, bool]: ...
+    def take_family_events(self, handle: int) -> Sequence[tuple[int, int]]:
+        """Return what happened to families since the last call, as (change, family). A family is
+        an admission with all forks of it; a session's are counted from 1. Each comes once.
+        """
+    def family_of(self, handle: int, sequence_id: int) -> int: ...
+    def family_on_device(self, handle: int, family: int) -> bytes:
+        """Return the ids of its sequences that hold device blocks, ascending."""
+    def family_held(self, handle: int, family: int) -> int:
+        """Return how many device blocks the tables of its sequences refer to, added up."""
+    def family_progress(self, handle: int, family: int) -> tuple[float, bool]:
+        """Return when one that holds device blocks last made progress, and whether a plan in flight
+        computes tokens of one.
+        """
     def num_blocks_held(self, handle: int) -> int: ...
+    def num_device_blocks_held(self, handle: int) -> int:
+        """Return how many device blocks its tables refer to, or more: where some of its sequences
+        are on the host tier, a shared block counts once for each table.
+        """
     def match(self, root: bytes, token_ids: bytes) -> tuple[int, int, bytes]: ...
     def usage(self, tier: int) -> tuple[int, int, int, int, int]: ...
     def num_obtainable(self, handle: int, tier: int) -> int: ...

@@ -91,6 +91,7 @@ int64_t Pool::cut_one(Session& session, int64_t id, int64_t next_plan, bool keep
   const int64_t held_before = session.num_held;
   const int64_t num_copies = session.aborting.origins.empty() ? 0 : sequences_[index].table.size;
   cut_to_written(session, index, session.aborting.origins, next_plan);
+  claim_device(session, index, sequences_[index].tier == kDevice);
   if (!keeps) note_change(session, sequences_[index], 0);
   return 1 + std::max(num_copies, held_before - session.num_held);
 }

@@ -188,6 +188,7 @@ uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t a
   const std::vector<Hit>& hits = plan.hits;
   const int64_t num_tokens = admission.tokens.size, cached = plan.cached, end = plan.end;
   const uint32_t index = new_sequence(session, admission.sequence_id, admitted_by);
+  join_family(session, index, ++session.last_family);
   Sequence& sequence = sequences_[index];
   take_tokens(sequence, admission.tokens, hits);
   session.num_tokens += num_tokens;

@@ -93,6 +93,7 @@ uint32_t Pool::add_fork(Session& session, uint32_t parent_index, int64_t id, int
   const Sequence& parent = sequences_[parent_index];
   Sequence& child = sequences_[index];
   child.tier = parent.tier;
+  join_family(session, index, parent.family);
   child.table = parent.table;
   for (const uint32_t chunk : child.table.chunks) ++table_store_[chunk].num_owners;
   session.num_entries += child.table.size;
@@ -183,6 +184,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   for (auto ghost = sequence.ghosts.rbegin(); ghost != sequence.ghosts.rend(); ++ghost)
     if (ghost->first != kNoBlock) blocks.keep(ghost->first);
   session.sequences.erase(sequence.id);
+  leave_family(session, index);
   session.num_tokens -= sequence.tokens.size;
   sequence.live = false;
   if (sequence.table_sent && !session.resync_due) session.draft.changes.drop(sequence.id);
@@ -358,6 +360,8 @@ void Pool::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapp
 // Allocates the blocks that a swap copies to.
 void Pool::begin_swap(Session& session, Swapping& plan) {
   const size_t num = plan.blocks.size();
+  for (const uint32_t index : plan.indices)
+    claim_device(session, index, plan.destination == kDevice);
   plan.copies.reserve(num);
   obtain(session, plan.destination, static_cast<int64_t>(num), plan.copies);
   plan.is_used.resize(num);

@@ -263,7 +263,7 @@ class CheckedWalk:
             self.both("renew_session", caller.ref, caller.tenant)
         self.clock.now_s += self.rng.choice(_PAUSES_S)
         self.both("tick")
-        open_ids = self.checked._sessions.keys()
+        open_ids = self.checked.sessions.by_id.keys()
         self.replace([c for c in self.callers if c.ref.session_id not in open_ids])
 
     def replace(self, gone: Iterable[Caller]) -> None:
@@ -292,19 +292,19 @@ class CheckedWalk:
     # What operations are made of
 
     def session(self, caller: Caller) -> Session:
-        return self.checked._sessions[caller.ref.session_id]
+        return self.checked.sessions.by_id[caller.ref.session_id]
 
     def operation(self, caller: Caller, name: str) -> cpb.Operation:
         """Return a random operation of one item, of a row of ``OPERATIONS``."""
-        member = self.checked._sharing[POOL].members[caller.ref.session_id]
+        session = self.session(caller)
         waiting: list[int] = []
-        if member.queued is not None and member.queued.message is not None:
-            message = member.queued.message
+        if session.queued is not None and session.queued.message is not None:
+            message = session.queued.message
             waiting = [message.sequence_id, *columns.read(INT64, message.fork_sequence_ids, "")]
         known = Known(
-            live={s.sequence_id: s for s in sequence_states(queries.states(member.session))},
+            live={s.sequence_id: s for s in sequence_states(queries.states(session))},
             waiting=waiting,
-            cut=list(member.revoked),
+            cut=list(session.revoked),
             most_tokens=self.most_tokens,
         )
         return operation_of(name, self.rng, known)
@@ -333,17 +333,15 @@ def receipt(session: Session, number: int) -> tpb.SignedPayload:
 
 def everything(core: ControlPlane) -> tuple[Any, ...]:
     """Return what the core knows of blocks, cached prompts, sequences, the queue, members."""
-    pool, sharing = core._pools[POOL], core._sharing[POOL]
-    turns, entries = sharing._queue._turns, sharing._queue._entries
+    pool = core._pools[POOL]
+    admission = core.sessions.admission_of(pool)
+    turns, entries = admission._queue._turns, admission._queue._entries
     sessions = []
-    for member in sharing.members.values():
-        session, families = member.session, member.families
+    for session in admission.sessions.values():
+        native, handle = session.native, session.handle
         described = queries.states(session)
-        tables = [
-            group.table(session.handle, i)
-            for i in columns.read(INT64, described.sequence_ids, "")
-            for group in pool.groups
-        ]
+        live = columns.read(INT64, described.sequence_ids, "").tolist()
+        tables = [group.table(session.handle, i) for i in live for group in pool.groups]
         cached = [
             group.explain(session.root, ops.pack_tokens([token] * 48))
             for token in (0, 1)
@@ -356,9 +354,9 @@ def everything(core: ControlPlane) -> tuple[Any, ...]:
                 (tables, cached),
                 session.native.resync_due(session.handle),
                 (session.last_plan, list(session.plans), session.numbers.last),
-                (member.queued, dict(member.wanted), list(member.revoked), str(member.news)),
-                (member.is_drafted, families._last_key),
-                [(f.key, set(f.members), set(f.swapped), f.is_live) for f in families.all()],
+                (session.queued, dict(session.wanted), list(session.revoked), str(session.news)),
+                session.is_drafted,
+                [native.family_of(handle, i) for i in live],
                 (claims.seniority, claims.num_doublings, claims.penalty_until_s),
                 [(c.id, c.rank, c.ends_s, c.num_blocked) for c in claims.sequences.values()],
             )

@@ -213,7 +213,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), submits=st.booleans())
     def abort(self, data: st.DataObject, submits: bool) -> None:
         engine = self.pick(data)
-        session = self.world.core._sessions[engine.id]
+        session = self.world.core.sessions.by_id[engine.id]
         if session.plans:
             number = data.draw(st.sampled_from(sorted(session.plans)))
             receipts = list(engine.receipts) if submits else []
@@ -303,7 +303,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def make_steps_possible(self, engine: Engine) -> None:
         """Run and receipt the plans in flight, if no more are allowed."""
-        if len(self.world.core._sessions[engine.id].plans) >= 3:
+        if len(self.world.core.sessions.by_id[engine.id].plans) >= 3:
             engine.run_all()
             engine.settle()
 
@@ -313,7 +313,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def keep_open_engines(self) -> None:
         """Drop engines whose sessions may have been ended for the receipts that they keep."""
-        sessions = self.world.core._sessions
+        sessions = self.world.core.sessions.by_id
         self.engines = [engine for engine in self.engines if engine.id in sessions]
 
     def lose_engines(self) -> None:

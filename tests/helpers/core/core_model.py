@@ -110,7 +110,7 @@ class World:
         """Advance time: sequences may be cut, and their blocks allocated to others at once."""
         self.core.tick()
         for session_id, news in self.core.take_notices():
-            last_plan = self.core._sessions[session_id].last_plan
+            last_plan = self.core.sessions.by_id[session_id].last_plan
             for i in columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids"):
                 for shard in self.shards:
                     shard.cut[session_id, i] = last_plan
@@ -188,7 +188,7 @@ class Engine:
         self.number += 1
         request.session.CopyFrom(self.ref)
         request.number = self.number
-        if self.id in self.world.core._sessions:
+        if self.id in self.world.core.sessions.by_id:
             self.learn()
         try:
             answer = getattr(self.world.core, method)(request, self.tenant)
@@ -222,7 +222,7 @@ class Engine:
         """Return all state that requests of this session could change."""
         self.learn()
         states = [self.state(i) for i in self.sequences]
-        session = self.world.core._sessions[self.id]
+        session = self.world.core.sessions.by_id[self.id]
         seen = self.world.observed()
         counts = seen.counters, seen.num_sessions, seen.num_sequences
         return (self.world.pool(), counts, states, sorted(session.plans), session.resync_due)
@@ -414,7 +414,7 @@ class Engine:
             assert state.tier == sequence.tier
             assert state.admitted_by == sequence.admitted_by
         number = self.queue[-1].plan.number if self.queue else None
-        done = self.world.core._sessions[self.id].done
+        done = self.world.core.sessions.by_id[self.id].done
         for plane in self.world.shards:
             assert plane.finished.get(self.id, 0) >= done, "a shard has not run what counts as run"
             if number is not None and plane.finished.get(self.id) == number:
@@ -436,7 +436,7 @@ class Engine:
 
     def learn(self) -> None:
         """Believe now the contents of the next answer."""
-        news = self.world.core._sharing[POOL].members[self.id].news
+        news = self.world.core.sessions.by_id[self.id].news
         if news is not None:
             self._believe_news(news)
 
@@ -452,19 +452,18 @@ class Engine:
 
     def is_current(self, plane: DataPlane) -> bool:
         """Return whether the data plane has run the latest plan, and so knows of every abort."""
-        member = self.world.core._sharing[POOL].members[self.id]
-        session = member.session
-        if session.resync_due or member.is_drafted:
+        session = self.world.core.sessions.by_id[self.id]
+        if session.resync_due or session.is_drafted:
             return False
         return session.last_plan == plane.finished.get(self.id)
 
     def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
         """Return the last plan that has run, as far as the core knows with these receipts."""
-        highest = list(self.world.core._sessions[self.id].receipted)
+        highest = list(self.world.core.sessions.by_id[self.id].receipted)
         for signed in receipts:
             receipt = plan_pb2.Receipt.FromString(signed.payload)
             shard = receipt.shard_index
-            if receipt.plan_number in self.world.core._sessions[self.id].plans:
+            if receipt.plan_number in self.world.core.sessions.by_id[self.id].plans:
                 highest[shard] = max(highest[shard], receipt.plan_number)
         return min(highest)
 

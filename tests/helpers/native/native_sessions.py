@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from kvplane_blocks._native import GroupedPool, Pool
+from kvplane_blocks._native import (
+    FAMILY_ENDED_ON_HOST,
+    FAMILY_LEFT_DEVICE,
+    FAMILY_STARTED,
+    GroupedPool,
+    Pool,
+)
 
 from tests.helpers.native.native_plane import Place, Plane, Table, allocated_by, changed, values_of
 from tests.helpers.native.native_pool import (
@@ -82,6 +88,7 @@ class Engine:
         self.voided: list[Issued] = []  # aborted; they may run until whole tables have
         # By group, as they are once all plans have run.
         self.tables: list[dict[int, Table]] = [{} for _ in world.cores]
+        self.families: dict[int, bool] = {}  # by events: whether each holds device blocks
         self.has_draft = False  # a grant or a cut waits for the next plan
         self.has_ended = False
 
@@ -198,6 +205,7 @@ class Engine:
         for view in self.views:
             in_step = [state._replace(num_blocks=0) for state in view.states()]
             assert in_step == [state._replace(num_blocks=0) for state in states]
+        self._check_families(states)
         is_quiet = not self.queue and not self.has_draft
         for state in states:
             known = self.sequences[state.sequence_id]
@@ -210,6 +218,26 @@ class Engine:
                     assert plane.holds(table, values, state.num_written), (
                         f"sequence {state.sequence_id} of session {self.id} has lost its content"
                     )
+
+    def _check_families(self, states: Sequence[State]) -> None:
+        """Check that the events tell which families there are, and which hold device blocks."""
+        pool, handle = self.world.pool, self.caller.handle
+        for change, family in pool.take_family_events(handle):
+            before = self.families.pop(family, None)
+            if change == FAMILY_STARTED:
+                assert not before
+            else:
+                assert before is (change != FAMILY_ENDED_ON_HOST)
+            if change in (FAMILY_STARTED, FAMILY_LEFT_DEVICE):
+                self.families[family] = change == FAMILY_STARTED
+        families: dict[int, bool] = {}
+        for state in states:
+            family = pool.family_of(handle, state.sequence_id)
+            families[family] = families.get(family, False) or state.tier == DEVICE
+        told = {i: on for i, on in families.items() if on or i in self.families}
+        assert self.families == told, "of others, which were never on the device, nothing is told"
+        for core in self.world.cores[1:]:
+            assert not core.take_family_events(handle), "the first group tells for all"
 
     def _check_state(self, state: State, known: Known) -> None:
         assert state.num_tokens == known.num_known

@@ -73,7 +73,7 @@ class LateDuplicates(RuleBasedStateMachine):
     def repeat(self, engine: Engine, sent: Sent, control: ControlProcess) -> None:
         """Send a request again: it gets the same answer, or is refused, and changes nothing."""
         is_own = control is engine.control
-        is_open = is_own and engine.id in control.core._sessions
+        is_open = is_own and engine.id in control.core.sessions.by_id
         is_late = any(given_up is sent for given_up in engine.given_up)
         before = engine.everything()
         try:
@@ -98,14 +98,14 @@ class LateDuplicates(RuleBasedStateMachine):
     def a_closing_arrives_again(self) -> None:
         engine = self.rng.choice(self.gone)
         for control in self.world.controls:
-            if engine.id in control.core._sessions:
+            if engine.id in control.core.sessions.by_id:
                 continue  # its control plane does not know yet that it is gone
-            before = sorted(control.core._sessions)
+            before = sorted(control.core.sessions.by_id)
             try:
                 control.core.close_session(wire(engine.ref), engine.tenant)
             except (StaleIncarnationError, SessionNotFoundError):
                 assert control is not engine.control
-            assert sorted(control.core._sessions) == before
+            assert sorted(control.core.sessions.by_id) == before
 
     # Plans
 

@@ -224,7 +224,7 @@ class Engine:
         pool = core.get_pool(POOL).SerializeToString(deterministic=True)
         seen = core.observe_pool(POOL)
         counts = seen.counters, seen.num_sessions, seen.num_sequences
-        session = core._sessions.get(self.id)
+        session = core.sessions.by_id.get(self.id)
         if session is None:
             return (pool, counts)
         states = queries.states(session).SerializeToString(deterministic=True)
@@ -241,7 +241,11 @@ class Engine:
 
     def check(self) -> None:
         """Check that the control plane agrees with this engine's view."""
-        if self.ended or self.unanswered is not None or self.id not in self.control.core._sessions:
+        if (
+            self.ended
+            or self.unanswered is not None
+            or self.id not in self.control.core.sessions.by_id
+        ):
             return
         live = self.sequences.keys() - unseen_cuts(self.control.core, self.id)
         for state in self._states(sorted(live)):

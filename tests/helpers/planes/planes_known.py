@@ -17,7 +17,7 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_values import Values
-from tests.helpers.planes.planes_world import POOL, DataProcess
+from tests.helpers.planes.planes_world import DataProcess
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 
@@ -67,16 +67,15 @@ def deferred_of(message: cpb.DeferredTokens) -> list[Deferred]:
 
 def unseen_cuts(core: ControlPlane, session_id: int) -> set[int]:
     """Return sequences cut from a session that the next answer to its steps reports."""
-    sharing = core._sharing.get(POOL)
-    member = sharing.members.get(session_id) if sharing is not None else None
-    if member is None or member.news is None:
+    session = core.sessions.by_id.get(session_id)
+    if session is None or session.news is None:
         return set()
-    return set(columns.read(INT64, member.news.cut_sequence_ids, ""))
+    return set(columns.read(INT64, session.news.cut_sequence_ids, ""))
 
 
 def lacks_a_receipt(core: ControlPlane, session_id: int) -> bool:
     """Return whether only some shards have receipted a plan, which ends the session in time."""
-    session = core._sessions.get(session_id)
+    session = core.sessions.by_id.get(session_id)
     return session is not None and any(num_missing_receipts(len(session.receipted), [session]))
 
 

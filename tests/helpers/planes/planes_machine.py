@@ -100,7 +100,7 @@ class PlanesMachine(LateDuplicates):
         for _ in range(3):  # never so far at once that a core takes itself for one that slept
             self.world.clock.now += LEASE_S * 0.4
             for engine in self.engines:
-                if engine is not late and engine.id in engine.control.core._sessions:
+                if engine is not late and engine.id in engine.control.core.sessions.by_id:
                     engine.control.core.renew_session(engine.ref, engine.tenant)
             lack = [each for each in self.engines if lacks_a_receipt(each.control.core, each.id)]
             for control in self.world.controls:
@@ -109,8 +109,8 @@ class PlanesMachine(LateDuplicates):
             for engine in self.engines:  # those may have ended because a shard is silent
                 pool = engine.control.pool
                 if engine in lack or (pool is not None and pool.silent_shards):
-                    engine.may_end |= engine.id not in engine.control.core._sessions
-        assert late.id not in late.control.core._sessions
+                    engine.may_end |= engine.id not in engine.control.core.sessions.by_id
+        assert late.id not in late.control.core.sessions.by_id
         self.retire(late)
 
     @precondition(lambda self: self.engines)
@@ -175,7 +175,7 @@ class PlanesMachine(LateDuplicates):
                 "abort_plans", cpb.AbortPlansRequest(whole_tables=True, receipts=receipts), rng
             )
             return
-        session = engine.control.core._sessions.get(engine.id)
+        session = engine.control.core.sessions.by_id.get(engine.id)
         numbers = sorted(session.plans) if session is not None and rng.random() < 0.7 else []
         number = rng.choice(numbers or range(1, engine.number + 2))
         request = cpb.AbortPlansRequest(plan_number=number, receipts=receipts)
@@ -370,7 +370,7 @@ class PlanesMachine(LateDuplicates):
         world.mend()
         control = world.control
         for engine in self.engines + self.gone:
-            assert engine.id not in control.core._sessions
+            assert engine.id not in control.core.sessions.by_id
         self.check_all_is_free(control)
         engine = Engine(world, control, ("bob", "last"))
         tokens = [5] * (world.num_device * BLOCK)

@@ -110,7 +110,7 @@ class World:
 
     @property
     def of_session(self) -> Session:
-        return self.core._sessions[self.session.session_id]
+        return self.core.sessions.by_id[self.session.session_id]
 
     def step(self, *operations: cpb.Operation, num_receipts: int = 9) -> cpb.StepResponse:
         """Run a step and its plan. ``num_receipts``: submitted first."""
@@ -226,6 +226,8 @@ class World:
         self.core.check_integrity()
         self.executor.check_integrity()
         handle = self.of_session.handle
+        for core in self.pool.groups[1:]:
+            assert not core.take_family_events(handle), "the first group tells for all"
         states = [core.states(handle, None) for core in self.pool.groups]
         assert all(other == states[0] for other in states), "the groups are out of step"
         for state in self.states():

@@ -84,7 +84,7 @@ class World:
     def stop_clock(self) -> StoppedClock:
         """Stop the control plane's clock. It still does due work every quarter of a second."""
         clock = StoppedClock()
-        self.server.core._clock = clock
+        self.server.core._clock = self.server.core.sessions._clock = clock
         return clock
 
     async def register(self, layout: Layout = LAYOUT, **hello: Any) -> RawShard:

@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from control_plane import queries
-from control_plane.admission.decisions import AdmissionConfig
 from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
-from control_plane.pools.publications import root_of
 from control_plane.pools.shards import PoolShards
 from control_plane.queries import check_pool
 from control_plane.sessions.session import Session
-from control_plane.sharing.sharing import Sharing
+from control_plane.sessions.sessions import Sessions
 from control_plane.steps.abort import abort_plans
 from control_plane.steps.operations import Step, read_operations
 from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import take_receipts
 from kvplane import ops
+from kvplane.errors import SessionNotFoundError
 from kvplane.slices import run_to_end
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
@@ -59,31 +58,29 @@ class PlanningRig:
         shards.add(hello(epoch=EPOCH))
         config = CoreConfig(**{"watermark": 0.0, **settings})
         self.pool = Pool("pool", shards, config)
-        self.sessions: dict[int, Session] = {}
-        admission = AdmissionConfig(headroom=config.watermark)
-        self.sharing = Sharing(self.pool, admission)
+        self.all = Sessions(
+            config, incarnation=1, clock=lambda: 0.0, new_session_id=lambda: self._next_id
+        )
+        self._next_id = 0
+        self.admission = self.all.admission_of(self.pool)
         self.pool.set_tiers({DEVICE: num_device_blocks, HOST: num_host_blocks})
         self.pool.built = True
         self.session = self.open(1)
 
+    @property
+    def sessions(self) -> dict[int, Session]:
+        return self.all.by_id
+
     def open(self, session_id: int, tenant: str = "default") -> Session:
-        session = Session(
-            tpb.SessionRef(incarnation=1, session_id=session_id),
-            self.pool,
-            ordinal=session_id,
-            tenant=tenant,
-            client_name="test",
-            namespace="",
-            root=root_of(LAYOUT.fingerprint, tenant, ""),
-            num_answers=3,
-        )
-        self.sessions[session_id] = session
-        self.sharing.open(session)
-        return session
+        self._next_id = session_id
+        return self.all.open(self.pool, cpb.OpenSessionRequest(client_name="test"), tenant)
 
     def end(self, session_id: int) -> None:
-        self.sharing.close(session_id)
-        self.sessions.pop(session_id).end()
+        self.all.end(self.sessions[session_id], SessionNotFoundError)
+
+    def fence(self, session_id: int) -> None:
+        """The only shard fences a session that ended."""
+        self.all.fenced(self.pool, 0, [session_id])
 
     def step(
         self, *operations: cpb.Operation, session: Session | None = None
@@ -102,10 +99,10 @@ class PlanningRig:
         number = session.numbers.last
         result = cpb.StepResponse()
         session.native.begin(session.handle, number)
-        step = Step(self.sharing.members[session.id], self.sharing)
+        step = Step(session, self.admission)
         for i, operation in enumerate(read_operations(operations, 1000)):
             run_to_end(step.run(i, operation, result.results.add()))
-        plan = run_to_end(finish_plan(self.sharing.members[session.id], number))
+        plan = run_to_end(finish_plan(session, number))
         if plan is not None:
             result.plan.MergeFrom(
                 tpb.SignedPayload(type=signing.PLAN, payload=plan.payload, signature=plan.signature)
@@ -133,7 +130,7 @@ class PlanningRig:
         self.session.numbers.use()
         request = cpb.AbortPlansRequest(number=self.session.numbers.last)
         run_to_end(abort_plans(self.session, request))
-        self.sharing.aborted(self.sharing.members[self.session.id], queries.states(self.session))
+        self.admission.apply(self.session)
 
     def receipt(self, session: Session, number: int) -> tpb.SignedPayload:
         payload = plan_pb2.Receipt(

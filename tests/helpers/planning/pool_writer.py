@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from control_plane.pools.pool import Pool
+from control_plane.sessions.session import Session
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
@@ -14,11 +15,10 @@ from kvplane.wire.v1 import types_pb2 as tpb
 class NativeSession:
     """Writes prompts, each in a sequence of its own. Every plan runs at once."""
 
-    def __init__(self, pool: Pool, session_id: int, tenant: str, root: bytes) -> None:
-        self.pool = pool
-        self.id = session_id
-        self.root = root
-        self.handle = pool.open(session_id, tenant, root)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.pool = session.pool
+        self.id, self.handle, self.root = session.id, session.handle, session.root
         self.num_plans = 0
         self.num_sequences = 0
 

@@ -9,8 +9,11 @@ from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
+from control_plane.sessions.sessions import Sessions
+from kvplane.errors import SessionNotFoundError
 from kvplane.wire import signing
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import NativeSession
 from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello, report
@@ -25,33 +28,33 @@ class World:
     def __init__(self, incarnation: int = INCARNATION, **settings: Any) -> None:
         self.incarnation = incarnation
         self.pools: dict[str, Pool] = {}
-        self.session_ids = itertools.count(1)
-        keys = (bytes([i]) * 32 for i in itertools.count(incarnation))
-        self.it = Registration(
-            self.pools,
-            incarnation=lambda: incarnation,
-            config=CoreConfig(watermark=0.0, **settings),
-            new_key=lambda: next(keys),
-            end_sessions=self.end_sessions,
+        session_ids = itertools.count(1)
+        config = CoreConfig(watermark=0.0, **settings)
+        self.sessions = Sessions(
+            config,
+            incarnation=incarnation,
+            clock=lambda: 0.0,
+            new_session_id=lambda: next(session_ids),
         )
+        keys = (bytes([i]) * 32 for i in itertools.count(incarnation))
+        self.it = Registration(self.pools, self.sessions, config=config, new_key=lambda: next(keys))
 
     @property
     def pool(self) -> Pool:
         return self.pools["pool"]
 
-    def end_sessions(self, pool: Pool) -> None:
-        for session_id in list(pool.session_ids):
-            self.end_session(session_id, pool)
+    def open_sessions(self) -> set[int]:
+        return {session.id for session in self.sessions.of(self.pool)}
 
     def open_session(self) -> int:
         return self.open_writer().id
 
     def open_writer(self) -> NativeSession:
         """Open a session that can write prompts."""
-        return NativeSession(self.pool, next(self.session_ids), "default", ROOT)
+        return NativeSession(self.sessions.open(self.pool, cpb.OpenSessionRequest(), "default"))
 
-    def end_session(self, session_id: int, pool: Pool | None = None) -> None:
-        (pool or self.pool).end(self.ref(session_id), ordinal=session_id)
+    def end_session(self, session_id: int) -> None:
+        self.sessions.end(self.sessions.by_id[session_id], SessionNotFoundError)
 
     def ref(self, session_id: int) -> tpb.SessionRef:
         return tpb.SessionRef(incarnation=self.incarnation, session_id=session_id)

@@ -15,7 +15,7 @@ CORE = NativeCore(
         "tests/unit/blocks/test_touched.py",
         *(
             f"tests/unit/blocks/test_native_{name}.py"
-            for name in ("admit", "growth", "tokens", "tiers", "aborts", "input", "walk")
+            for name in ("admit", "families", "growth", "tokens", "tiers", "aborts", "input", "walk")
         ),
     )
 )
@@ -24,6 +24,13 @@ GROUPS = NativeCore(("tests/unit/blocks/test_native_walk.py::test_walks_of_sever
 
 # What only pools of several layer groups show, here to a walk over both planes.
 GROUPED = (
+    Fault(
+        "each_group_counts_families",
+        "csrc/blocks/core/grouped_pool.h",
+        "    for (size_t g = 1; g < pools_.size(); ++g) pools_[g]->count_no_families();\n",
+        "",
+        BOTH_PLANES,
+    ),
     Fault(
         "a_group_waits_for_its_own_receipts_alone",
         "csrc/blocks/steps/admit.cpp",
@@ -68,6 +75,27 @@ GROUPED = (
     ),
 )
 FAULTS = (
+    Fault(
+        "a_fork_is_a_family_of_its_own",
+        "csrc/blocks/steps/sequences.cpp",
+        "  join_family(session, index, parent.family);\n",
+        "  join_family(session, index, ++session.last_family);\n",
+        CORE,
+    ),
+    Fault(
+        "an_abort_does_not_tell_where_families_are",
+        "csrc/blocks/steps/abort.cpp",
+        "  claim_device(session, index, sequences_[index].tier == kDevice);\n",
+        "",
+        CORE,
+    ),
+    Fault(
+        "what_was_told_of_a_family_is_told_again",
+        "csrc/blocks/steps/families.cpp",
+        "family.num_on_device && told != Family::Told::kOnDevice",
+        "family.num_on_device",
+        CORE,
+    ),
     Fault(
         "each_admission_looks_at_the_whole_pool",
         "csrc/blocks/memory/block_store.cpp",

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
-SHARING = "control_plane/sharing/sharing.py"
+SHARING = "control_plane/sessions/pool_admission.py"
 WALK = "tests/unit/core/test_checked_walk.py::test_a_check_says_what_the_step_answers"
 
 FAULTS = (
     Fault(
         "the_queue_is_ignored",
         SHARING,
-        "        num_needed = min(num_needed, self._pool.num_blocks(_DEVICE))\n",
+        "        num_needed = min(num_needed, self.pool.num_blocks(_DEVICE))\n",
         "        if check_as:\n            return None\n"
-        "        num_needed = min(num_needed, self._pool.num_blocks(_DEVICE))\n",
+        "        num_needed = min(num_needed, self.pool.num_blocks(_DEVICE))\n",
         WALK,
     ),
     Fault(
         "blocked_growth_is_ignored",
         SHARING,
-        "return self._queue.check_growth(session_id, key, num_needed)",
+        "return self._queue.check_growth(session.id, family, num_needed)",
         "return True",
         WALK,
     ),
@@ -40,7 +40,7 @@ FAULTS = (
     Fault(
         "full_sessions_are_ignored",
         "control_plane/core.py",
-        "check_no_plan(member, [operations[i]])",
+        "check_no_plan(session, [operations[i]])",
         "pass",
         WALK,
     ),

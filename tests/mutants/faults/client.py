@@ -145,9 +145,9 @@ FAULTS = (
     ),
     Fault(
         "sessions_of_other_tenants_are_shown",
-        "control_plane/core.py",
-        "self._sessions_of(p, tenant)",
-        "self._sessions_of(p)",
+        "control_plane/views.py",
+        "own = [session for session in sessions if session.tenant == tenant]",
+        "own = [*sessions]",
         f"{PAGE}::test_a_tenant_sees_no_session_of_another",
     ),
     Fault(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
-SHARING = "control_plane/sharing/sharing.py"
+SHARING = "control_plane/sessions/pool_admission.py"
 PREFIXES = "control_plane/prefixes.py"
 YIELDING = "tests/rpc/operations/test_yielding.py"
 RETENTIONS = "tests/rpc/operations/test_retained_and_forgotten.py"
@@ -21,9 +21,9 @@ FAULTS = (
     Fault(
         "what_was_written_goes_with_who_is_cut",
         SHARING,
-        "            session.native.cut(session.handle, sequence_id)\n",
-        "            session.native.cut(session.handle, sequence_id)\n"
-        "            session.native.forget_roots([session.root], True)\n",
+        "            native.cut(handle, sequence_id)\n",
+        "            native.cut(handle, sequence_id)\n"
+        "            native.forget_roots([session.root], True)\n",
         YIELDING,
     ),
     Fault(
@@ -36,8 +36,8 @@ FAULTS = (
     Fault(
         "who_has_to_yield_is_not_told",
         SHARING,
-        "member.notify_pressure(family, decision.num_blocks, decision.deadline_s - now_s)",
-        "pass",
+        "                self.news.asked(\n                    session,\n",
+        "                print(\n                    session,\n",
         YIELDING,
     ),
     Fault(
@@ -50,7 +50,7 @@ FAULTS = (
     Fault(
         "who_was_cut_is_unknown",
         "control_plane/steps/failures.py",
-        "case _native.NOT_FOUND if a in member.revoked",
+        "case _native.NOT_FOUND if a in session.revoked",
         "case _native.NOT_FOUND if False",
         YIELDING,
         "revoked",
@@ -169,9 +169,9 @@ FAULTS = (
     ),
     Fault(
         "namespaces_are_not_kept_apart",
-        "control_plane/core.py",
-        "root = root_of(fingerprint, tenant, request.namespace)",
-        'root = root_of(fingerprint, tenant, "")',
+        "control_plane/sessions/sessions.py",
+        "root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        'root = root_of(pool.layout.fingerprint, tenant, "")',
         NAMESPACES,
         "weights or adapter",
     ),
@@ -229,28 +229,27 @@ FAULTS = (
     ),
     Fault(
         "everybody_is_told_news_of_one",
-        SHARING,
-        "        notices = [(i, self.members[i].news) for i in self.with_news]\n",
-        "        notices = [(i, self.members[i]._news()) for i in self.members]\n",
+        "control_plane/core.py",
+        "        return [notice for each in admissions for notice in each.news.take_notices()]\n",
+        "        everybody = [s for each in admissions for s in each.sessions.values()]\n"
+        "        return [(session.id, session.news or cpb.News()) for session in everybody]\n",
         TOLD,
         "has_news",
     ),
     Fault(
         "all_sessions_are_looked_at",
-        "control_plane/core.py",
-        "        session.expires_at_s = self._clock() + self._config.lease_s\n        self._touch",
+        "control_plane/sessions/sessions.py",
+        "        session.expires_at_s = self._clock() + self._config.lease_s\n",
         "        session.expires_at_s = self._clock() + self._config.lease_s\n"
-        "        sum(each.num_held() for each in self._sessions.values())\n        self._touch",
+        "        sum(each.num_held() for each in self.by_id.values())\n",
         SHARERS,
         "thousand_sessions",
     ),
     Fault(
-        "forks_go_up_to_the_first",
-        "control_plane/sharing/families.py",
-        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
-        "        self.of(parent_id) if parent_id < 2 else self.fork(parent_id - 1, parent_id)\n"
-        "        family = self._by_id[sequence_id] = self._by_id[parent_id]\n",
-        SHARERS,
-        "chain",
+        "the_queue_is_not_told_of_an_abort",
+        "control_plane/steps/requests.py",
+        "        admission.apply(session)\n",
+        "",
+        "tests/unit/planning/test_groups_walk.py",
     ),
 )

@@ -9,6 +9,7 @@ from tests.mutants.fault import Fault
 
 NUMBERING = "control_plane/sessions/numbering.py"
 POOL = "control_plane/pools/pool.py"
+SESSIONS = "control_plane/sessions/sessions.py"
 WALK = "tests/mutants/walks.py::test_core"
 APPEND = "        num_tokens = len(message.token_ids) // _TOKEN_BYTES\n        if step.check_as or"
 # An append goes where the sequence is, wherever its engine took it to be.
@@ -17,16 +18,16 @@ ANYWHERE = f"""\
         from kvplane.results import sequence_states
         from kvplane.wire import columns
 
-        live = {{s.sequence_id: s for s in sequence_states(queries.states(step.member.session))}}
+        live = {{s.sequence_id: s for s in sequence_states(queries.states(step.session))}}
         ids = columns.read(columns.INT64, message.sequence_ids, "sequence_ids")
         ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
         message.first_positions = columns.pack(columns.INT32, ends)
 {APPEND}"""
-FENCED = "        self.shards.fence(session, ordinal)\n"
+FENCED = "        pool.shards.send([ended.fence()])\n"
 # An ended session's blocks are free before its data planes have fenced it.
 FENCED_AT_ONCE = f"""\
-{FENCED}        handle, _ = self._ended_handles.pop(session.session_id)
-        self.native.session_fenced(handle)
+{FENCED}        for shard in [*pool.shards.states]:
+            self.fenced(pool, shard, [session.id])
 """
 
 FAULTS = (
@@ -41,8 +42,8 @@ FAULTS = (
     ),
     Fault(
         "leases_never_end",
-        "control_plane/core.py",
-        "[s for s in self._sessions.values() if s.expires_at_s <= now]",
+        SESSIONS,
+        "[s for s in self.by_id.values() if s.expires_at_s <= now_s]",
         "[]",
         WALK,
     ),
@@ -61,7 +62,7 @@ FAULTS = (
         "    next_number = property(lambda error: 0, lambda error, number: None)\n",
         WALK,
     ),
-    Fault("fence_ignored", POOL, FENCED, FENCED_AT_ONCE, WALK),
+    Fault("fence_ignored", SESSIONS, FENCED, FENCED_AT_ONCE, WALK),
     Fault(
         "publications_kept_quiet",
         POOL,
@@ -71,9 +72,9 @@ FAULTS = (
     ),
     Fault(
         "namespaces_shared",
-        "control_plane/core.py",
-        "root = root_of(fingerprint, tenant, request.namespace)",
-        'root = root_of(fingerprint, tenant, "")',
+        SESSIONS,
+        "root = root_of(pool.layout.fingerprint, tenant, request.namespace)",
+        'root = root_of(pool.layout.fingerprint, tenant, "")',
         WALK,
     ),
     Fault(

@@ -12,15 +12,16 @@ CORE, REGISTRATION = "control_plane/core.py", "control_plane/registration/regist
 SHARDS, DEFERRED = "control_plane/pools/shards.py", "control_plane/steps/deferred_tokens.py"
 SESSIONS, VERIFIER = "data_plane/plans/sessions.py", "data_plane/plans/verifier.py"
 BLOCK_TABLES = "data_plane/plans/tables/block_tables.py"
+OPENED = "control_plane/sessions/sessions.py"
 WALK = "tests/mutants/walks.py::test_planes"
 
-TAKES = "    session, given = member.session, message\n"
+TAKES = "    given = message\n"
 # Deferred tokens are taken by whatever sequence has the id now.
 TAKES_BY_ID = f"""\
     from control_plane import queries
     from kvplane.results import sequence_states
 
-    live = {{s.sequence_id: s for s in sequence_states(queries.states(member.session))}}
+    live = {{s.sequence_id: s for s in sequence_states(queries.states(session))}}
     ids = columns.read(INT64, message.sequence_ids, "")
     steps = [live[i].admitted_by if i in live else 0 for i in ids]
     message.admitted_by = columns.pack(INT64, steps)
@@ -29,7 +30,7 @@ ABORTS = "        return cast(cpb.AbortPlansResponse, run_to_end(self.run(reques
 ABORTS_AT_ONCE = f"""\
         from control_plane.steps.abort import abort_plans
 
-        session = self._sessions.get(request.session.session_id)
+        session = self.sessions.by_id.get(request.session.session_id)
         if session is not None and request.number <= session.numbers.last:
             run_to_end(abort_plans(session, request))
 {ABORTS}"""
@@ -54,15 +55,15 @@ REPEATS_NOT_RECOGNISED = Fault(  # The last step runs again when it arrives agai
 )
 SESSION_IDS_REUSED = Fault(  # Every control plane counts its sessions from 1.
     "session_ids_reused",
-    CORE,
+    OPENED,
     "session_id = self._new_session_id()",
     "session_id = self._num_made = getattr(self, '_num_made', 0) + 1",
     WALK,
 )
 SESSIONS_OUTLIVE_A_SHARD = Fault(  # A shard restarts, and the pool's sessions go on.
     "sessions_outlive_a_shard",
-    CORE,
-    *first("    def _end_all(self, pool: Pool) -> None:", "return"),
+    OPENED,
+    *first("    def end_all(self, pool: Pool) -> None:", "return"),
     WALK,
 )
 FENCE_FORGOTTEN = Fault(  # A data plane ends a session, but takes its grant again.
@@ -147,9 +148,9 @@ FAULTS = (
         also=(
             (
                 REGISTRATION,
-                "        if hello.incarnation > self._incarnation():\n",
-                "        hello.incarnation = min(hello.incarnation, self._incarnation())\n"
-                "        if hello.incarnation > self._incarnation():\n",
+                "        if hello.incarnation > self._sessions.incarnation:\n",
+                "        hello.incarnation = min(hello.incarnation, self._sessions.incarnation)\n"
+                "        if hello.incarnation > self._sessions.incarnation:\n",
             ),
         ),
     ),
@@ -159,7 +160,7 @@ FAULTS = (
     replace(  # Sessions are known by their id alone.
         SESSION_IDS_REUSED,
         name="incarnation_of_requests_ignored",
-        also=((CORE, "if ref.incarnation != self.incarnation:", "if False:"),),
+        also=((OPENED, "if ref.incarnation != self.incarnation:", "if False:"),),
     ),
     Fault(  # A data plane is resumed whatever key it holds.
         "key_ignored_on_resume",

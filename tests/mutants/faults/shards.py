@@ -30,16 +30,16 @@ FAULTS = (
     ),
     Fault(  # A shard that does not fence a closed session counts as silent.
         "closed_sessions_accuse_shards",
-        POOL,
-        "        if lacks_receipt:\n",
-        "        if True:\n",
+        "control_plane/sessions/sessions.py",
+        "lacks_receipt=reason is MissingReceiptError",
+        "lacks_receipt=True",
         f"{SILENT}::test_a_session_that_closes_slowly_harms_nobody",
     ),
     Fault(
         "silent_shards_are_waited_for",
         POOL,
-        "return {shard for i in late for shard in self.shards.not_fenced_by(i)}",
-        "return set()",
+        "if ended.lacks_receipt and ended.ended_s <= last_s",
+        "if False",
         f"{SILENT}::test_a_shard_that_does_not_fence_such_a_session_either_ends_all",
     ),
     Fault(  # A pool is ready although nobody computes some of its query heads.

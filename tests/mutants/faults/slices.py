@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 CORE, SERVICE = "control_plane/core.py", "control_plane/server/service.py"
-SHARING, POOL = "control_plane/sharing/sharing.py", "control_plane/pools/pool.py"
+SHARING, SESSIONS = "control_plane/sessions/pool_admission.py", "control_plane/sessions/sessions.py"
 OPERATIONS = "control_plane/steps/operations.py"
 SLICES, LANE = "tests/unit/core/test_core_slices.py", "tests/unit/planning/test_request_lane.py"
 IN_ONE = f"{SLICES}::test_a_request_in_slices_is_answered_as_in_one"
@@ -25,14 +25,14 @@ FAULTS = (
     Fault(
         "the_queue_decides_between_slices",
         SHARING,
-        "if session_id in self.members:  # it may have ended",
+        "if session_id in self.sessions:  # it may have ended",
         "if False:",
         f"{SLICES}::test_nobody_is_granted_blocks_between_the_slices",
     ),
     Fault(
         "an_end_is_not_noticed_between_slices",
-        CORE,
-        "if self._sessions.get(session.id) is not session:",
+        SESSIONS,
+        "if self.by_id.get(session.id) is not session:",
         "if False:",
         f"{SLICES}::test_a_session_may_end_between_the_slices",
     ),
@@ -45,16 +45,16 @@ FAULTS = (
     ),
     Fault(
         "fenced_before_all_is_released",
-        POOL,
-        "            if session_id in self._ending:\n",
-        "            if False:\n",
+        SESSIONS,
+        "if ended.unfenced_shards or not ended.is_released:",
+        "if ended.unfenced_shards:",
         RELEASED,
     ),
     Fault(
         "a_fence_is_forgotten_while_it_releases",
-        POOL,
-        "                if is_fenced:\n",
-        "                if False:\n",
+        SESSIONS,
+        "            if ended is not None:\n",
+        "            if ended is not None and ended.is_released:\n",
         RELEASED,
     ),
     Fault(

@@ -353,17 +353,21 @@ def test_a_sequence_goes_on_when_it_is_scheduled_receipted_moved_or_given_blocks
 
     at(1.0)
     caller.append((1, 6, 1, [7], 0))
-    assert pool.last_progress(caller.handle, 1) == (1.0, True)
+    assert pool.family_progress(caller.handle, 1) == (1.0, True)
     caller.finish()
     pool.set_time(2.0)
     caller.receipted()
-    assert pool.last_progress(caller.handle, 1) == (2.0, False)
+    assert pool.family_progress(caller.handle, 1) == (2.0, False)
     at(3.0)
     ran(caller)
-    assert pool.last_progress(caller.handle, 1) == (2.0, False), "a step without it"
+    assert pool.family_progress(caller.handle, 1) == (2.0, False), "a step without it"
     assert pool.reserve(caller.handle, 1, 1)
-    assert pool.last_progress(caller.handle, 1) == (3.0, False)
+    assert pool.family_progress(caller.handle, 1) == (3.0, False)
     at(4.0)
     caller.swap([1], HOST)
     ran(caller)
-    assert pool.last_progress(caller.handle, 1) == (4.0, False)
+    assert pool.family_progress(caller.handle, 1) == (0.0, False), "none is on the device"
+    at(5.0)
+    caller.swap([1], DEVICE)
+    ran(caller)
+    assert pool.family_progress(caller.handle, 1) == (5.0, False)

@@ -88,7 +88,7 @@ def test_a_handle_without_a_session_is_refused(caller: Caller, handle: int) -> N
 
 def test_what_is_asked_of_an_unknown_sequence_is_a_key_error(caller: Caller) -> None:
     for i in (0, 9, -(2**63)):
-        for call in (caller.pool.table, caller.pool.cut, caller.pool.num_held):
+        for call in (caller.pool.table, caller.pool.cut, caller.pool.family_of):
             with pytest.raises(KeyError):
                 call(caller.handle, i)
         with pytest.raises(KeyError):

@@ -87,7 +87,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     engine.admit(1, range(8))
     engine.step(engine.growth(1, [8], 1))
     made = engine.number
-    session = world.core._sessions[engine.id]
+    session = world.core.sessions.by_id[engine.id]
     for number in (-1, 99):
         with pytest.raises(InvalidRequestError, match="plan_number: is not the number of a plan"):
             engine.abort(number)

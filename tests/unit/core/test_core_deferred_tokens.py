@@ -106,13 +106,13 @@ def test_one_wrong_item_spoils_the_others_and_nothing_is_known() -> None:
     second = engine.number + 1
     engine.admit(2, range(6))
     engine.send(engine.growth(1, num_slots=2), engine.growth(2, num_slots=2))
-    member = world.core._sharing[POOL].members[engine.id]
+    session = world.core.sessions.by_id[engine.id]
     message = ops.deferred_tokens([1, 2], [1, 9], [6, 6], [1, 1], [6, 6])
     with pytest.raises(SequenceNotFoundError):
-        take_deferred_tokens(member, message, max_items=2)
+        take_deferred_tokens(session, message, max_items=2)
     assert engine.state(1).num_tokens == 6
     message = ops.deferred_tokens([1, 1], [1, 1], [6, 7], [1, 1], [6, 7])
-    take_deferred_tokens(member, message, max_items=2)
+    take_deferred_tokens(session, message, max_items=2)
     assert engine.state(1).num_tokens == 8, "an item may follow an earlier one of its request"
-    take_deferred_tokens(member, ops.deferred_tokens([2], [second], [6], [1], [6]), max_items=2)
+    take_deferred_tokens(session, ops.deferred_tokens([2], [second], [6], [1], [6]), max_items=2)
     assert engine.state(2).num_tokens == 7

@@ -61,7 +61,7 @@ def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
 ) -> None:
     world = World()
     engine = world.engine()
-    numbers = world.core._sessions[engine.id].numbers
+    numbers = world.core.sessions.by_id[engine.id].numbers
     engine.step(ops.admit(1, range(8)))
     assert numbers._latest is not None, "the service settles it once the answer is sent"
     engine.abort(1)
@@ -169,7 +169,7 @@ def test_answers_are_not_kept_for_ever() -> None:
     engine = world.engine()
     for _ in range(20):
         engine.submit()
-    assert len(world.core._sessions[engine.id].numbers._answers) == 5
+    assert len(world.core.sessions.by_id[engine.id].numbers._answers) == 5
 
 
 # A duplicate of each kind that arrives late

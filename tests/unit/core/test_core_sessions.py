@@ -9,7 +9,6 @@ import pytest
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.registration.registration import begin_if_complete
-from control_plane.sessions.session import EndedSessions
 from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
@@ -157,13 +156,13 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
 def test_session_ids_are_random_and_never_given_twice() -> None:
     ids = iter([5, 5, 6, 5, 6, 7])
     world = World()
-    world.core._new_session_id = lambda: next(ids)
+    world.core.sessions._new_session_id = lambda: next(ids)
     first, second = world.engine(), world.engine()
     first.close()
     third = world.engine()
     assert [engine.id for engine in (first, second, third)] == [5, 6, 7]
     core = ControlPlane(incarnation=1, config=CoreConfig(), clock=world.clock)
-    drawn = {core._new_session_id() for _ in range(100)}
+    drawn = {core.sessions._new_session_id() for _ in range(100)}
     assert len(drawn) == 100
     assert all(0 < session_id < 2**53 for session_id in drawn)
 
@@ -174,7 +173,7 @@ def test_a_request_of_another_incarnation_touches_no_session() -> None:
     old = world.engine()
     old.admit(1, range(8))
     world.restart_control_plane()
-    world.core._new_session_id = lambda: old.id
+    world.core.sessions._new_session_id = lambda: old.id
     new = world.engine()
     assert new.id == old.id
     new.admit(1, range(8))
@@ -205,18 +204,6 @@ def test_namespaces_of_a_tenant_share_nothing_also_after_a_restart() -> None:
         assert world.engine("ann", "two").lookup(range(17)) == 0
         assert world.engine("ann", "one").lookup(range(17)) == 16
         world.restart_control_plane()
-
-
-def test_what_is_remembered_of_ended_sessions_is_bounded() -> None:
-    ended = EndedSessions(2)
-    world = World()
-    engines = [world.engine() for _ in range(3)]
-    for engine in engines:
-        ended.add(world.core._sessions[engine.id], SessionExpiredError)
-    assert [ended.knows(engine.id) for engine in engines] == [False, True, True]
-    assert type(ended.error(engines[0].id, "tenant")) is SessionNotFoundError
-    assert type(ended.error(engines[1].id, "tenant")) is SessionExpiredError
-    assert type(ended.error(engines[1].id, "other")) is SessionNotFoundError
 
 
 def test_a_second_equal_block_keeps_a_prefix_that_loses_its_first_one() -> None:
@@ -294,16 +281,16 @@ def test_sessions_that_expire_together_end_a_few_at_a_time() -> None:
     """So that others come between; a slow end is played by a clock that goes on with each."""
     world = World()
     engines = [world.engine() for _ in range(5)]
-    end = world.core._end
+    end = world.core.sessions.end
 
     def slowly(*arguments: Any) -> None:
         end(*arguments)
         world.clock.now += 0.01
 
-    world.core._end = slowly  # type: ignore[method-assign]
+    world.core.sessions.end = slowly  # type: ignore[method-assign]
     world.clock.now += world.config.lease_s
     for num_left in (4, 3, 2, 1, 0):
         due_s = world.core.tick()
-        assert len(world.core._sessions) == num_left
+        assert len(world.core.sessions.by_id) == num_left
         assert num_left == 0 or due_s <= 0
     assert len({engine.id for engine in engines}) == 5

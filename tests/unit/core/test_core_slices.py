@@ -55,7 +55,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(requests, "SLICE_SEQUENCES", 3)
     for module in (abort, plans):
         patch.setattr(module, "SLICE_ENTRIES", 3)
-    patch.setattr("control_plane.pools.pool._SLICE_BLOCKS", 20)
+    patch.setattr("control_plane.sessions.sessions._SLICE_BLOCKS", 20)
     patch.setattr("control_plane.core._CHECKED_AT_A_TIME", 3)
 
 
@@ -133,7 +133,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
     def send(request: Any) -> None:
         request.session.CopyFrom(engine.ref)
         request.number = len(answers) + 1
-        session = world.core._sessions[engine.id]
+        session = world.core.sessions.by_id[engine.id]
         if rng.random() < 0.5:
             ran = [*session.plans][: rng.randint(0, 4)]
             if isinstance(request, cpb.AbortPlansRequest):
@@ -154,7 +154,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
 
     send(cpb.StepRequest(operations=[ops.admit(i, range(4 * i)) for i in range(1, 6)]))
     for _ in range(SEVERAL):
-        session = world.core._sessions[engine.id]
+        session = world.core.sessions.by_id[engine.id]
         states = queries.states(session)
         ids = columns.read(INT64, states.sequence_ids, "ids")
         ends = columns.read(INT32, states.num_scheduled_tokens, "ends")
@@ -236,7 +236,7 @@ def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
     engine, other = world.engine(), world.engine()
     engine.admit(1, range(40))
     other.step(ops.admit(5, range(1000, 1030), wait=True))
-    session = world.core._sessions[engine.id]
+    session = world.core.sessions.by_id[engine.id]
     admits = [ops.admit(i, range(20 * i, 20 * i + 16)) for i in (2, 3)]
     request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
     left = world.core.run(request, "tenant")
@@ -310,7 +310,7 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     world = World(num_device=64)
     engine, other = world.engine(), world.engine()
     engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
-    session = world.core._sessions[engine.id]
+    session = world.core.sessions.by_id[engine.id]
     found: list[int] = []
 
     def between() -> None:

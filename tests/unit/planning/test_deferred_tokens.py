@@ -22,7 +22,7 @@ def reserved(num_slots: int = 9) -> PlanningRig:
 
 
 def take(rig: PlanningRig, message: cpb.DeferredTokens, *, max_items: int = 9) -> None:
-    take_deferred_tokens(rig.sharing.members[1], message, max_items)
+    take_deferred_tokens(rig.session, message, max_items)
 
 
 def test_blocks_that_were_written_are_published_once_their_tokens_are_known() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from control_plane import prefixes, queries
-from control_plane.sharing.blocks import DeviceBlocks
-from control_plane.sharing.member import QueuedAdmission
-from control_plane.sharing.sharing import Sharing
+from control_plane.sessions.device_blocks import DeviceBlocks
+from control_plane.sessions.news import PoolNews
+from control_plane.sessions.pool_admission import PoolAdmission
+from control_plane.sessions.session import QueuedAdmission
+from control_plane.sessions.sessions import Sessions
 from control_plane.steps.plans import sign_grant
 from kvplane import ops
 from kvplane.slices import run_to_end
@@ -41,9 +43,8 @@ def test_queries_take_nothing(rig: PlanningRig) -> None:
 
 
 def test_the_queue_sees_what_sequences_hold(rig: PlanningRig) -> None:
-    members = rig.sharing.members
-    blocks = DeviceBlocks(rig.pool, members)
-    key = members[1].families.of(1).key
+    blocks = DeviceBlocks(rig.pool, rig.sessions)
+    key = rig.session.native.family_of(rig.session.handle, 1)
     rig.step(ops.fork(1, 2))
     assert blocks.num_blocks == rig.pool.num_blocks(DEVICE)
     assert blocks.num_held(1, key) >= 3, "it may be too high, but never too low"
@@ -53,10 +54,22 @@ def test_the_queue_sees_what_sequences_hold(rig: PlanningRig) -> None:
 
 
 def test_a_session_that_ends_leaves_those_that_share(rig: PlanningRig) -> None:
-    assert isinstance(rig.sharing, Sharing)
+    assert isinstance(rig.all, Sessions)
+    assert isinstance(rig.admission, PoolAdmission)
     rig.open(2)
     rig.end(2)
-    assert list(rig.sharing.members) == [1]
+    assert list(rig.admission.sessions) == list(rig.sessions) == [1]
+
+
+def test_news_are_told_once_and_stay_for_the_answer(rig: PlanningRig) -> None:
+    news = PoolNews()
+    news.cut(rig.session, 1, cpb.CUT_REASON_TURN)
+    ((session_id, told),) = news.take_notices()
+    assert (session_id, news.take_notices()) == (1, [])
+    assert news.take(rig.session) == told
+    news.asked(rig.session, columns.pack(INT64, [1]), 3, 0.5)
+    assert news.take(rig.session) is not None
+    assert (news.take_notices(), rig.session.news) == ([], None)
 
 
 def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:

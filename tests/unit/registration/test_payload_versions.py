@@ -8,6 +8,7 @@ import pytest
 
 from control_plane.pools import payload_versions
 from control_plane.pools.payload_versions import payload_version
+from control_plane.sessions import sessions
 from control_plane.sessions.session import Session
 from control_plane.steps.receipts import take_receipts
 from data_plane.plans.verifier import Verifier
@@ -16,7 +17,6 @@ from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.slices import run_to_end
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning import planning_rig
 from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
 from tests.helpers.planning.registration_messages import half, hello
 from tests.helpers.planning.registration_world import Plane, World
@@ -125,7 +125,7 @@ def plan_for(
     """Return a plan of a later control plane, for a data plane that knows versions up to this."""
     release(monkeypatch, 1, 2)
     rig = PlanningRig()
-    monkeypatch.setattr(planning_rig, "Session", session_class)
+    monkeypatch.setattr(sessions, "Session", session_class)
     rig.pool.shards.states[0].hello.MergeFrom(hello(**of(1, newest)))
     return rig, rig.answer(ops.admit(1, range(9)), session=rig.open(2)).plan
 

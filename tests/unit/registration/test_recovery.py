@@ -13,7 +13,9 @@ from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
+from control_plane.sessions.sessions import Sessions
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import NativeSession, found, generations
 from tests.helpers.planning.registration_messages import (
@@ -37,21 +39,15 @@ class Pools:
     def __init__(self) -> None:
         self.pools: dict[str, Pool] = {}
         self.epochs = itertools.count(1)
+        config = CoreConfig(watermark=0.0)
+        self.sessions = Sessions(config, incarnation=1, clock=lambda: 0.0)
         self.registration = Registration(
-            self.pools,
-            incarnation=lambda: 1,
-            config=CoreConfig(watermark=0.0),
-            new_key=lambda: bytes(32),
-            end_sessions=self.end_sessions,
+            self.pools, self.sessions, config=config, new_key=lambda: bytes(32)
         )
 
     @property
     def pool(self) -> Pool:
         return self.pools["pool"]
-
-    def end_sessions(self, pool: Pool) -> None:
-        for session_id in list(pool.session_ids):
-            pool.end(tpb.SessionRef(incarnation=1, session_id=session_id), session_id)
 
     def start(
         self, index: int = 0, num_shards: int = 1, *, num_blocks: int = 16
@@ -84,8 +80,7 @@ class Pools:
 
     def fill(self, num_blocks: int) -> list[int]:
         """Allocate so many blocks, one after the other."""
-        root = root_of(LAYOUT.fingerprint, "filler", "")
-        session = NativeSession(self.pool, 1, "filler", root)
+        session = NativeSession(self.sessions.open(self.pool, cpb.OpenSessionRequest(), "filler"))
         return [session.write([900 + i])[0] for i in range(num_blocks)]
 
 

@@ -60,7 +60,7 @@ def test_of_two_processes_that_claim_one_shard_the_older_stays_out() -> None:
             old.register()
         assert refusal.value.field == "hello.epoch"
     assert world.pool.ready
-    assert world.pool.session_ids == {session}, "the refused process ended it"
+    assert world.open_sessions() == {session}, "the refused process ended it"
     assert world.pool.epochs == [6]
 
 
@@ -70,7 +70,7 @@ def test_a_later_process_takes_over_with_a_new_key_and_ends_all_sessions() -> No
     old.join()
     world.open_session()
     assert new.join().key != old.welcome.key
-    assert world.pool.session_ids == set()
+    assert world.open_sessions() == set()
     for late in (old.report, lambda: old.fence_done(1)):
         with pytest.raises(StaleEpochError):
             late()
@@ -150,7 +150,7 @@ def test_shards_that_stay_fence_all_sessions_and_report_again() -> None:
     blocks = world.open_writer().write([0] * 8)
     world.pool.announce()
     assert left.kinds() == ["publish"]
-    [session] = world.pool.session_ids
+    [session] = world.open_sessions()
 
     successor = Plane(world, shard=half(1), epoch=12)
     successor.join(report({blocks[0]: 1}))

@@ -120,7 +120,9 @@ async def test_publications_of_steps_that_follow_each_other_go_together(
 ) -> None:
     stream, _ = await joined(registrar)
     pool = core._pools["pool"]
-    handle = pool.open(1, "default", root_of(LAYOUT.fingerprint, "default", ""))
+    handle = pool.native.open_session(
+        root_of(LAYOUT.fingerprint, "default", ""), pool.owner("default")
+    )
     for number in range(1, 4):
         tokens = columns.pack(INT32, [number] * LAYOUT.block_size_tokens)
         pool.native.begin(handle, number)

@@ -14,11 +14,13 @@ from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
+from control_plane.sessions.sessions import Sessions
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import NativeSession, generations
 from tests.helpers.planning.registration_messages import (
@@ -92,20 +94,21 @@ class Walk:
     def restart_control_plane(self) -> None:
         self.incarnation += 1
         self.pools: dict[str, Pool] = {}
+        config = CoreConfig(watermark=0.0)
+        self.sessions = Sessions(
+            config,
+            incarnation=self.incarnation,
+            clock=lambda: 0.0,
+            new_session_id=lambda: next(self.ids),
+        )
         self.it = Registration(
             self.pools,
-            incarnation=lambda: self.incarnation,
-            config=CoreConfig(watermark=0.0),
+            self.sessions,
+            config=config,
             new_key=lambda: next(self.ids).to_bytes(32),
-            end_sessions=self.end_sessions,
         )
         for process in self.processes.values():
             process.break_off()
-
-    def end_sessions(self, pool: Pool) -> None:
-        for session_id in list(pool.session_ids):
-            ref = tpb.SessionRef(incarnation=self.incarnation, session_id=session_id)
-            pool.end(ref, pool.shards.next_ordinal())
 
     def start_process(self, index: int) -> None:
         epoch = next(self.ids)
@@ -176,8 +179,9 @@ class Walk:
         pool = self.pools.get("pool")
         if pool is None or not pool.ready:
             return
-        if not pool.session_ids:
-            self.session = NativeSession(pool, next(self.ids), "default", ROOT)
+        if not self.sessions.of(pool):
+            opened = self.sessions.open(pool, cpb.OpenSessionRequest(), "default")
+            self.session = NativeSession(opened)
         num, first = self.rng.randint(1, 3), self.rng.randrange(3)
         if pool.native.num_obtainable(self.session.handle, tpb.TIER_DEVICE) < num:
             return
@@ -203,7 +207,7 @@ class Walk:
 
     def end_all(self) -> None:
         if self.pools:
-            self.end_sessions(self.pools["pool"])
+            self.sessions.end_all(self.pools["pool"])
 
     def check_rebuilt(self, pool: Pool) -> None:
         self.num_rebuilds += 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from control_plane.pools.shards import PoolShards, ShardState
+from control_plane.pools.shards import EndedSession, PoolShards, ShardState
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup
 from kvplane.shard import QueryHeads, Shard
@@ -32,11 +32,22 @@ def test_it_says_what_is_missing_until_nothing_is() -> None:
     right.disconnect()
     assert "shards 1 have lost their connection" in shards.what_is_missing()
     right.reconnect(right.hello, [])
-    shards.fence(tpb.SessionRef(session_id=5), ordinal=1)
+    ended = shards.ended[5] = EndedSession(
+        tpb.SessionRef(session_id=5),
+        ordinal=1,
+        tenant="ann",
+        handle=1,
+        ended_s=0.0,
+        unfenced_shards={0, 1},
+        is_released=False,
+        lacks_receipt=False,
+    )
     assert "shards 0, 1 have not stopped sessions" in shards.what_is_missing()
-    assert not shards.fence_done(5, 0)
-    assert shards.fence_done(5, 1)
-    assert not shards.fence_done(5, 1)
+    ended.unfenced_shards.remove(0)
+    assert shards.is_fencing
+    assert [len(shards.fences_for(i)) for i in (0, 1)] == [0, 1]
+    ended.unfenced_shards.remove(1)
+    assert not shards.is_fencing
     assert "still being built" in shards.what_is_missing()
 
 

@@ -1,0 +1,312 @@
+"""Shares the blocks of one pool: asks the queue, and applies its decisions to sessions.
+
+    operation of a session ──► the core has room, nobody waits ──► done
+                           └─► otherwise it has the queue decide ──► done, LATER, or queued
+    blocks came back, a timer ──► queued admissions and blocked growth are granted, sequences cut
+
+While nobody waits and no growth is blocked, an operation costs no more than the core's own call.
+Blocks that a blocked sequence is granted are in its table before it asks again. A swap-in keeps its
+place while its session repeats it: the core moves blocks only within a step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from kvplane_blocks import _native
+
+from control_plane.admission.decisions import (
+    Admission,
+    AdmissionConfig,
+    Cut,
+    EndSession,
+    Growth,
+    MustWait,
+    Pressure,
+    Reason,
+)
+from control_plane.admission.queue import AdmissionQueue
+from control_plane.pools.pool import Pool
+from control_plane.sessions.device_blocks import DeviceBlocks
+from control_plane.sessions.news import PoolNews
+from control_plane.sessions.session import QueuedAdmission, Session, forks_of
+from kvplane.wire import columns
+from kvplane.wire.columns import INT64
+from kvplane.wire.v1 import session_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
+
+_DEVICE: Final = tpb.TIER_DEVICE
+LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
+"""The core has no room now, so that the queue decides."""
+_QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
+# A headroom larger than any pool: the core refuses, and says how many blocks are needed.
+_PROBE: Final = 2**40
+_ALL: Final = -1
+# Names of an admission in the queue, before it is a family: the only one that its session may queue
+# now, and one that comes while another entry of its session stands there. Families count from 1.
+_ADMISSION: Final = 0
+_OTHER: Final = -1
+_REASONS: Final = {
+    Reason.GROWTH: cpb.CUT_REASON_GROWTH,
+    Reason.TURN: cpb.CUT_REASON_TURN,
+    Reason.IDLE: cpb.CUT_REASON_IDLE,
+}
+
+
+class PoolAdmission:
+    """The sessions of one pool, and their queue."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        config: AdmissionConfig,
+    ) -> None:
+        self.sessions: dict[int, Session] = {}
+        self.pool = pool
+        self.news = PoolNews()
+        self._config = config
+        self._queue = AdmissionQueue(DeviceBlocks(pool, self.sessions), config)
+
+    # Sessions
+
+    def open(self, session: Session) -> None:
+        """Add a session."""
+        self.sessions[session.id] = session
+        self._queue.open(session.id)
+
+    def close(self, session: Session) -> None:
+        """Remove a session that ends."""
+        self._queue.close(session.id)
+        del self.sessions[session.id]
+        self.news.take(session)
+
+    def set_busy(self, session_id: int, is_busy: bool) -> None:
+        """Set whether a request of the session is paused between two slices. Until it has ended the
+        session is neither granted anything nor cut. Grants and cuts that fall due meanwhile are
+        made when it ends, even if the session's next request begins at once.
+        """
+        if session_id in self.sessions:  # it may have ended
+            self._queue.set_busy(session_id, is_busy)
+            if not is_busy:
+                self.tick()  # sessions that it finds to be ended, the next tick finds again
+
+    def num_headroom(self) -> int:
+        """Return how many device blocks admissions leave free."""
+        return self._queue.num_headroom()
+
+    # Operations of a step, which call the core. Unless ``check_as`` is 0, as for ``Step``, nothing
+    # changes
+
+    @property
+    def is_growth_blocked(self) -> bool:
+        """Whether some live sequence waits for blocks."""
+        return self._queue.is_growth_blocked
+
+    def asking_headroom(self) -> int:
+        """Return the headroom to ask the core with at first. While somebody waits the core refuses,
+        and says how many blocks are needed.
+        """
+        return self.num_headroom() if self._queue.is_idle else _PROBE
+
+    def decide_admission(
+        self, session: Session, message: cpb.Admit, num_needed: int, check_as: int
+    ) -> MustWait | None:
+        """Decide on an admission that the core has refused for now. Return None if it may be made
+        now, with ``num_headroom``; otherwise why it has to wait, in the queue if it asks to.
+        """
+        waiting = session.queued
+        is_only = waiting is None or waiting.is_of(message.sequence_id)
+        key = _ADMISSION if is_only else _OTHER
+        must_wait = self._ask(session, key, num_needed, wait=message.wait, check_as=check_as)
+        if must_wait is not None and must_wait.sequence == key and not check_as:
+            since_s = waiting.since_s if waiting is not None else self.pool.now_s
+            session.queued = QueuedAdmission(key, message, session.numbers.last, since_s)
+        return must_wait
+
+    def decide_swap_in(
+        self, session: Session, sequence_id: int, num_needed: int, check_as: int
+    ) -> MustWait | None:
+        """Decide, as on an admission, on a swap-in that the core has refused for now."""
+        family = session.native.family_of(session.handle, sequence_id)
+        if session.native.family_on_device(session.handle, family):
+            return None
+        must_wait = self._ask(session, family, num_needed, wait=True, check_as=check_as)
+        is_queued = must_wait is not None and must_wait.sequence == family
+        if is_queued and session.queued is None and not check_as:
+            session.queued = QueuedAdmission(family, None, 0, self.pool.now_s)
+        return must_wait
+
+    def may_grow(self, session: Session, sequence_id: int, num_needed: int, check_as: int) -> bool:
+        """Return whether a sequence may take so many blocks now. If not it waits for them."""
+        family = session.native.family_of(session.handle, sequence_id)
+        if check_as:
+            return self._queue.check_growth(session.id, family, num_needed)
+        if self._queue.may_grow(session.id, family, num_needed, self.pool.now_s):
+            session.wanted.pop(family, None)
+            return True
+        session.wanted[family] = sequence_id
+        return False
+
+    def apply(self, session: Session) -> None:
+        """Tell the queue what became of the session's families in the core's last call. Not needed
+        after calls that neither start nor end sequences nor move them to another tier.
+        """
+        for change, family in session.native.take_family_events(session.handle):
+            if change == _native.FAMILY_STARTED:
+                if session.queued is not None and session.queued.key == family:
+                    session.queued = None
+                self._queue.started(session.id, family, self.pool.now_s)
+                continue
+            session.wanted.pop(family, None)
+            if change == _native.FAMILY_LEFT_DEVICE:
+                self._queue.swapped_out(session.id, family)
+            elif change == _native.FAMILY_ENDED:
+                self._queue.ended(session.id, family)
+            elif session.queued is not None and session.queued.key == family:
+                self._withdraw(session)  # it waited to be swapped in
+
+    def admitted(self, session: Session, message: cpb.Admit, num_cached: int) -> None:
+        """Record that the core has admitted sequences. ``num_cached``: tokens that it found."""
+        if session.queued is not None and session.queued.is_of(message.sequence_id):
+            self._withdraw(session)
+        if session.revoked:
+            if message.sequence_id in session.revoked and not message.skip_prefix_lookup:
+                statistics = self.pool.statistics
+                statistics.reread_lookup_tokens += len(message.token_ids) // 4
+                statistics.reread_hit_tokens += num_cached
+            for sequence_id in (message.sequence_id, *forks_of(message)):
+                session.revoked.pop(sequence_id, None)
+        self.apply(session)
+
+    def forget(self, session: Session, sequence_id: int) -> None:
+        """Withdraw the admission that waits for the id, or forget that its sequence was cut."""
+        if session.queued is not None and session.queued.names(sequence_id):
+            self._withdraw(session)
+        else:
+            del session.revoked[sequence_id]
+
+    # Grants and cuts outside of sessions' steps
+
+    def serve(self) -> None:
+        """Grant blocks to those that wait. Call it whenever blocks may have come back."""
+        if self._queue.is_idle:
+            return
+        while (grant := self._queue.next_grant(self.pool.now_s)) is not None:
+            if isinstance(grant, Growth):
+                self._grow(self.sessions[grant.session], grant)
+            elif not self._grant(self.sessions[grant.session], grant):
+                return
+
+    def tick(self) -> tuple[float, list[Session]]:
+        """Cut sequences that have to yield. Returns the seconds until the next call is due, and the
+        sessions to end because their missing receipts keep blocks from others.
+        """
+        now_s, ended = self.pool.now_s, list[Session]()
+        if self._queue.is_idle:
+            return math.inf, ended
+        for decision in self._queue.tick(now_s):
+            session = self.sessions[decision.session]
+            if isinstance(decision, Pressure):
+                self.news.asked(
+                    session,
+                    session.native.family_on_device(session.handle, decision.sequence),
+                    decision.num_blocks,
+                    decision.deadline_s - now_s,
+                )
+            elif isinstance(decision, Cut):
+                self._cut(session, decision)
+            elif isinstance(decision, EndSession):
+                ended.append(session)
+        for session in self.sessions.values():
+            waiting = session.queued
+            if waiting is not None and waiting.lapses_s is not None and waiting.lapses_s <= now_s:
+                self._withdraw(session)
+        self.serve()
+        return self._config.grace_s / 4, ended
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the queue has the families that hold device blocks. Those of
+        a busy session are settled when its request ends.
+        """
+        for session in self.sessions.values():
+            if self._queue.is_busy(session.id):
+                continue
+            native, handle = session.native, session.handle
+            ids = columns.read(INT64, native.sequence_ids(handle), "sequence_ids")
+            families = {native.family_of(handle, i) for i in ids}
+            on_device = {i for i in families if native.family_on_device(handle, i)}
+            assert on_device == self._queue.live(session.id), f"session {session.id}: families"
+
+    # Helpers
+
+    def _withdraw(self, session: Session) -> None:
+        """Take a session out of the queue."""
+        assert session.queued is not None
+        self._queue.withdraw(session.id, session.queued.key)
+        session.queued = None
+
+    def _ask(
+        self, session: Session, key: int, num_needed: int, *, wait: bool, check_as: int = 0
+    ) -> MustWait | None:
+        num_needed = min(num_needed, self.pool.num_blocks(_DEVICE))
+        ask = self._queue.check_admission if check_as else self._queue.admit
+        must_wait = ask(session.id, key, num_needed, self.pool.now_s, wait=wait)
+        if must_wait is not None and must_wait.sequence != key:
+            return MustWait(must_wait.reason)  # the session's place is for another sequence
+        return must_wait
+
+    def _grow(self, session: Session, grant: Growth) -> None:
+        """Give a blocked sequence the blocks that it asked for, ahead of its next append."""
+        native, handle = session.native, session.handle
+        sequence_id = session.wanted.pop(grant.sequence, 0)
+        if native.has_sequence(handle, sequence_id):
+            native.reserve(handle, sequence_id, grant.num_blocks)
+            session.is_drafted = True
+
+    def _grant(self, session: Session, grant: Admission) -> bool:
+        """Admit the head of the queue; returns whether the next can be served now."""
+        waiting = session.queued
+        assert waiting is not None, "the queue has a place that its session does not know of"
+        message = waiting.message
+        if message is None:  # a swap-in: the session has to ask again, soon
+            if waiting.lapses_s is None:
+                waiting.lapses_s = self.pool.now_s + self._config.grace_s
+            return False
+        done = session.native.grant(
+            session.handle,
+            waiting.number,
+            message.sequence_id,
+            message.token_ids,
+            message.fork_sequence_ids,
+            message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL,
+            message.max_total_tokens,
+            message.skip_prefix_lookup,
+            self.num_headroom(),
+        )
+        if len(done) == 3:
+            self.admitted(session, message, done[0])
+            self.news.granted(session, message, done[0], done[1])
+            session.is_drafted = True
+            self.pool.statistics.num_granted_admissions += 1
+            self.pool.statistics.wait_s.add(self.pool.now_s - waiting.since_s)
+            return True
+        if done[1] in LATER:
+            return self._ask(session, waiting.key, done[2], wait=True) is not None
+        # The head of the queue cannot be admitted as things are: it leaves the queue.
+        self._withdraw(session)
+        by_quota = done[1] in _QUOTA
+        reason = cpb.CUT_REASON_QUOTA if by_quota else cpb.CUT_REASON_IMPOSSIBLE
+        self.news.cut(session, message.sequence_id, reason)
+        return True
+
+    def _cut(self, session: Session, cut: Cut) -> None:
+        native, handle = session.native, session.handle
+        session.wanted.pop(cut.sequence, None)
+        on_device = native.family_on_device(handle, cut.sequence)
+        for sequence_id in columns.read(INT64, on_device, "sequence_ids"):
+            native.cut(handle, sequence_id)
+            self.news.cut(session, sequence_id, _REASONS[cut.reason])
+            self.pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
+        native.take_family_events(handle)  # for the queue it has ended already
+        session.is_drafted = True
