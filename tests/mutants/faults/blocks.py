@@ -15,7 +15,16 @@ CORE = NativeCore(
         "tests/unit/blocks/test_touched.py",
         *(
             f"tests/unit/blocks/test_native_{name}.py"
-            for name in ("admit", "families", "growth", "tokens", "tiers", "aborts", "input", "walk")
+            for name in (
+                "admit",
+                "families",
+                "growth",
+                "tokens",
+                "tiers",
+                "aborts",
+                "input",
+                "walk",
+            )
         ),
     )
 )
