@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 ON_PUSH = {
     "nobody writes a shared or published block": (
         ("test_data_mutants.py", "published_write_allowed"),
-        ("test_data_mutants.py", "repeated_layers_write_what_was_published"),
+        ("test_late_layer_mutants.py", "published_blocks_are_written, bound"),
         ("test_pass_mutants.py", "a_layer_of_another_pass_runs"),
     ),
     "publish after write": (("test_data_mutants.py", "receipt_given_early"),),

@@ -47,8 +47,8 @@ FAULTS = {
     **{
         f"a_layer_that_was_not_written_is_attended, {only}": Fault(
             PLANS,
-            'run.progress.is_written(index),\n            f"layer',
-            'True,\n            f"layer',
+            'run.progress.is_written(index),\n                f"layer',
+            'True,\n                f"layer',
             tests,
             only,
         )
@@ -100,7 +100,11 @@ FAULTS = {
         BLOCKS, "if len(apart):", "if False:", CALLS, "refused_by_name"
     ),
     "a_single_call_is_of_any_plan": Fault(
-        STREAM, "if not request.plan_number:", "if True:", CALLS, "its_plan_and_its_pass"
+        STREAM,
+        "number or started.plan_number",
+        "started.plan_number",
+        CALLS,
+        "its_plan_and_its_pass",
     ),
 }
 

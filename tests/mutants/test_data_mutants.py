@@ -33,7 +33,7 @@ WRITTEN = "executor/test_written_slots.py"
 BATCH = "plans/test_attention_batch.py"
 TABLES = "plans/test_table_changes.py"
 ORDER = "plans/test_plan_order.py"
-REPEATED = "executor/test_repeated_layers.py"
+LAYERS = "executor/test_layer_runner.py"
 
 # Fault: the file of tests that must notice it.
 FAULTS = {
@@ -57,9 +57,9 @@ FAULTS = {
     "skip-newest-slot": EXECUTOR,
     "signatures_ignored": BOUND,
     "batches_kept": BOUND,
-    "repeated_layers_take_any_tensors": REPEATED,
-    "repeated_layers_write_what_was_published": REPEATED,
     "tokens_of_bound_keys_uncounted": BOUND,
+    "options_of_bound_layers_ignored": LAYERS,
+    "rows_of_bound_layers_ignored": LAYERS,
     "spans_past_their_tables": BATCH,
     "tables_are_kept_twice": TABLES,
     "all_that_is_kept_is_counted": TABLES,
@@ -111,11 +111,6 @@ FAULTS = {
     "latents_counted_twice": LATENTS,
     "written_slots_outlive_their_generation": WRITTEN,
     "a_receipt_counts_what_was_taken_as_written": WRITTEN,
-    "repeated_layers_take_any_options": REPEATED,
-    "repeated_layers_of_ended_sessions": REPEATED,
-    "repeated_layers_come_in_any_order": REPEATED,
-    "repeated_layers_are_counted_whole_plans_at_a_time": REPEATED,
-    "repeated_layers_keep_their_batch": REPEATED,
 }
 
 

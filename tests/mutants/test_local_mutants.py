@@ -14,9 +14,10 @@ from tests.helpers import patched_faults
 from tests.helpers.source_faults import Fault, assert_noticed
 
 LOCAL = "tests/rpc/test_local_executions.py"
-KNOWN = "tests/rpc/test_known_layers.py"
-EXPECTED = "data_plane/execution/expected_layers.py"
-KNOWN_LAYERS = "data_plane/server/local/known_layers.py"
+LAYERS = "tests/rpc/test_local_layers.py"
+RUNNER = "data_plane/execution/layer_runner.py"
+SERVER = "data_plane/server/local/layer_server.py"
+PACKETS = "kvplane/transport/local/packets.py"
 WORKER = "tests/unit/executor/test_worker_thread.py"
 REGION = "data_plane/server/local/region.py"
 ENDPOINT = "data_plane/server/local/endpoint.py"
@@ -75,17 +76,10 @@ FAULTS = {
     ),
     "callers_are_not_looked_up_again": Fault(
         CONNECTION,
-        "self._admit()\n            return",
-        "return",
-        KNOWN,
+        "self._admit()\n            if packet",
+        "if packet",
+        LAYERS,
         "another_kind",
-    ),
-    "views_outlive_their_regions": Fault(
-        STREAM,
-        "region in regions}, share\n        self._known.clear()",
-        "region in regions}, share",
-        LOCAL,
-        "ends_with or computed_in",
     ),
     "elements_in_a_packet_are_taken": Fault(
         STREAM,
@@ -95,11 +89,7 @@ FAULTS = {
         "does_not_fit",
     ),
     "answers_forget_the_receipt": Fault(
-        STREAM,
-        "if receipt is None:\n            return layer.packet",
-        "if True:\n            return layer.packet",
-        LOCAL,
-        "computed_in",
+        SERVER, "if receipt is None:", "if True:", LAYERS, "computed_and_counted"
     ),
     "sockets_go_first": Fault(
         "data_plane/server/worker_thread.py",
@@ -116,74 +106,98 @@ FAULTS = {
         "has_come_already",
     ),
     "what_others_published_is_written": Fault(
-        EXPECTED,
-        "self._plans.write_checks.check_may_write(session, run)",
-        "pass",
-        KNOWN,
+        "data_plane/execution/plan_runner.py",
+        "self.write_checks.check_may_write(session, run)\n        elif",
+        "pass\n        elif",
+        LAYERS,
         "since_the_plan",
     ),
     "plans_that_have_run_are_written_again": Fault(
-        EXPECTED, "or run.is_complete:", "and False:", KNOWN, "run_elsewhere"
+        RUNNER, "if run.is_complete or any(", "if any(", LAYERS, "run_elsewhere"
     ),
-    "known_layers_are_not_noted": Fault(
-        EXPECTED, "run.progress.finish_layer(call.index)", "pass", KNOWN, "counted"
+    "layers_that_native_code_ran_are_not_noted": Fault(
+        RUNNER,
+        "run.progress.finish_layer(self._layers.index(each.layer))",
+        "pass",
+        LAYERS,
+        "counted",
+    ),
+    "layers_that_native_code_ran_are_not_counted": Fault(
+        RUNNER, "compute.count(each.bound, run, each.seconds)", "pass", LAYERS, "counted"
+    ),
+    "last_layers_are_answered_without_a_receipt": Fault(
+        RUNNER,
+        "layer_index(self._layers, layer), len(self._layers) - 1",
+        "layer_index(self._layers, layer), len(self._layers)",
+        LAYERS,
+        "counted",
+    ),
+    "bindings_are_of_any_number": Fault(
+        PACKETS, "if binding >= MAX_BINDINGS:", "if False:", LAYERS, "what_is_bound"
+    ),
+    "bindings_are_of_any_length": Fault(
+        SERVER, "len(request) <= _MAX_BYTES,", "True,", "tests/attacks/test_shared_memory.py"
+    ),
+    "bindings_name_a_plan": Fault(
+        SERVER, "if parsed.plan_number or", "if False and", LAYERS, "what_is_bound"
+    ),
+    "bindings_that_failed_leave_the_one_before": Fault(
+        SERVER,
+        "self._native.unbind(number)\n        self._bindings.pop(number, None)",
+        "pass",
+        LAYERS,
+        "what_is_bound",
     ),
     "outputs_are_written_over_what_is_read": Fault(
-        KNOWN_LAYERS,
-        "if any(overlap(output, tensor) for tensor in (query, key, value)):",
-        "if False:",
-        KNOWN,
+        SERVER,
+        "None if any(overlap(output, tensor) for tensor in (query, key, value)) else bound",
+        "bound",
+        LAYERS,
         "over_the_tensors",
     ),
-    "callers_of_known_layers_are_not_looked_up": Fault(
+    "callers_of_bound_layers_are_not_looked_up": Fault(
         CONNECTION,
-        "self._admit()\n            except KvplaneError:\n                return known",
-        "pass\n            except KvplaneError:\n                return known",
-        KNOWN,
+        "self._admit()\n            except KvplaneError:\n                return layers",
+        "pass\n            except KvplaneError:\n                return layers",
+        LAYERS,
         "since_the_plan",
     ),
     "callers_are_looked_up_before_the_wait": Fault(
         CONNECTION,
-        "if not known.look(epoll, waits=waits):\n                return None\n"
+        "if not layers.look(epoll, waits=waits):\n                return None\n"
         "            try:\n                self._admit()\n",
         "try:\n                self._admit()\n"
-        "                if not known.look(epoll, waits=waits):\n                    return None\n",
-        KNOWN,
+        "                if not layers.look(epoll, waits=waits):\n"
+        "                    return None\n",
+        LAYERS,
         "is_removed_while",
     ),
     "the_executor_is_held_while_looking": Fault(
-        KNOWN_LAYERS,
+        SERVER,
         "return self._native.look(epoll, waits)",
-        "with self._expectations._lock:\n            return self._native.look(epoll, waits)",
-        KNOWN,
+        "with self._executor._command.lock:\n            return self._native.look(epoll, waits)",
+        LAYERS,
         "executor_is_free",
     ),
     "the_executor_is_held_until_the_next_packet": Fault(
-        KNOWN_LAYERS,
-        "serve = partial(native.serve, epoll, waits)",
-        "serve = lambda: native.serve(epoll, waits) or native.look(epoll, waits)",
-        KNOWN,
+        SERVER,
+        "native.serve(epoll, waits)",
+        "native.serve(epoll, waits) or native.look(epoll, waits)",
+        LAYERS,
         "executor_is_free",
-    ),
-    "what_was_not_bound_never_is": Fault(
-        KNOWN_LAYERS,
-        "if self._bound is None and self._calls:",
-        "if self._bound is None and self.__dict__.setdefault('tried', self._plan) == self._plan:",
-        KNOWN,
-        "bound_for_the_next",
     ),
     "bugs_end_the_thread": Fault(
         CONNECTION,
         'raise ConnectionError("internal error") from error',
         "raise",
-        KNOWN,
+        LAYERS,
         "a_bug_ends",
     ),
     "outputs_stay_in_the_region": Fault(
         "kvplane/runtime/region_layers.py",
-        "return output if was_moved else output.copy_(known.output)",
+        "return output if was_moved else output.copy_(bound.output)",
         "return output",
-        KNOWN,
+        LAYERS,
         "same_bits",
     ),
     "plans_begun_are_not_checked": Fault(

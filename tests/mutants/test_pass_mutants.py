@@ -13,7 +13,6 @@ RPC = "tests/rpc/test_plan_passes.py"
 STEPS = "tests/kernels/test_fixed_steps.py"
 ENGINE = "tests/unit/engine/test_plans_in_passes.py"
 SESSIONS = "data_plane/plans/sessions.py"
-EXPECTED = "data_plane/execution/expected_layers.py"
 BATCH = "data_plane/plans/batches/attention_batch.py"
 CORE = "engine/running/core.py"
 SCHEDULER = "engine/scheduling/scheduler.py"
@@ -43,22 +42,15 @@ FAULTS = {
     "tokens_of_a_pass_are_all_that_is_due": Fault(
         SCHEDULER, "sequence.num_due = num_tokens * is_live", "sequence.num_due = 1", ENGINE
     ),
-    "layers_are_expected_in_any_pass": Fault(
-        EXPECTED,
-        "run = self._plans.present(session_id, plan_number, pass_index)[1]",
-        "run = self._plans.latest(session_id, plan_number)[1]",
-        RPC,
-        "none_of_the_next",
-    ),
     "a_single_call_writes_to_any_pass": Fault(
         "data_plane/server/execute_stream.py",
-        'output, receipt = yield from self._run(layer, belongs, "")',
-        'output, receipt = yield from self._run(layer, self._begun, "")',
+        'self.run(layer, number or started.plan_number, pass_index, "")',
+        'self.run(layer, number or started.plan_number, self.begun.pass_index, "")',
         RPC,
         "single_call",
     ),
     "an_embedded_engine_forgets_its_pass": Fault(
-        "kvplane/runtime/embedded.py",
+        "data_plane/server/embedded_execution.py",
         "pass_index=self._pass_index,",
         "",
         EXECUTOR,
@@ -66,8 +58,10 @@ FAULTS = {
     ),
     "a_captured_step_runs_in_any_pass": Fault(
         "data_plane/execution/fixed_step.py",
-        "self._plans.present(self.session_id, plan_number, pass_index)",
-        "self._plans.latest(self.session_id, plan_number)",
+        "self.session_id, plan_number, pass_index, 0, writes=True, attends=True",
+        "self.session_id,\n                plan_number,\n"
+        "                self._plans.latest(self.session_id, plan_number)[1].pass_index,\n"
+        "                0,\n                writes=True,\n                attends=True,",
         STEPS,
         "another_pass",
     ),
@@ -104,13 +98,6 @@ FAULTS = {
         "return self.transferred and self.progress.is_complete and not self.pass_index == 0",
         EXECUTOR,
         "fails_in_a_pass",
-    ),
-    "layers_are_served_in_another_pass": Fault(
-        EXPECTED,
-        "self._plans.present(expected.session_id, number, pass_index)",
-        "self._plans.latest(expected.session_id, number)",
-        RPC,
-        "none_of_the_next",
     ),
     "the_server_passes_over_the_pass": Fault(
         "data_plane/server/execute_stream.py",

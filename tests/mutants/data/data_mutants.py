@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from repeated_mutants import REPEATED_MUTANTS
 from table_mutants import TABLE_MUTANTS
 
 from data_plane.execution import executor, plan_runner
@@ -86,19 +85,35 @@ def tokens_of_bound_keys_uncounted() -> None:
     """A layer that was bound takes keys and values of more tokens than the query has."""
     sign = bound_layers._signature
 
-    def of_first(query: Any, key: Any, value: Any, options: Any) -> Any:
+    def of_first(tensors: Any, options: Any) -> Any:
+        query, key, value = tensors
         num = len(query)
-        return sign(query, key[:num], None if value is None else value[:num], options)
+        return sign((query, key[:num], None if value is None else value[:num]), options)
 
     bound_layers._signature = of_first
+
+
+def options_of_bound_layers_ignored() -> None:
+    """A layer that was bound attends with the options that it was bound with."""
+    sign = bound_layers._signature
+    bound_layers._signature = lambda tensors, options: (None, *sign(tensors, options)[1:])
+
+
+def rows_of_bound_layers_ignored() -> None:
+    """Tensors that are no rows of tokens where they are count as such."""
+
+    def of_rows(tensors: Any) -> Any:
+        return [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
+
+    bound_layers._of_rows = of_rows
 
 
 def batches_kept() -> None:
     """A layer group goes on with the batch that was bound first."""
     run = bound_layers.BoundLayers.run
 
-    def first(self: Any, bound: Any, batch: Any, *tensors: Any) -> Any:
-        return run(self, bound, self._batches.get(batch.group, (batch,))[0], *tensors)
+    def first(self: Any, bound: Any, batch: Any, *rest: Any) -> Any:
+        return run(self, bound, self._batches.get(batch.group, (batch,))[0], *rest)
 
     bound_layers.BoundLayers.run = first  # type: ignore[method-assign]
 
@@ -423,6 +438,8 @@ MUTANTS: dict[str, Callable[[], None]] = {
         published_write_allowed,
         publication_forgotten_at_the_kernel,
         signatures_ignored,
+        options_of_bound_layers_ignored,
+        rows_of_bound_layers_ignored,
         batches_kept,
         tokens_of_bound_keys_uncounted,
         stale_publications_kept,
@@ -460,7 +477,7 @@ MUTANTS: dict[str, Callable[[], None]] = {
         latents_counted_twice,
     )
 }
-MUTANTS |= TABLE_MUTANTS | REPEATED_MUTANTS
+MUTANTS |= TABLE_MUTANTS
 MUTANTS |= {name: _fault(name) for name in FAULTS}
 
 
