@@ -41,7 +41,7 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard
-from kvplane.slices import Slices, guarded, run_to_end
+from kvplane.slices import Slices, guarded
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
@@ -311,10 +311,9 @@ class Executor:
         """
         tensors = query, key, value
         with self._command.lock, self._command("layer"):
-            run = self._layers.run(
+            return self._layers.run(
                 session_id, layer, tensors, options, plan_number, pass_index, field
             )
-            return run_to_end(run)
 
     def layer_slices(
         self,
@@ -331,7 +330,7 @@ class Executor:
         """Do as ``layer`` does, by slices. ``tensors``: query, key, value. ``out`` receives the
         output: contiguous and apart from the tensors; None for new memory.
         """
-        slices = self._layers.run(
+        slices = self._layers.run_slices(
             session_id, layer, tensors, options, plan_number, pass_index, field, slice_s, out
         )
         return guarded(slices, self._command.lock, lambda: self._command("layer"))

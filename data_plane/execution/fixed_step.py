@@ -126,10 +126,10 @@ class FixedStep:
         PlanOutOfOrderError if the plan has run; and as ``Executor.layer`` does.
         """
         with self._command.lock, self._command("step"):
-            run = self._plans.check_may_run(
+            run, may_write = self._plans.check_may_run(
                 self.session_id, plan_number, pass_index, 0, writes=True, attends=True
             )
-            if run.is_complete:
+            if not may_write:
                 raise PlanOutOfOrderError(
                     f"plan {run.number} has run: start the next one", field="plan.number"
                 )

@@ -21,9 +21,9 @@ from data_plane.execution.layers import layer_index
 from data_plane.execution.plan_runner import PlanRunner
 from data_plane.execution.shards.row_slices import rows_of
 from data_plane.execution.shards.shard_kernels import ShardKernels
-from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backends.bound_layers import BoundLayer, LayerTensors
-from data_plane.plans.sessions import RunningPlan
+from data_plane.plans.batches.attention_batch import AttentionBatch
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.slices import Slices
@@ -63,32 +63,31 @@ class LayerRunner:
         plan_number: int,
         pass_index: int | None,
         field: str = "",
-        slice_s: float | None = None,
         out: torch.Tensor | None = None,
-    ) -> Slices[torch.Tensor | None]:
+    ) -> torch.Tensor | None:
         """Write a layer of the session's latest plan that was not written yet, if there is a key,
-        and attend if there is a query, in slices of about ``slice_s``. See ``Executor.layer``.
+        and attend if there is a query. See ``Executor.layer``.
 
         ``out`` receives the output: contiguous and apart from the tensors; None for new memory.
         Raises as ``PlanRunner.check_may_run``, and InvalidRequestError naming a field after the
         prefix ``field``.
         """
-        plans, compute = self._plans, self._compute
-        query, key, value = tensors
-        if key is None and (query is None or value is not None):
-            raise InvalidRequestError(
-                "must be given, unless the layer only attends: then there is a query and no value",
-                field=f"{field}key",
-            )
+        compute = self._compute
+        query, key, _ = tensors
+        if key is None:
+            _check_given(tensors, field)
         index = layer_index(self._layers, layer, field)
-        writes, attends = key is not None, query is not None
-        run = plans.check_may_run(
-            session_id, plan_number, pass_index, index, field, writes=writes, attends=attends
+        run, may_write = self._plans.check_may_run(
+            session_id,
+            plan_number,
+            pass_index,
+            index,
+            field,
+            writes=key is not None,
+            attends=query is not None,
         )
-        batch = plans.batch(run, compute.group_of_layer(index))
-        is_new = writes and not run.is_complete
-        slices = compute.slices(batch.lengths, slice_s) if attends else []
-        if is_new and query is not None and not slices:
+        batch = self._plans.batch(run, compute.group_of_layer(index))
+        if may_write and query is not None:
             bound = compute.bound_layer(batch, index, tensors, options, out)
             if bound is None and query.dim() == 4:
                 tensors = _of_tokens(tensors)
@@ -97,30 +96,58 @@ class LayerRunner:
                 attended = compute.write_and_attend(bound, run, batch, tensors, out)
                 run.progress.finish_layer(index)
                 return _like(query, attended)
-        given = query  # in its own shape
-        query, key, value = _of_tokens(tensors)
-        to_write = to_attend = None
-        if key is not None:
-            to_write = compute.write_arguments(batch, index, key, value, field)
-        if query is not None:
-            to_attend = compute.attention_arguments(batch, index, query, options, field)
-        if to_write is not None and to_attend is not None:
-            compute.bind(index, options, to_write, to_attend)
-        progress = run.progress  # others may begin another pass wherever this yields
-        if is_new and to_write is not None:
+        to_write, to_attend = self._check(batch, index, _of_tokens(tensors), options, field)
+        if may_write and to_write is not None:
             compute.write(to_write)
         output = None
         if to_attend is not None:
+            num_context = run.num_context_tokens(to_attend.options.sliding_window_tokens)
+            output = _like(query, compute.attend(to_attend, num_context, out))
+        if to_write is not None:
+            run.progress.finish_layer(index)
+        return output
 
-            def check() -> None:
-                plans.check_may_run(
-                    session_id, plan_number, pass_index, index, field, writes=writes, attends=True
-                )
-
-            output = yield from self._attend(run, to_attend, slices, check, out)
-            output = _like(given, output)
-        if writes:
-            progress.finish_layer(index)
+    def run_slices(
+        self,
+        session_id: int,
+        layer: int,
+        tensors: LayerTensors,
+        options: AttentionOptions,
+        plan_number: int,
+        pass_index: int | None,
+        field: str,
+        slice_s: float | None,
+        out: torch.Tensor | None = None,
+    ) -> Slices[torch.Tensor | None]:
+        """Do as ``run`` does, but attend in slices of about ``slice_s``. The layer counts as
+        written when its attention begins. Raises as ``run`` in each slice.
+        """
+        query, key, value = tensors
+        _check_given(tensors, field)
+        named = plan_number, pass_index, field
+        compute, index = self._compute, layer_index(self._layers, layer, field)
+        _, latest = self._plans.latest(session_id, plan_number, f"{field}plan_number")
+        batch = self._plans.batch(latest, compute.group_of_layer(index))
+        slices = compute.slices(batch.lengths, slice_s) if query is not None else []
+        if not slices:
+            return self.run(session_id, layer, tensors, options, *named, out)
+        _, attention = self._check(batch, index, tensors, options, field)
+        assert attention is not None
+        if key is not None:
+            self.run(session_id, layer, (None, key, value), options, *named)
+        output = out
+        if output is None:
+            output = torch.empty(attention.output_shape, dtype=attention.query.dtype)
+        num_context = latest.num_context_tokens(attention.options.sliding_window_tokens)
+        for rows in slices:
+            if rows.start:
+                yield
+            self._plans.check_may_run(
+                session_id, plan_number, pass_index, index, field, writes=False, attends=True
+            )
+            output[rows.start : rows.stop] = compute.attend(
+                rows_of(attention, rows), num_context * len(rows) // len(output)
+            )
         return output
 
     def bind(
@@ -138,18 +165,14 @@ class LayerRunner:
 
         Raises as ``PlanRunner.latest``, and InvalidRequestError naming a field after ``field``.
         """
-        query, key, value = tensors
+        query, key, _ = tensors
         index, compute = layer_index(self._layers, layer, field), self._compute
         _, run = self._plans.latest(session_id, plan_number, f"{field}plan_number")
         batch = self._plans.batch(run, compute.group_of_layer(index))
-        to_write = to_attend = None
-        if key is not None:
-            to_write = compute.write_arguments(batch, index, key, value, field)
-        if query is not None:
-            to_attend = compute.attention_arguments(batch, index, query, options, field)
-        if to_write is None or to_attend is None:
+        if query is None or key is None:
             return None
-        return compute.bind(index, options, to_write, to_attend)
+        self._check(batch, index, tensors, options, field)
+        return compute.bound_layer(batch, index, tensors, options, None)
 
     def serve(
         self,
@@ -170,11 +193,11 @@ class LayerRunner:
         if index >= end:
             return ()
         plans, compute = self._plans, self._compute
-        run = plans.check_may_run(
+        run, may_write = plans.check_may_run(
             session_id, plan_number, pass_index, index, writes=True, attends=True
         )
         batches = [plans.batch(run, group) for group in range(len(run.attention))]
-        if run.is_complete or any(compute.slices(batch.lengths, slice_s) for batch in batches):
+        if not may_write or any(compute.slices(batch.lengths, slice_s) for batch in batches):
             return ()
         try:
             serve([*map(compute.native_batch, batches)], index, end, compute.num_threads)
@@ -185,32 +208,36 @@ class LayerRunner:
                 run.progress.finish_layer(self._layers.index(each.layer))
         return ran
 
-    def _attend(
+    def _check(
         self,
-        run: RunningPlan,
-        arguments: AttentionArguments,
-        slices: Sequence[range],
-        check: Callable[[], Any],
-        out: torch.Tensor | None,
-    ) -> Slices[torch.Tensor]:
-        """Attend, in ``slices`` of the rows if there are any; ``check`` is called after each time
-        that others could run.
+        batch: AttentionBatch,
+        index: int,
+        tensors: LayerTensors,
+        options: AttentionOptions,
+        field: str,
+    ) -> tuple[WriteArguments | None, AttentionArguments | None]:
+        """Check a layer's tensors, [num_tokens, heads, size], and bind the layer for tensors like
+        these if it both writes and attends. Raises InvalidRequestError.
         """
-        compute = self._compute
-        num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
-        if not slices:
-            return compute.attend(arguments, num_context, out)
-        output = out
-        if output is None:
-            output = torch.empty(arguments.output_shape, dtype=arguments.query.dtype)
-        for rows in slices:
-            if rows.start:
-                yield
-                check()
-            output[rows.start : rows.stop] = compute.attend(
-                rows_of(arguments, rows), num_context * len(rows) // len(output)
-            )
-        return output
+        compute, (query, key, value) = self._compute, tensors
+        to_write = to_attend = None
+        if key is not None:
+            to_write = compute.write_arguments(batch, index, key, value, field)
+        if query is not None:
+            to_attend = compute.attention_arguments(batch, index, query, options, field)
+        if to_write is not None and to_attend is not None:
+            compute.bind(index, options, to_write, to_attend)
+        return to_write, to_attend
+
+
+def _check_given(tensors: LayerTensors, field: str) -> None:
+    """Raise InvalidRequestError for tensors that say neither to write nor to attend alone."""
+    query, key, value = tensors
+    if key is None and (query is None or value is not None):
+        raise InvalidRequestError(
+            "must be given, unless the layer only attends: then there is a query and no value",
+            field=f"{field}key",
+        )
 
 
 def _of_tokens(tensors: LayerTensors) -> LayerTensors:

@@ -253,8 +253,9 @@ class PlanRunner:
         *,
         writes: bool,
         attends: bool,
-    ) -> RunningPlan:
-        """Return the session's latest plan if its layer ``index`` may run now. This is where every
+    ) -> tuple[RunningPlan, bool]:
+        """Return the session's latest plan if its layer ``index`` may run now, and whether it may
+        write: a plan that has run writes nothing, and attends again. This is where every
         layer is checked, before each of its slices: the keys of a late one of another plan or pass
         would be written to the slots of the present one. ``pass_index``: None for all tokens at
         once. ``writes``, ``attends``: what the layer does.
@@ -280,10 +281,11 @@ class PlanRunner:
             )
         if writes and not run.is_complete:
             self.write_checks.check_may_write(session, run)
-        elif attends:
+            return run, True
+        if attends:
             self.write_checks.check_still_current(session, run)
             run.used_after_receipt |= run.receipt is not None
-        return run
+        return run, False
 
     def receipt(self, session: Session, run: RunningPlan) -> pb.SignedPayload | None:
         """Return the run's receipt, signed once the device has done all of it; None while something

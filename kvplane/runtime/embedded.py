@@ -122,8 +122,9 @@ class EmbeddedBackend:
     ) -> torch.Tensor:
         """Write and attend in this thread, on the pool's device."""
         execution, device = self._open_execution(), self._executor.device
-        there = query, key, value
-        if query.device != device:
+        if query.device == device:
+            there = query, key, value
+        else:
             with device_errors():
                 there = (
                     query.to(device),

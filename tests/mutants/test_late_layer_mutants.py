@@ -83,10 +83,10 @@ FAULTS = {
     ),
     "native_code_serves_a_plan_that_others_have_ended": Fault(
         "data_plane/execution/layer_runner.py",
-        """run = plans.check_may_run(
+        """run, may_write = plans.check_may_run(
             session_id, plan_number, pass_index, index, writes=True, attends=True
         )""",
-        "_, run = plans.latest(session_id, None)",
+        "may_write, run = True, plans.latest(session_id, None)[1]",
         "tests/rpc/test_plan_passes.py",
         "earlier_pass and native",
     ),

@@ -107,13 +107,13 @@ FAULTS = {
     ),
     "what_others_published_is_written": Fault(
         "data_plane/execution/plan_runner.py",
-        "self.write_checks.check_may_write(session, run)\n        elif",
-        "pass\n        elif",
+        "self.write_checks.check_may_write(session, run)",
+        "pass",
         LAYERS,
         "since_the_plan",
     ),
     "plans_that_have_run_are_written_again": Fault(
-        RUNNER, "if run.is_complete or any(", "if any(", LAYERS, "run_elsewhere"
+        RUNNER, "if not may_write or any(", "if any(", LAYERS, "run_elsewhere"
     ),
     "layers_that_native_code_ran_are_not_noted": Fault(
         RUNNER,
