@@ -96,6 +96,9 @@ FAULTS = {
     "regions_outlive_what_engines_let_go": Fault(
         CONNECTION, "if region is self._device_region:", "if False:", RPC, "gives_it_back"
     ),
+    "bindings_keep_what_engines_let_go": Fault(
+        CONNECTION, "self._layers.forget_in_place()", "pass", RPC, "is_bound_for"
+    ),
     "what_is_let_go_is_not_counted": Fault(
         REGIONS, "self._end_use(region)", "pass", RPC, "bounded"
     ),
