@@ -23,6 +23,7 @@ struct BoundBatch {
   int64_t num_tokens;
   int64_t num_sequences;
   int64_t max_blocks;
+  int64_t max_window_tokens;  // the widest window that reads no trimmed entry; -1: none is trimmed
   bool wide_block_tables;
 };
 
@@ -41,6 +42,12 @@ class BoundLayer {
     attend_.num_heads = query.shape[1];
     attend_.query_token_stride = query.strides[0];
     attend_.query_head_stride = query.strides[1];
+  }
+
+  // Whether the layer's window reaches no trimmed entry of the batch's tables.
+  bool fits(const BoundBatch& batch) const {
+    const int64_t window = attend_.sliding_window_tokens;
+    return batch.max_window_tokens < 0 || (window > 0 && window <= batch.max_window_tokens);
   }
 
   // Returns the seconds that the write took.
@@ -82,7 +89,7 @@ inline void bind_bound_layers(pybind11::module_& m) {
   py::class_<BoundBatch>(m, "BoundBatch", py::module_local())
       .def(py::init([](uintptr_t slots, uintptr_t block_tables, bool wide_block_tables,
                        int64_t max_blocks, uintptr_t query_starts, uintptr_t context_lens,
-                       int64_t num_sequences, int64_t num_tokens) {
+                       int64_t num_sequences, int64_t num_tokens, int64_t max_window_tokens) {
              return BoundBatch{pointer<const int64_t>(slots),
                                pointer<const void>(block_tables),
                                pointer<const int64_t>(query_starts),
@@ -90,11 +97,12 @@ inline void bind_bound_layers(pybind11::module_& m) {
                                num_tokens,
                                num_sequences,
                                max_blocks,
+                               max_window_tokens,
                                wide_block_tables};
            }),
            py::kw_only(), arg("slots"), arg("block_tables"), arg("wide_block_tables"),
            arg("max_blocks"), arg("query_starts"), arg("context_lens"), arg("num_sequences"),
-           arg("num_tokens"));
+           arg("num_tokens"), arg("max_window_tokens"));
   py::class_<BoundLayer>(m, "BoundLayer", py::module_local())
       .def(py::init<const TensorView&, const TensorView&, const TensorView*, const PagesView&,
                     const ScalesView&, const AttentionOptions&>(),

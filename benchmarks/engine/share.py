@@ -21,7 +21,7 @@ _METHODS: Final = {
     "receipt": ("_backend", "finish"),
     "sample": ("_core", "_sample"),
     "run": ("_runner", "run"),
-    "layers": ("_backend", "layer", "repeated_layer"),
+    "layers": ("_backend", "layer"),
 }
 OURS: Final = ("model", "kernels")
 

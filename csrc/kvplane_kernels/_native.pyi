@@ -53,6 +53,7 @@ class BoundBatch:
         context_lens: int,
         num_sequences: int,
         num_tokens: int,
+        max_window_tokens: int,
     ) -> None: ...
 
 class BoundLayer:
@@ -98,39 +99,42 @@ def note_written(
     """Raise the counts of blocks that a plan has written: csrc/span_rows.h."""
 
 class ServedLayers:
-    """Answers packets on ``fd`` that ask for the expected layers: csrc/local/served_layers.h."""
+    """Answers packets on ``fd`` that ask for bound layers: csrc/local/served_layers.h."""
 
     def __init__(self, *, fd: int, spin_s: float, most_s: float) -> None: ...
     def clear(self) -> None: ...
-    def add(
+    def bind(
         self,
         *,
-        head: bytes,
-        answer: bytes,
+        binding: int,
+        index: int,
+        group: int,
+        num_tokens: int,
         layer: BoundLayer,
         query: int,
         key: int,
         value: int,
         out: int,
     ) -> None: ...
+    def unbind(self, binding: int) -> None: ...
     def begin(
-        self, batches: Sequence[BoundBatch], next: int, num_threads: int, tail: bytes
+        self, batches: Sequence[BoundBatch], next: int, end: int, num_threads: int, named: bytes
     ) -> None: ...
+    def asks_for_layer(self, named: bytes) -> int | None: ...
     def look(self, epoll: int, waits: bool) -> bool: ...
     def serve(self, epoll: int, waits: bool) -> None: ...
     def take(self) -> bytes | None: ...
-    def take_times(self) -> list[tuple[float, float]]: ...
+    def take_ran(self) -> list[tuple[int, float, float]]: ...
 
 class LayerCall:
-    """A layer's packet without the part that names its plan and pass, its usual answer, and where
-    its tensors are: address and bytes of each.
+    """A bound layer's packet without the part that names its plan and pass, and where its tensors
+    are: address and bytes of each.
     """
 
     def __init__(
         self,
         *,
         head: bytes,
-        usual: bytes,
         query: tuple[int, int],
         key: tuple[int, int],
         value: tuple[int, int],
@@ -147,7 +151,7 @@ class AnswerSocket:
     def call(
         self,
         layer: LayerCall,
-        tail: bytes,
+        named: bytes,
         query: int,
         key: int,
         value: int,

@@ -47,19 +47,21 @@ inline void bind_served_layers(pybind11::module_& m) {
   py::class_<ServedLayers>(m, "ServedLayers", py::module_local())
       .def(py::init<int, double, double>(), py::kw_only(), arg("fd"), arg("spin_s"), arg("most_s"))
       .def("clear", &ServedLayers::clear)
-      .def(
-          "add",
-          [](ServedLayers& self, const py::bytes& head, const py::bytes& answer,
-             const BoundLayer& layer, uintptr_t query, uintptr_t key, uintptr_t value,
-             uintptr_t out) { self.add(head, answer, layer, query, key, value, out); },
-          py::kw_only(), arg("head"), arg("answer"), arg("layer"), arg("query"), arg("key"),
-          arg("value"), arg("out"))
+      .def("bind", &ServedLayers::bind, py::kw_only(), arg("binding"), arg("index"), arg("group"),
+           arg("num_tokens"), arg("layer"), arg("query"), arg("key"), arg("value"), arg("out"))
+      .def("unbind", &ServedLayers::unbind, arg("binding"))
       .def(
           "begin",
           [](ServedLayers& self, const std::vector<const BoundBatch*>& batches, size_t next,
-             int num_threads,
-             const py::bytes& tail) { self.begin(batches, next, num_threads, tail); },
-          arg("batches"), arg("next"), arg("num_threads"), arg("tail"))
+             size_t end, int num_threads,
+             const py::bytes& named) { self.begin(batches, next, end, num_threads, named); },
+          arg("batches"), arg("next"), arg("end"), arg("num_threads"), arg("named"))
+      .def(
+          "asks_for_layer",
+          [](const ServedLayers& self, const py::bytes& named) {
+            return self.asks_for_layer(named);
+          },
+          arg("named"))
       .def(
           "look",
           [](ServedLayers& self, int epoll, bool waits) {
@@ -88,7 +90,7 @@ inline void bind_served_layers(pybind11::module_& m) {
              if (!packet) return py::none();
              return py::bytes(*packet);
            })
-      .def("take_times", &ServedLayers::take_times);
+      .def("take_ran", &ServedLayers::take_ran);
 }
 
 inline void bind_layer_calls(pybind11::module_& m) {
@@ -96,13 +98,12 @@ inline void bind_layer_calls(pybind11::module_& m) {
   using py::arg;
   using PyRange = std::pair<uintptr_t, size_t>;
   py::class_<LayerCall>(m, "LayerCall", py::module_local())
-      .def(py::init([](const py::bytes& head, const py::bytes& usual, PyRange query, PyRange key,
-                       PyRange value, PyRange output) {
+      .def(py::init([](const py::bytes& head, PyRange query, PyRange key, PyRange value,
+                       PyRange output) {
              const auto range = [](PyRange pair) { return Range{pair.first, pair.second}; };
-             return LayerCall{head, usual, range(query), range(key), range(value), range(output)};
+             return LayerCall{head, range(query), range(key), range(value), range(output)};
            }),
-           py::kw_only(), arg("head"), arg("usual"), arg("query"), arg("key"), arg("value"),
-           arg("output"));
+           py::kw_only(), arg("head"), arg("query"), arg("key"), arg("value"), arg("output"));
   py::class_<AnswerSocket>(m, "AnswerSocket", py::module_local())
       .def(py::init([](int fd, double spin_s) {
              const int own_fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -119,9 +120,9 @@ inline void bind_layer_calls(pybind11::module_& m) {
           arg("timeout_s"))
       .def(
           "call",
-          [](AnswerSocket& self, const LayerCall& call, const py::bytes& tail, uintptr_t query,
+          [](AnswerSocket& self, const LayerCall& call, const py::bytes& named, uintptr_t query,
              uintptr_t key, uintptr_t value, uintptr_t out, double timeout_s) -> py::object {
-            const std::string packet = call.head + std::string(tail);
+            const std::string packet = call.head + std::string(named);
             {
               const py::gil_scoped_release released;
               call.put(query, key, value);
@@ -129,11 +130,11 @@ inline void bind_layer_calls(pybind11::module_& m) {
             }
             raise_if(self.socket().error());
             wait_for_packet(self, now_s() + timeout_s);
-            if (!self.socket().is(call.usual)) return py::bytes(self.socket().packet());
+            if (!self.socket().is(call.head)) return py::bytes(self.socket().packet());
             call.take(out);
             return py::none();
           },
-          arg("layer"), arg("tail"), arg("query"), arg("key"), arg("value"), arg("out"),
+          arg("layer"), arg("named"), arg("query"), arg("key"), arg("value"), arg("out"),
           arg("timeout_s"));
 }
 

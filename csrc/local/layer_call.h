@@ -58,8 +58,7 @@ struct Range {
 };
 
 struct LayerCall {
-  std::string head;   // the packet up to the part that names the plan and the pass
-  std::string usual;  // the answer without a receipt
+  std::string head;  // the first part of the packet, and the answer if it has no receipt
   Range query, key, value, output;
 
   void put(uintptr_t query_from, uintptr_t key_from, uintptr_t value_from) const {

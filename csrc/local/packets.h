@@ -9,7 +9,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +20,17 @@
 namespace kvplane {
 
 inline constexpr size_t kMaxPacketBytes = 131072;
+
+// A bound layer's packet: its binding, and the plan and the pass that it belongs to. Its answer is
+// the first part. See kvplane/transport/local/packets.py.
+struct LayerHead {
+  uint8_t zero;  // no protobuf message begins with it
+  uint8_t kind;
+  uint16_t padding;
+  uint32_t binding;
+};
+static_assert(sizeof(LayerHead) == 8);
+inline constexpr uint8_t kLayerKind = 1;
 
 // The monotonic clock, as Python's time.monotonic.
 inline double now_s() {
@@ -53,11 +67,20 @@ class PacketSocket {
     return false;
   }
 
-  bool is(const std::string& packet, const std::string& tail = {}) const {
-    const char* const end = buffer_.data() + packet.size();
-    return size_ == packet.size() + tail.size() &&
-           packet.compare(0, packet.size(), buffer_.data(), packet.size()) == 0 &&
-           tail.compare(0, tail.size(), end, tail.size()) == 0;
+  bool is(const std::string& packet) const {
+    return size_ == packet.size() && packet.compare(0, size_, buffer_.data(), size_) == 0;
+  }
+
+  // The binding of the layer that the packet asks for, if it ends with what `named` says.
+  std::optional<uint32_t> asks_for_layer(const std::string& named) const {
+    LayerHead head;
+    if (size_ != sizeof head + named.size()) return std::nullopt;
+    std::memcpy(&head, buffer_.data(), sizeof head);
+    const bool is_layer = head.zero == 0 && head.kind == kLayerKind && head.padding == 0;
+    if (!is_layer || std::memcmp(buffer_.data() + sizeof head, named.data(), named.size()) != 0) {
+      return std::nullopt;
+    }
+    return head.binding;
   }
 
   std::string packet() const { return {buffer_.data(), size_}; }

@@ -1,7 +1,8 @@
-// The data plane's end: serves the layers of a plan whose packets are known in advance.
+// The data plane's end: serves the bound layers of a plan.
 //
-// A client's packet is only compared with the one that is expected next. The layer that runs for it
-// was checked and bound beforehand, in Python.
+// A client binds a layer once, and each packet then names the binding, the plan and the pass. A
+// layer was checked when it was bound, in Python. Whether it may run now is Python's decision too:
+// `begin` says which layer of which plan and pass may run, and all after it until `serve` returns.
 #pragma once
 
 #include <poll.h>
@@ -15,6 +16,8 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -28,26 +31,37 @@ class ServedLayers {
   ServedLayers(int fd, double spin_s, double most_s)
       : socket_(fd), spin_(spin_s), most_s_(most_s) {}
 
-  // Forgets all layers, and the present plan.
+  // Forgets all bindings, and the present plan.
   void clear() {
     layers_.clear();
     batches_.clear();
   }
 
-  // `head`: the layer's packet up to the part that names its plan and pass.
-  void add(std::string head, std::string answer, const BoundLayer& layer, uintptr_t query,
-           uintptr_t key, uintptr_t value, uintptr_t out) {
-    layers_.push_back({std::move(head), std::move(answer), &layer, query, key, value, out});
+  // Binds layer `index` of the shard, for batches of `num_tokens` of its layer group, in place of
+  // an earlier layer of this binding.
+  void bind(uint32_t binding, size_t index, size_t group, int64_t num_tokens,
+            const BoundLayer& layer, uintptr_t query, uintptr_t key, uintptr_t value,
+            uintptr_t out) {
+    layers_[binding] = {index, group, num_tokens, &layer, query, key, value, out};
   }
 
-  // Expects the layers of a plan, from number `next` on. `tail`: the end of their packets, which
-  // names the plan and the pass. Packets of any other plan or pass are left for `take`.
-  void begin(const std::vector<const BoundBatch*>& batches, size_t next, int num_threads,
-             std::string tail) {
+  void unbind(uint32_t binding) { layers_.erase(binding); }
+
+  // Lets the layers from number `next` on run, in their order and before number `end`. `batches`:
+  // of each layer group. `named`: the end of their packets, which names the plan and the pass. All
+  // other packets are left for `take`.
+  void begin(const std::vector<const BoundBatch*>& batches, size_t next, size_t end,
+             int num_threads, std::string named) {
     batches_ = batches;
     next_ = next;
+    end_ = end;
     num_threads_ = num_threads;
-    tail_ = std::move(tail);
+    named_ = std::move(named);
+  }
+
+  // The binding of the layer that the packet found asks for, in the plan and pass that are named.
+  std::optional<uint32_t> asks_for_layer(const std::string& named) const {
+    return has_packet_ ? socket_.asks_for_layer(named) : std::nullopt;
   }
 
   // Returns whether there is a packet for `serve` or `take`. `waits`: wait for one, until something
@@ -84,8 +98,9 @@ class ServedLayers {
 
   int error() const { return socket_.error(); }
 
-  // Returns, for each layer that ran since the last call, the seconds to write and to attend.
-  std::vector<std::pair<double, double>> take_times() { return std::exchange(times_, {}); }
+  // Returns, for each layer that ran since the last call, its binding and the seconds to write and
+  // to attend.
+  std::vector<std::tuple<uint32_t, double, double>> take_ran() { return std::exchange(ran_, {}); }
 
  private:
   static constexpr int kLooksBetweenOthers = 8;
@@ -93,8 +108,9 @@ class ServedLayers {
   static constexpr double kLongestGapS = 0.0001;
 
   struct Layer {
-    std::string head;
-    std::string answer;
+    size_t index;
+    size_t group;
+    int64_t num_tokens;
     const BoundLayer* layer;
     uintptr_t query;
     uintptr_t key;
@@ -136,20 +152,26 @@ class ServedLayers {
 
   // Runs and answers the next layer, if the packet asks for it. Returns whether it did.
   bool run_next() {
-    if (next_ >= batches_.size() || !socket_.is(layers_[next_].head, tail_)) return false;
-    const Layer& layer = layers_[next_];
+    const std::optional<uint32_t> binding = socket_.asks_for_layer(named_);
+    if (!binding || next_ >= end_) return false;
+    const auto found = layers_.find(*binding);
+    if (found == layers_.end() || found->second.index != next_) return false;
+    const Layer& layer = found->second;
+    const BoundBatch& batch = *batches_.at(layer.group);
+    if (batch.num_tokens != layer.num_tokens || !layer.layer->fits(batch)) return false;
     const double began = now_s();
     double write_s = 0;
     try {
-      write_s = layer.layer->write_and_attend(*batches_[next_], layer.query, layer.key, layer.value,
-                                              layer.out, num_threads_);
+      write_s = layer.layer->write_and_attend(batch, layer.query, layer.key, layer.value, layer.out,
+                                              num_threads_);
     } catch (const std::exception&) {
       return false;  // The caller runs it again, and reports what is wrong.
     }
-    times_.emplace_back(write_s, now_s() - began - write_s);
+    ran_.emplace_back(*binding, write_s, now_s() - began - write_s);
     ++next_;
     has_packet_ = false;
-    socket_.send_now(layer.answer);
+    const LayerHead answer = {0, kLayerKind, 0, *binding};
+    socket_.send_now(std::string(reinterpret_cast<const char*>(&answer), sizeof answer));
     answered_s_ = now_s();
     return true;
   }
@@ -167,15 +189,16 @@ class ServedLayers {
   bool has_packet_ = false;  // in the socket's buffer, neither served nor taken
   Spin spin_;
   const double most_s_;
-  std::vector<Layer> layers_;
-  std::vector<const BoundBatch*> batches_;  // of the first layers
+  std::unordered_map<uint32_t, Layer> layers_;
+  std::vector<const BoundBatch*> batches_;
   size_t next_ = 0;
+  size_t end_ = 0;
   int num_threads_ = 1;
-  std::string tail_;
+  std::string named_;
   double answered_s_ = 0;     // when the last layer was; 0 once its client sent another packet
   bool is_watching_ = false;  // since that answer, or since the caller asked again
   double gap_s_ = 2 * kLongestGapS;  // from the last answer to the packet that came after it
-  std::vector<std::pair<double, double>> times_;
+  std::vector<std::tuple<uint32_t, double, double>> ran_;
 };
 
 }  // namespace kvplane

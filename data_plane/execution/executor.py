@@ -9,21 +9,21 @@ around it. Commands run one at a time. One that is refused changes neither table
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from data_plane.execution.commands import Commands, Observer
 from data_plane.execution.counters import ExecutorCounters
-from data_plane.execution.expected_layers import Expectations
 from data_plane.execution.fixed_step import FixedStep
-from data_plane.execution.plan_runner import LayerTensors, PlanRunner, StartedPlan
-from data_plane.execution.repeated_layers import RepeatedLayers
+from data_plane.execution.layer_runner import LayerRunner, RanLayer, ServeLayers
+from data_plane.execution.plan_runner import PlanRunner, StartedPlan
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.execution.table_blocks import BlockRange, TableBlocks
 from data_plane.kernels.arguments import require
 from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
+from data_plane.kernels.backends.bound_layers import BoundLayer, LayerTensors
 from data_plane.kernels.device.device_watch import DeviceWatch
 from data_plane.kernels.device.devices import with_index
 from data_plane.memory.pool import Pools
@@ -41,7 +41,7 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard
-from kvplane.slices import Slices, guarded, run_to_end
+from kvplane.slices import Slices, guarded
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
@@ -120,9 +120,7 @@ class Executor:
             layout, shard, self._tables, self._sessions, self._plans, self._compute
         )
         self.published = self._blocks.published(self._command)
-        self.expectations = Expectations(
-            self._plans, self._compute, self.layers, self._command.lock, observe
-        )
+        self._layers = LayerRunner(self._plans, self._compute, self.layers)
 
     @property
     def pool_id(self) -> str:
@@ -299,8 +297,10 @@ class Executor:
         writes. key, value: [num_tokens, num_kv_heads, head_size], value with value_head_size, or
         None where the layer keeps latents; no key and no value only attend, in a layer that the
         plan has written. The output is [num_tokens, num_heads, value_head_size] of the query's
-        dtype. ``plan_number`` and ``pass_index``: what the layer belongs to, None for a plan that
-        computes all tokens at once. ``field`` prefixes the field names in errors.
+        dtype. Tensors may also be as transformers has them, [num_rows, heads, num_columns, size],
+        with an output of [num_rows, num_columns, num_heads, value_head_size]. ``plan_number`` and
+        ``pass_index``: what the layer belongs to, None for a plan that computes all tokens at once.
+        ``field`` prefixes the field names in errors.
 
         Layers are written in ascending order; one that was written may be sent again. Once the plan
         has run, attention is computed and nothing is written. ``receipt`` returns the receipt.
@@ -311,20 +311,9 @@ class Executor:
         """
         tensors = query, key, value
         with self._command.lock, self._command("layer"):
-            run = self._plans.layer(
-                session_id, layer, tensors, options, plan_number, pass_index, field, None
+            return self._layers.run(
+                session_id, layer, tensors, options, plan_number, pass_index, field
             )
-            return run_to_end(run)
-
-    def repeated_layers(self, session_id: int) -> RepeatedLayers | None:
-        """Return a faster ``layer`` for an engine in this process that calls it with tensors like
-        those of the step before; None for kernels that cannot bind layers. Calls that it does not
-        take go to ``layer``.
-        """
-        if not self._compute.binds_layers:
-            return None
-        lock, observe = self._command.lock, self._command.observe
-        return RepeatedLayers(session_id, self._plans, self._compute, self.layers, lock, observe)
 
     def layer_slices(
         self,
@@ -341,10 +330,43 @@ class Executor:
         """Do as ``layer`` does, by slices. ``tensors``: query, key, value. ``out`` receives the
         output: contiguous and apart from the tensors; None for new memory.
         """
-        slices = self._plans.layer(
+        slices = self._layers.run_slices(
             session_id, layer, tensors, options, plan_number, pass_index, field, slice_s, out
         )
         return guarded(slices, self._command.lock, lambda: self._command("layer"))
+
+    def bind_layer(
+        self,
+        session_id: int,
+        layer: int,
+        tensors: LayerTensors,
+        options: AttentionOptions,
+        plan_number: int,
+        field: str = "",
+    ) -> BoundLayer | None:
+        """Do ``LayerRunner.bind``."""
+        with self._command.lock, self._command("bind_layer"):
+            return self._layers.bind(session_id, layer, tensors, options, plan_number, field)
+
+    def serve_layers(
+        self,
+        session_id: int,
+        layer: int,
+        plan_number: int,
+        pass_index: int | None,
+        slice_s: float,
+        serve: ServeLayers,
+        take_ran: Callable[[], Sequence[RanLayer]],
+    ) -> None:
+        """Do ``LayerRunner.serve``; each layer that ran counts as a command."""
+        with self._command.lock:
+            ran = self._layers.serve(
+                session_id, layer, plan_number, pass_index, slice_s, serve, take_ran
+            )
+        observe = self._command.observe
+        if observe is not None:
+            for each in ran:
+                observe("layer", sum(each.seconds))
 
     def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:
         """Return a step whose layers can be captured in a CUDA graph, which is then replayed for

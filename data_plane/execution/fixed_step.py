@@ -126,14 +126,15 @@ class FixedStep:
         PlanOutOfOrderError if the plan has run; and as ``Executor.layer`` does.
         """
         with self._command.lock, self._command("step"):
-            session, run = self._plans.present(self.session_id, plan_number, pass_index)
-            if run.is_complete:
+            run, may_write = self._plans.check_may_run(
+                self.session_id, plan_number, pass_index, 0, writes=True, attends=True
+            )
+            if not may_write:
                 raise PlanOutOfOrderError(
                     f"plan {run.number} has run: start the next one", field="plan.number"
                 )
             num_tokens = num_tokens or self.bounds.num_tokens
             self._check_fits(run, num_tokens)
-            self._plans.write_checks.check_may_write(session, run)
             try:
                 self._load(run, num_tokens)
                 result = call()

@@ -11,14 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from data_plane.execution.counters import ExecutorCounters
-from data_plane.execution.layers import layer_index
-from data_plane.execution.shards.row_slices import rows_of
 from data_plane.execution.shards.shard_kernels import ShardKernels
-from data_plane.kernels.arguments import AttentionArguments, WriteArguments, require
+from data_plane.kernels.arguments import require
 from data_plane.plans.batches.attention_batch import (
     AttentionBatch,
     prepare_batch,
@@ -34,20 +31,15 @@ from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
 from data_plane.plans.write_checks import WriteChecks, check_writable
 from kvplane import tracing
-from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWrittenError,
     InternalError,
     InvalidRequestError,
     PlanOutOfOrderError,
 )
-from kvplane.slices import Slices
 from kvplane.wire import columns
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
-
-LayerTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Query, key and value. Without a query a layer only writes; without a key it only attends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,129 +243,49 @@ class PlanRunner:
             run.attention = tuple(map(self._compute.prepare, run.on_host))
         return run.attention[group]
 
-    def write(self, session: Session, run: RunningPlan, arguments: WriteArguments) -> None:
-        """Write one layer. Raises as ``WriteChecks.check_may_write``."""
-        self.write_checks.check_may_write(session, run)
-        self._compute.write(arguments)
-
-    def attend(
-        self,
-        session: Session,
-        run: RunningPlan,
-        arguments: AttentionArguments,
-        slice_s: float | None,
-        out: torch.Tensor | None = None,
-    ) -> Slices[torch.Tensor]:
-        """Attend in one layer, in slices of about ``slice_s``, into ``out`` if given. Raises
-        StaleGenerationError if a block of the spans' tables was allocated again, and after a yield
-        also as ``present``.
-        """
-        num_context = run.num_context_tokens(arguments.options.sliding_window_tokens)
-        of_pass = run.pass_index
-        slices = self._compute.slices(arguments.lengths, slice_s)
-        if not slices:
-            self._check_may_read(session, run)
-            return self._compute.attend(arguments, num_context, out)
-        output = out
-        if output is None:
-            output = torch.empty(arguments.output_shape, dtype=arguments.query.dtype)
-        for rows in slices:
-            if rows.start:
-                yield
-                self.present(session.id, run.number, of_pass)
-            self._check_may_read(session, run)
-            output[rows.start : rows.stop] = self._compute.attend(
-                rows_of(arguments, rows), num_context * len(rows) // len(output)
-            )
-        return output
-
-    def _check_may_read(self, session: Session, run: RunningPlan) -> None:
-        self.write_checks.check_still_current(session, run)
-        run.used_after_receipt |= run.receipt is not None
-
-    def layer(
+    def check_may_run(
         self,
         session_id: int,
-        layer: int,
-        tensors: LayerTensors,
-        options: AttentionOptions,
         plan_number: int,
         pass_index: int | None,
-        field: str,
-        slice_s: float | None,
-        out: torch.Tensor | None = None,
-    ) -> Slices[torch.Tensor | None]:
-        """Write a layer of the session's latest plan that was not written yet, if there is a key,
-        and attend if there is a query, into ``out`` if given. Raises as ``present``, ``write`` and
-        ``attend`` do, and InvalidRequestError naming a field after the prefix ``field``.
-        """
-        query, key, value = tensors
-        fields = f"{field}plan_number", f"{field}pass_index"
-        session, run = self.present(session_id, plan_number, pass_index, *fields)
-        index = layer_index(self._layers, layer, field)
-        compute, is_new = self._compute, not run.is_complete
-        batch = self.batch(run, compute.group_of_layer(index))
-        if key is None:
-            attention = self._only_attend(run, index, batch, query, value, options, field)
-            return (yield from self.attend(session, run, attention, slice_s, out))
-        self._check_order(run, index, field)
-        progress = run.progress  # others may begin another pass wherever this yields
-        is_whole = out is None and not compute.slices(batch.lengths, slice_s)
-        if query is not None and is_new and is_whole:
-            bound = compute.bound_layer(batch, index, query, key, value, options)
-            if bound is not None:  # called with tensors like these before: one native call
-                self.write_checks.check_may_write(session, run)
-                num_context = run.num_context_tokens(bound.window_tokens)
-                attended = compute.write_and_attend(bound, batch, query, key, value, num_context)
-                progress.finish_layer(index)
-                return attended
-        to_write = compute.write_arguments(batch, index, key, value, field)
-        to_attend: AttentionArguments | None = None
-        if query is not None:
-            to_attend = compute.attention_arguments(batch, index, query, options, field)
-            compute.bind(index, options, to_write, to_attend)
-        if is_new:
-            self.write(session, run, to_write)
-        output = None
-        if to_attend is not None:
-            output = yield from self.attend(session, run, to_attend, slice_s, out)
-        progress.finish_layer(index)
-        return output
-
-    def _only_attend(
-        self,
-        run: RunningPlan,
         index: int,
-        batch: AttentionBatch,
-        query: torch.Tensor | None,
-        value: torch.Tensor | None,
-        options: AttentionOptions,
-        field: str,
-    ) -> AttentionArguments:
-        """Return the arguments of a layer that has no key. Raises InvalidRequestError if there is
-        no query, or a value, or the plan has not written the layer.
-        """
-        if query is None or value is not None:
-            raise InvalidRequestError(
-                "must be given, unless the layer only attends: then there is a query and no value",
-                field=f"{field}key",
-            )
-        arguments = self._compute.attention_arguments(batch, index, query, options, field)
-        require(
-            run.progress.is_written(index),
-            f"layer {self._layers[index]} of the plan has not been written yet: write it first",
-            f"{field}layer",
-        )
-        return arguments
+        field: str = "",
+        *,
+        writes: bool,
+        attends: bool,
+    ) -> tuple[RunningPlan, bool]:
+        """Return the session's latest plan if its layer ``index`` may run now, and whether it may
+        write: a plan that has run writes nothing, and attends again. This is where every
+        layer is checked, before each of its slices: the keys of a late one of another plan or pass
+        would be written to the slots of the present one. ``pass_index``: None for all tokens at
+        once. ``writes``, ``attends``: what the layer does.
 
-    def _check_order(self, run: RunningPlan, index: int, field: str) -> None:
-        """Raise InvalidRequestError if the layer before this one was not written."""
-        if index and not run.progress.is_written(index - 1):
+        Raises as ``latest``; PlanOutOfOrderError for another pass; InvalidRequestError for a layer
+        whose turn it is not; BlockNotWritableError if a block to be written was published since the
+        plan started; StaleGenerationError if a block of the spans' tables was allocated again.
+        Errors name fields after the prefix ``field``.
+        """
+        session, run = self.latest(session_id, plan_number, f"{field}plan_number")
+        run.check_pass(pass_index, f"{field}pass_index")
+        if not writes:
+            require(
+                run.progress.is_written(index),
+                f"layer {self._layers[index]} of the plan has not been written yet: write it first",
+                f"{field}layer",
+            )
+        elif index and not run.progress.is_written(index - 1):
             raise InvalidRequestError(
                 f"layer {self._layers[index - 1]} of the plan comes before layer "
                 f"{self._layers[index]}: send it first",
                 field=f"{field}layer",
             )
+        if writes and not run.is_complete:
+            self.write_checks.check_may_write(session, run)
+            return run, True
+        if attends:
+            self.write_checks.check_still_current(session, run)
+            run.used_after_receipt |= run.receipt is not None
+        return run, False
 
     def receipt(self, session: Session, run: RunningPlan) -> pb.SignedPayload | None:
         """Return the run's receipt, signed once the device has done all of it; None while something
@@ -423,24 +335,6 @@ class PlanRunner:
             self._check_device()
             if raises:
                 raise
-
-    def present(
-        self,
-        session_id: int,
-        plan_number: int,
-        pass_index: int | None,
-        plan_field: str = "plan.number",
-        pass_field: str = "pass_index",
-    ) -> tuple[Session, RunningPlan]:
-        """Return the session and its latest plan for a layer that belongs to ``plan_number`` and
-        ``pass_index``, None for all tokens at once. This is where every layer is checked, since the
-        keys of a late one of another plan or pass would be written to the slots of the present one.
-
-        Raises as ``latest``, and PlanOutOfOrderError naming ``pass_field``.
-        """
-        session, run = self.latest(session_id, plan_number, plan_field)
-        run.check_pass(pass_index, pass_field)
-        return session, run
 
     def latest(
         self, session_id: int, plan_number: int | None, field: str = "plan.number"

@@ -39,10 +39,6 @@ class Progress:
         """Return whether all spans of a layer were written."""
         return self._written[layer]
 
-    def comes_next(self, layer: int) -> bool:
-        """Return whether the layer was not written, and the one before it was."""
-        return not self._written[layer] and (not layer or self._written[layer - 1])
-
     def finish_layer(self, layer: int) -> None:
         """Note that all spans of the layer were written."""
         self._written[layer] = True

@@ -25,14 +25,6 @@ class WriteChecks:
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
 
-    def is_unchanged(self, run: RunningPlan) -> bool:
-        """Return whether nothing was published or made stale since ``check_may_write``."""
-        tables = self._tables
-        return (
-            run.checked_taken == tables.num_taken
-            and run.checked_version == tables.num_messages_published
-        )
-
     def check_may_write(self, session: Session, run: RunningPlan) -> None:
         """Raise BlockNotWritableError if one of the written blocks was published since the plan
         started, and StaleGenerationError if a block of the spans' tables was allocated again.

@@ -10,14 +10,29 @@ import asyncio
 import threading
 from contextlib import suppress
 from types import TracebackType
+from typing import Protocol
 
 from data_plane.execution.executor import Executor
 from data_plane.server.config import DataPlaneSettings
-from data_plane.server.embedded_execution import EmbeddedExecution, ExecutedSession
+from data_plane.server.embedded_execution import EmbeddedExecution
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import PoolNotReadyError
 from kvplane.layout import Layout
+from kvplane.results import Signed
 from kvplane.serving import event_loop
+
+
+class ExecutedSession(Protocol):
+    """The part of a session that an execution needs; a ``kvplane.sync.Session`` has it."""
+
+    @property
+    def grant(self) -> Signed:
+        """The session's signed rights at a data plane."""
+        ...
+
+    def add_receipt(self, receipt: Signed | None) -> None:
+        """Submit a receipt with the next step."""
+        ...
 
 
 class EmbeddedDataPlane:
@@ -80,7 +95,7 @@ class EmbeddedDataPlane:
         """Open an execution, which runs the plans of a ``kvplane.sync.Session`` and adds each
         plan's receipt to it. Raises what ``Executor.open`` does.
         """
-        return EmbeddedExecution(self.executor, session)
+        return EmbeddedExecution(self.executor, session.grant, take_receipt=session.add_receipt)
 
     @property
     def address(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -14,39 +15,35 @@ from kvplane.results import Signed
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
-class ExecutedSession(Protocol):
-    """The part of a session that an execution needs; a ``kvplane.sync.Session`` has it."""
-
-    @property
-    def grant(self) -> Signed:
-        """The session's signed rights at a data plane."""
-        ...
-
-    def add_receipt(self, receipt: Signed | None) -> None:
-        """Submit a receipt with the next step."""
-        ...
-
-
 class EmbeddedExecution:
-    """Made by ``EmbeddedDataPlane.open_execution``. One call at a time: ``start``, then ``layer``
-    for each of ``layers``. Its tensors are torch's, on the executor's device, and calls run in the
-    caller's thread.
+    """The plans of one session, in the caller's thread. One call at a time: ``start``, then
+    ``layer`` for each of ``layers``. Tensors are torch's, on the executor's device.
 
     ``layers``: the layers held, ascending. ``num_tokens``: tokens that the plan or pass started
-    last computes. ``receipts``: one, once the plan started last has run; the session has it then.
+    last computes. ``receipts``: one, once the plan started last has run and was asked for it.
     """
 
-    def __init__(self, executor: Executor, session: ExecutedSession) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        grant: Signed,
+        *,
+        take_receipt: Callable[[Signed], None] | None = None,
+    ) -> None:
+        """``take_receipt`` gets each plan's receipt once; the last layer then waits until the plan
+        or pass has run. Without it the caller asks for the receipt by ``finish``.
+        """
         self.layers = list(executor.layers)
         self.latent_layers = executor.layout.latent_layers
         self.num_tokens = 0
         self.receipts: list[Signed] = []
         self._executor = executor
-        self._session = session
-        self._session_id = executor.open(cast(SignedPayload, session.grant))
+        self._give_receipt = take_receipt
+        self._session_id = executor.open(cast(SignedPayload, grant))
+        self._plan: Signed | None = None
         self._plan_number = 0
         self._pass_index: int | None = None
-        self._last_taken = 0  # number of the plan whose receipt the session has
+        self._last_given = 0  # number of the plan whose receipt was given
 
     def __enter__(self) -> EmbeddedExecution:
         return self
@@ -71,15 +68,17 @@ class EmbeddedExecution:
         """
         if plan is None:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
-        self.receipts = []
-        started = self._executor.start(self._session_id, cast(SignedPayload, plan))
-        self._plan_number, self._pass_index = started.number, pass_index
-        self.num_tokens = started.num_tokens
+        self._pass_index = pass_index
+        if not pass_index or plan is not self._plan:
+            self.receipts = []
+            started = self._executor.start(self._session_id, cast(SignedPayload, plan))
+            self._plan, self._plan_number = plan, started.number
+            self.num_tokens = started.num_tokens
+            self._take(started.receipt)
         if pass_index is not None:
             self.num_tokens = self._executor.begin_pass(
-                self._session_id, pass_index, plan_number=started.number
+                self._session_id, pass_index, plan_number=self._plan_number
             )
-        self._take(started.receipt)
 
     def layer(
         self,
@@ -90,9 +89,7 @@ class EmbeddedExecution:
         *,
         options: AttentionOptions = AttentionOptions(),
     ) -> torch.Tensor:
-        """Write one layer's keys and values, then attend: [num_tokens, num_heads, value_head_size].
-        The last layer waits until the plan or pass has run.
-        """
+        """Write one layer's keys and values, then attend: see ``Executor.layer``."""
         output = self._executor.layer(
             self._session_id,
             index,
@@ -105,18 +102,23 @@ class EmbeddedExecution:
         )
         if output is None:
             raise InternalError("a layer with queries has no output")
-        if index == self.layers[-1]:
-            self._take(self._executor.receipt(self._session_id))
+        if self._give_receipt is not None and index == self.layers[-1]:
+            self.finish()
         return output
+
+    def finish(self) -> Sequence[Signed]:
+        """Return the receipt of the plan, if it has run; on a GPU, wait for that."""
+        self._take(self._executor.receipt(self._session_id))
+        return self.receipts
 
     def close(self) -> None:
         """Forget the plan. Another execution can continue it."""
-        self._plan_number, self.num_tokens, self.receipts = 0, 0, []
+        self._plan, self._plan_number, self.num_tokens, self.receipts = None, 0, 0, []
 
     def _take(self, receipt: Signed | None) -> None:
         if receipt is None:
             return
         self.receipts = [receipt]
-        if self._plan_number != self._last_taken:
-            self._last_taken = self._plan_number
-            self._session.add_receipt(receipt)
+        if self._give_receipt is not None and self._plan_number != self._last_given:
+            self._last_given = self._plan_number
+            self._give_receipt(receipt)

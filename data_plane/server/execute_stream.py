@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.layers import layer_index
+from data_plane.kernels.backends.bound_layers import BoundLayer
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
 from data_plane.server.calls import refuse_fields
@@ -27,14 +28,10 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 SLICE_S: Final = 0.01
 """For how long a long layer occupies the thread before other commands may run."""
-_MAX_KNOWN_LAYERS: Final = 1024
-# Longer packets are parsed each time, since a client chooses how large the kept ones are.
-_MAX_KNOWN_BYTES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class _Belongs:
-    """The plan and the pass that a layer names; None for all tokens at once."""
+class Begun(NamedTuple):
+    """A plan, and the pass that is in it; None for all tokens at once."""
 
     plan_number: int
     pass_index: int | None
@@ -58,12 +55,6 @@ class Layer:
     is_in_place: bool
     """Whether kernels access a region, which the client reuses once it has the answer."""
     answer: pb.RunLayerResponse
-    packet: bytes = b""
-    """The answer, as a packet."""
-    request: bytes = b""
-    """The packet that asked for it, up to the part that names the plan and the pass; empty where it
-    came over gRPC, or is not kept.
-    """
 
 
 Share = Callable[[local_pb2.ShareDeviceMemory], pb.ExecuteResponse]
@@ -71,12 +62,6 @@ Share = Callable[[local_pb2.ShareDeviceMemory], pb.ExecuteResponse]
 
 def _share_nothing(request: local_pb2.ShareDeviceMemory) -> pb.ExecuteResponse:
     raise InvalidRequestError("there is no region on a GPU here", field="share")
-
-
-# Stands for a layer that is not kept.
-_OVER_GRPC: Final = Layer(
-    -1, None, torch.empty(0), None, AttentionOptions(), None, None, False, pb.RunLayerResponse()
-)
 
 
 class ExecuteStream:
@@ -88,62 +73,31 @@ class ExecuteStream:
         """The session that the stream was opened for; 0 before."""
         self._executor = executor
         self._tenant = tenant
-        self._begun: _Belongs | None = None  # here, last
-        self._tail = b""  # of packets of layers that belong to it
+        self.begun: Begun | None = None
+        """What was begun here last."""
+        self.named = b""
+        """How packets of bound layers name that: see ``packets.named``."""
         self._regions: dict[int, Region] = {}
         self._share: Share = _share_nothing
-        # Layers by their packet up to the tail: a step sends the packets of the step before again
-        # with another tail, as long as its tensors have the same shapes.
-        self._known: dict[bytes, Layer] = {}
-        self.usual: Sequence[Layer] = ()
-        """The layers of the latest plan that ran all of them here, once and in their order."""
-        self._ran: list[Layer] = []  # of the plan that runs
 
     def use_regions(self, regions: Sequence[Region], share: Share = _share_nothing) -> None:
         """Let messages refer to ``regions``, and to no others. ``share`` answers packets that ask
         for a region on the GPU.
         """
         self._regions, self._share = {region.id: region for region in regions}, share
-        self._known.clear()
-        self.usual, self._ran = (), []
 
-    @property
-    def plan(self) -> tuple[int, int, int | None] | None:
-        """The session, and the number and pass of the plan that was begun last."""
-        begun = self._begun
-        return None if begun is None else (self.session_id, begun.plan_number, begun.pass_index)
-
-    @property
-    def tail(self) -> bytes:
-        """How packets of that plan's and pass's layers end: see ``packets.tail_of``."""
-        return self._tail
-
-    @property
-    def num_ran(self) -> int:
-        """How many layers of the plan have run here."""
-        return len(self._ran)
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether the layers that ran are the first of ``usual``, and some are still to run."""
-        num = len(self._ran)
-        return num < len(self.usual) and (not num or self._ran[-1] is self.usual[num - 1])
-
-    def note_ran(self, num_layers: int) -> None:
-        """Note that the next ``num_layers`` of ``usual`` have run."""
-        num = len(self._ran)
-        self._ran += self.usual[num : num + num_layers]
-
-    def answer(self, request: pb.ExecuteRequest) -> Slices[pb.ExecuteResponse]:
-        """Return the response. Raises KvplaneError."""
+    def answer(
+        self, request: pb.ExecuteRequest, *, is_local: bool = False
+    ) -> Slices[pb.ExecuteResponse]:
+        """Return the response. ``is_local``: it came by the local socket. Raises KvplaneError."""
         kind = request.WhichOneof("message")
         if kind == "open":
             return self._open(request.open)
         if kind == "plan":
             return pb.ExecuteResponse(started=self._start_on_stream(request.plan))
         if kind == "layer":
-            layer = self._read(request.layer)
-            output, receipt = yield from self._run(layer, _belongs(request.layer))
+            layer = self._read(request.layer, is_local=is_local)
+            output, receipt = yield from self.run(layer, *_named_by(request.layer))
             response = pb.ExecuteResponse(output=layer.answer)
             _complete(response.output, output, receipt)
             return response
@@ -154,30 +108,58 @@ class ExecuteStream:
         )
 
     def answer_packet(self, packet: bytes) -> Slices[bytes]:
-        """Return the answer to a packet of the local socket. Raises KvplaneError."""
-        layer, belongs = None, self._begun
-        if belongs is not None and packet.endswith(self._tail):
-            layer = self._known.get(packet[: -len(self._tail)])
-        if layer is None or belongs is None:
-            request = whole(packets.parse(pb.ExecuteRequest, packet), packet)
-            if request.HasField("share"):
-                return self._share(request.share).SerializeToString()
-            if not request.HasField("layer"):
-                return (yield from self.answer(request)).SerializeToString()
-            layer, belongs = self._read(request.layer, is_local=True), _belongs(request.layer)
-            layer.packet = pb.ExecuteResponse(output=layer.answer).SerializeToString()
-            head = packets.head_of(packet, packets.tail_of(belongs.plan_number, belongs.pass_index))
-            if head and len(packet) <= _MAX_KNOWN_BYTES:
-                layer.request = head
-                if len(self._known) >= _MAX_KNOWN_LAYERS:
-                    self._known.clear()
-                self._known[head] = layer
-        output, receipt = yield from self._run(layer, belongs)
-        if receipt is None:
-            return layer.packet
-        response = pb.ExecuteResponse(output=layer.answer)
-        _complete(response.output, output, receipt)
-        return response.SerializeToString()
+        """Return the answer to a message that came by the local socket. Raises KvplaneError."""
+        request = whole(packets.parse(pb.ExecuteRequest, packet), packet)
+        if request.HasField("share"):
+            return self._share(request.share).SerializeToString()
+        return (yield from self.answer(request, is_local=True)).SerializeToString()
+
+    def bind(self, request: pb.RunLayerRequest) -> tuple[Layer, BoundLayer | None]:
+        """Read a layer whose tensors are in regions, and bind it for plans and passes of as many
+        tokens as the one that was begun here; not on a GPU. Raises KvplaneError.
+        """
+        layer, begun, bound = self._read(request, is_local=True), self.begun, None
+        if begun is not None and self._executor.device.type == "cpu":
+            tensors = layer.query, layer.key, layer.value
+            bound = self._executor.bind_layer(
+                self.session_id, layer.index, tensors, layer.options, begun.plan_number, "layer."
+            )
+        return layer, bound
+
+    def run(
+        self, layer: Layer, plan_number: int, pass_index: int | None, prefix: str = "layer."
+    ) -> Slices[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
+        """Run a layer of a plan and pass. Returns the output, None where it is in a region, and the
+        receipt, None while there is none. Raises KvplaneError.
+        """
+        self._check_begun()
+        executor, session_id = self._executor, self.session_id
+        query, key, value = layer.query, layer.key, layer.value
+        if executor.device.type != "cpu":
+            with device_errors():
+                query = None if query is None else _on(query, executor.device)
+                key = None if key is None else _on(key, executor.device)
+                value = None if value is None else _on(value, executor.device)
+        output = yield from executor.layer_slices(
+            session_id,
+            layer.index,
+            (query, key, value),
+            layer.options,
+            plan_number,
+            pass_index,
+            prefix,
+            SLICE_S,
+            layer.out,
+        )
+        if layer.is_in_place:
+            executor.finish(raises=True)
+        if layer.out is not None:
+            output = None
+        elif layer.output is not None and output is not None:
+            with device_errors():
+                layer.output.copy_(output)
+            output = None
+        return output, executor.receipt(session_id)
 
     def start_alone(self, request: pb.StartPlanRequest, *, swaps: bool) -> pb.StartPlanResponse:
         """Answer a unary call, which brings its grant. ``swaps``: as of ``Executor.start``. Raises
@@ -191,10 +173,9 @@ class ExecuteStream:
         layer = self._parse(request, "", is_local=False)
         self._open_session(request.grant)
         started = self._start(request.plan, None)
-        belongs = _belongs(request)
-        if not request.plan_number:
-            belongs = _Belongs(started.plan_number, belongs.pass_index)
-        output, receipt = yield from self._run(layer, belongs, "")
+        number, pass_index = _named_by(request)
+        run = self.run(layer, number or started.plan_number, pass_index, "")
+        output, receipt = yield from run
         _complete(layer.answer, output, receipt)
         return layer.answer
 
@@ -205,11 +186,10 @@ class ExecuteStream:
 
     def _open_session(self, grant: tpb.SignedPayload) -> None:
         session_id = self._executor.open(grant, tenant=self._tenant)
-        self.session_id, self._begun = session_id, None
-        self._ran = []
+        self.session_id, self.begun = session_id, None
 
     def _start_on_stream(self, request: pb.StartPlanRequest) -> pb.StartPlanResponse:
-        self._begun = None
+        self.begun = None
         if not self.session_id:
             raise InvalidRequestError(
                 "the stream is not open: send an open message first", field="open"
@@ -226,9 +206,8 @@ class ExecuteStream:
         if of_pass is not None:
             pass_index, number = of_pass, started.number
             num_tokens = self._executor.begin_pass(self.session_id, pass_index, plan_number=number)
-        self._begun = _Belongs(started.number, pass_index)
-        self._tail = packets.tail_of(started.number, pass_index)
-        self._note_plan()
+        self.begun = Begun(started.number, pass_index)
+        self.named = packets.named(*self.begun)
         return pb.StartPlanResponse(
             plan_number=started.number,
             num_tokens=num_tokens,
@@ -238,20 +217,11 @@ class ExecuteStream:
             num_swapped_blocks=started.num_swapped_blocks,
         )
 
-    def _note_plan(self) -> None:
-        """Begin counting a plan's layers, and update ``usual`` if all of the last plan's ran."""
-        ran, self._ran = self._ran, []
-        if [layer.index for layer in ran] == [*self._executor.layers] and ran != [*self.usual]:
-            self.usual = tuple(ran)
-
     def _read(self, request: pb.RunLayerRequest, *, is_local: bool = False) -> Layer:
         """Parse a message of the stream. ``is_local``: its tensors and output have to be in
         regions.
         """
-        if self._begun is None:
-            raise InvalidRequestError(
-                "no plan was started on this stream: send a plan before its layers", field="layer"
-            )
+        self._check_begun()
         why = "a layer of the stream names its plan by plan_number"
         refuse_fields(request, ["grant", "plan"], why, "layer.")
         return self._parse(request, "layer.", is_local=is_local)
@@ -304,43 +274,16 @@ class ExecuteStream:
             )
         return (*query.shape[:2], group.value_size)
 
-    def _run(
-        self, layer: Layer, belongs: _Belongs, prefix: str = "layer."
-    ) -> Slices[tuple[torch.Tensor | None, tpb.SignedPayload | None]]:
-        """Return the output, None where it is in a region, and the receipt."""
-        executor, session_id = self._executor, self.session_id
-        query, key, value = layer.query, layer.key, layer.value
-        if executor.device.type != "cpu":
-            with device_errors():
-                query = None if query is None else _on(query, executor.device)
-                key = None if key is None else _on(key, executor.device)
-                value = None if value is None else _on(value, executor.device)
-        output = yield from executor.layer_slices(
-            session_id,
-            layer.index,
-            (query, key, value),
-            layer.options,
-            belongs.plan_number,
-            belongs.pass_index,
-            prefix,
-            SLICE_S,
-            layer.out,
-        )
-        if layer.is_in_place:
-            executor.finish(raises=True)
-        if layer.out is not None:
-            output = None
-        elif layer.output is not None and output is not None:
-            with device_errors():
-                layer.output.copy_(output)
-            output = None
-        # Bounded, since a client may send a plan's layers again and again.
-        if len(self._ran) <= len(executor.layers):
-            self._ran.append(layer if layer.request else _OVER_GRPC)
-        return output, executor.receipt(session_id)
+    def _check_begun(self) -> None:
+        if self.begun is None:
+            raise InvalidRequestError(
+                "no plan was started on this stream: send a plan before its layers", field="layer"
+            )
 
     def _tensor(self, message: tpb.Tensor, field: str, is_local: bool) -> torch.Tensor:
         """Return a view of the region that has the tensor, or a copy on the executor's device."""
+        if len(message.shape) == 4:  # which the executor takes in another order
+            raise InvalidRequestError("must have three dimensions", field=field)
         if is_local or message.HasField("memory"):
             return self._shared(message.memory, f"{field}.memory").tensor(message, field)
         return tensor_from_message(message, self._executor.device, field=field)
@@ -360,8 +303,8 @@ class ExecuteStream:
         return region
 
 
-def _belongs(layer: pb.RunLayerRequest) -> _Belongs:
-    return _Belongs(layer.plan_number, _pass_of(layer))
+def _named_by(layer: pb.RunLayerRequest) -> Begun:
+    return Begun(layer.plan_number, _pass_of(layer))
 
 
 def _pass_of(request: pb.StartPlanRequest | pb.RunLayerRequest) -> int | None:

@@ -1,8 +1,8 @@
 """One shard's part of an execution: plans run layer by layer on a stream, and beside it through
 shared memory where the data plane is on the same machine.
 
-Not for callers, who have ``kvplane.Execution``. ``kvplane.runtime`` uses the methods whose names
-end with "now", which need no event loop.
+Not for callers, who have ``kvplane.Execution``. ``kvplane.runtime`` uses the methods that need no
+event loop: ``begin_local``, ``ask_local``, ``bind_local`` and ``layer_local``.
 
 If too many bytes of requests wait at the data plane, calls wait for its retry delay, up to their
 deadline.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -54,9 +53,8 @@ _Receipted: TypeAlias = (
 )
 
 _LOGGER: Final = logging.getLogger(__name__)
-# Data planes for which a failure was logged, which is done once for each.
-_NOT_JOINED: Final[set[str]] = set()  # their offer of shared memory could not be taken
-_NOT_SHARED: Final[set[str]] = set()  # their GPU's memory could not be opened
+# Data planes whose offer of shared memory could not be taken, which is logged once for each.
+_NOT_JOINED: Final[set[str]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,8 @@ class _Presented:
     pass_index: int | None
     """None for all tokens at once."""
     num_tokens: int
-    tail: bytes
-    """Of the layers' packets: see ``packets.tail_of``."""
+    named: bytes
+    """How packets of bound layers name it: see ``packets.named``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +116,11 @@ class ShardExecution:
     def num_tokens(self) -> int:
         """Tokens that the plan or pass started last computes; 0 before the first."""
         return 0 if self._plan is None else self._plan.num_tokens
+
+    @property
+    def target(self) -> str:
+        """The data plane's address."""
+        return self._connection.target
 
     @property
     def local(self) -> LocalConnection | None:
@@ -199,7 +202,7 @@ class ShardExecution:
 
             return await _tried(deadline, attempt)
 
-    def begin_now(
+    def begin_local(
         self, plan: SignedPayload, num_tokens: int, pass_index: int | None = None
     ) -> bool:
         """``begin`` in the calling thread. Returns False if that is not possible: use ``begin``."""
@@ -216,84 +219,55 @@ class ShardExecution:
         self._plan, self._begun = presented, _Begun(local)
         return True
 
-    def layer_now(self, layer: LocalLayer, *, timeout_s: float | None = None) -> bool:
-        """``layer`` in the calling thread, for tensors in the region, which then has the output.
-        Returns False if that is not possible: use ``layer``.
-        """
-        plan = self._started_plan()
-        local, begun = self.local, self._begun
-        if local is None or (begun is not None and begun.by is not local):
-            return False
-        timeout_s = timeout_s or self._connection.timeout_s
-        try:
-            local.send(layer.head + plan.tail)
-            if begun is not None:
-                self._check_begun(_parse(local.receive(timeout_s)))
-            answer = local.receive(timeout_s)
-        except PlaneUnavailableError:
-            return False
-        self._check_local(answer, layer)
-        return True
-
-    def call_now(self, layer: LocalLayer, call: LayerCall, addresses: Addresses) -> bool | None:
-        """``layer_now`` that also moves the tensors. Returns True if it moved the output too, False
-        if the output is in the region, None if ``layer_now`` would return False.
-        """
-        plan = self._started_plan()
-        local, begun = self.local, self._begun
-        if local is None or (begun is not None and begun.by is not local):
-            return None
-        timeout_s = self._connection.timeout_s
-        try:
-            answer = local.call(call, plan.tail, addresses, timeout_s)
-            if begun is not None:  # this answers the plan
-                self._check_begun(_parse(layer.usual if answer is None else answer))
-                answer = local.receive(timeout_s)
-        except PlaneUnavailableError:
-            return None
-        if answer is not None:
-            self._check_local(answer, layer)
-        return answer is None
-
-    def share_now(self, cuda_device_uuid: str) -> tuple[local_pb2.MemoryRegion, int] | None:
-        """Get a region on the data plane's GPU, which has to be this one, and a file to keep open
-        as long as the region; in the calling thread. Returns None if that is not possible.
+    def ask_local(self, call: Callable[[LocalConnection, float], T]) -> T | None:
+        """Return ``call(connection, timeout_s)``, which sends one request to the data plane on this
+        machine and takes its answer in the calling thread. Returns None if that is not possible:
+        use ``layer``.
         """
         local, begun, timeout_s = self.local, self._begun, self._connection.timeout_s
         if local is None or (begun is not None and begun.by is not local):
             return None
-        share = local_pb2.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
         try:
-            local.send(pb.ExecuteRequest(share=share).SerializeToString())
             if begun is not None:
                 self._check_begun(_parse(local.receive(timeout_s)))
-            answer, file = local.receive_file(timeout_s)
+            return call(local, timeout_s)
         except PlaneUnavailableError:
             return None
-        try:
-            regions = _expect("joined", _parse(answer)).joined.regions
-            if len(regions) == 1 and file >= 0:
-                return regions[0], file
-            raise InternalError(f"expected one region and its file, got {len(regions)}")
-        except KvplaneError as error:
-            self.note_not_shared(error)
-            if file >= 0:
-                os.close(file)
+
+    def bind_local(self, layer: LocalLayer) -> bool:
+        """Bind a layer, as of the plan that was begun last. Returns False if that is not possible:
+        use ``layer``, which raises what is wrong.
+        """
+        answer = self.ask_local(lambda local, timeout_s: local.ask(layer.bind_packet, timeout_s))
+        return answer == packets.head_of(packets.BIND_LAYER, layer.binding)
+
+    def layer_local(
+        self, layer: LocalLayer, call: LayerCall | None = None, addresses: Addresses = (0, 0, 0, 0)
+    ) -> bool | None:
+        """``layer`` in the calling thread, for a bound layer. With ``call``, the tensors are at
+        ``addresses`` and are moved to the region; otherwise they are there. Returns True if the
+        output was moved from the region too, False if it is there, and None if the call is not
+        possible: use ``layer``.
+        """
+        named = self._started_plan().named
+
+        def ask(local: LocalConnection, timeout_s: float) -> tuple[bytes | None]:
+            if call is not None:
+                return (local.call(call, named, addresses, timeout_s),)
+            return (local.ask(layer.head + named, timeout_s),)
+
+        answer = self.ask_local(ask)
+        if answer is None:
             return None
-
-    def note_not_shared(self, why: object) -> None:
-        """Log that tensors do not stay on the GPU, once for each data plane."""
-        _note_once(_NOT_SHARED, "no GPU memory with %s, copying: %s", self._connection.target, why)
-
-    def leave(self) -> None:
-        """Close the shared memory. The next call opens the stream again."""
-        if self._local is not None:
-            self._local.close()
-            self._local = None
+        if answer[0] is None:
+            return True
+        if answer[0] != layer.head:
+            self._check_local(answer[0], layer)
+        return False
 
     async def close(self) -> None:
         """End the stream, and close the connection. Another execution can continue the plan."""
-        self.leave()
+        self._leave()
         await self._stream.close()
         await self._connection.close()
 
@@ -354,6 +328,12 @@ class ShardExecution:
             self._drop()  # an unwanted answer is under way
         self._plan, self.receipt, self._begun = None, None, None
 
+    def _leave(self) -> None:
+        """Close the shared memory. The next call opens the stream again."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
     def _local_for(self, plan: pb.ExecuteRequest) -> tuple[LocalConnection | None, bytes]:
         """Return the plan as a packet, and the connection for it; None if it does not fit one."""
         packet = plan.SerializeToString()
@@ -361,13 +341,13 @@ class ShardExecution:
 
     def _drop(self) -> None:
         """Forget the stream and the shared memory; answers still under way are lost."""
-        self.leave()
+        self._leave()
         self._stream.drop()
 
     async def _open(self) -> None:
         if self._is_open:
             return
-        self.leave()
+        self._leave()
         request = pb.OpenExecution(grant=self._grant, host_id=self._host_id)
         self._stream.open()
         try:
@@ -385,8 +365,9 @@ class ShardExecution:
         try:
             return await LocalConnection.join(offer)
         except (OSError, KvplaneError) as error:
-            text = "no shared memory with %s, using gRPC: %s"
-            _note_once(_NOT_JOINED, text, self._connection.target, error)
+            if self.target not in _NOT_JOINED:
+                _NOT_JOINED.add(self.target)
+                _LOGGER.info("no shared memory with %s, using gRPC: %s", self.target, error)
             return None
 
     async def _start(self, plan: pb.ExecuteRequest) -> pb.StartPlanResponse:
@@ -400,7 +381,7 @@ class ShardExecution:
 
     async def _begin(self, plan: SignedPayload, num_tokens: int, pass_index: int | None) -> None:
         await self._open()
-        if not self.begin_now(plan, num_tokens, pass_index):
+        if not self.begin_local(plan, num_tokens, pass_index):
             request = _request(plan, pass_index)
             presented = _presented(request, _number_of(plan), num_tokens)
             await self._stream.send(request)
@@ -479,8 +460,10 @@ class ShardExecution:
         for tensor, there in ((query, layer.query), (key, layer.key), (value, layer.value)):
             if tensor is not None and there is not None:
                 memory[there[0] : there[0] + tensor.num_bytes] = memoryview(tensor.data).cast("B")
-        local = self.local
-        local.send(layer.head + self._started_plan().tail)
+        local, plan = self.local, self._started_plan()
+        naming = pb.RunLayerRequest(plan_number=plan.number, pass_index=plan.pass_index)
+        naming.MergeFrom(layer.request)
+        local.send(pb.ExecuteRequest(layer=naming).SerializeToString())
         if self._begun is not None:
             self._check_begun(_parse(await local.receive_soon()))
         self._check_local(await local.receive_soon(), layer)
@@ -506,14 +489,12 @@ class ShardExecution:
         return LocalLayer.make(self.local, index, key.dtype, shape, key.shape, value.shape, options)
 
     def _check_local(self, answer: bytes, layer: LocalLayer) -> None:
-        """Take the answer to a layer that was sent by the local connection."""
-        if answer == layer.usual:
-            return
+        """Take the message that answers a layer that was sent by the local connection."""
         output = _expect("output", _parse(answer)).output
         self._note_receipt(output)
         output.ClearField("receipt")
-        if pb.ExecuteResponse(output=output).SerializeToString() != layer.usual:
-            self.leave()
+        if output != layer.answer:
+            self._leave()
             raise InternalError("a layer was answered as another one")
 
     def _note_receipt(self, answer: _Receipted) -> None:
@@ -537,12 +518,6 @@ async def _tried(deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
     return await retry_until(deadline, attempt, waits_for_quota=True)
 
 
-def _note_once(noted: set[str], text: str, target: str, why: object) -> None:
-    if target not in noted:
-        noted.add(target)
-        _LOGGER.info(text, target, why)
-
-
 def _parse(answer: bytes) -> pb.ExecuteResponse:
     return packets.parse(pb.ExecuteResponse, answer)
 
@@ -563,8 +538,8 @@ def _request(plan: SignedPayload, pass_index: int | None) -> pb.ExecuteRequest:
 
 def _presented(request: pb.ExecuteRequest, number: int, num_tokens: int) -> _Presented:
     pass_index = request.plan.pass_index if request.plan.HasField("pass_index") else None
-    tail = packets.tail_of(number, pass_index)
-    return _Presented(request, number, pass_index, num_tokens, tail)
+    named = packets.named(number, pass_index)
+    return _Presented(request, number, pass_index, num_tokens, named)
 
 
 def _number_of(plan: SignedPayload) -> int:

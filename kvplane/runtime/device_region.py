@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -11,10 +13,18 @@ from typing import Any, Final
 
 import torch
 
+from kvplane.errors import KvplaneError
 from kvplane.execution.shard_execution import ShardExecution
 from kvplane.transport.local import packets
+from kvplane.transport.local.connection import LocalConnection
+from kvplane.wire.error_messages import from_wire
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import local_pb2
 
+_LOGGER: Final = logging.getLogger(__name__)
 _MOST_BYTES: Final = 2**40
+# Data planes whose GPU's memory could not be opened, which is logged once for each.
+_NOT_SHARED: Final[set[str]] = set()
 
 
 def gpu_of(tensor: torch.Tensor) -> int | None:
@@ -75,17 +85,16 @@ def open_region(execution: ShardExecution, gpu: int) -> DeviceRegion | None:
     try:
         uuid = native.device_uuid(gpu)
         if uuid != local.cuda_device_uuid:
-            execution.note_not_shared(f"its GPU is {local.cuda_device_uuid}, not {uuid}")
-            return None
-    except RuntimeError as error:
-        execution.note_not_shared(error)
+            raise ValueError(f"its GPU is {local.cuda_device_uuid}, not {uuid}")
+        given = execution.ask_local(partial(_share, uuid))
+    except (RuntimeError, ValueError, KvplaneError) as error:
+        _note_not_shared(execution, error)
         return None
-    given = execution.share_now(uuid)
     if given is None:
         return None
     message, file = given
     try:
-        if message.cuda_device_uuid != uuid or message.size_bytes > _MOST_BYTES:
+        if file < 0 or message.cuda_device_uuid != uuid or message.size_bytes > _MOST_BYTES:
             raise ValueError("the region is not what was asked for")
         # The native module checks the handle's length, and the size against what was allocated.
         memory = native.open_shared(
@@ -93,7 +102,31 @@ def open_region(execution: ShardExecution, gpu: int) -> DeviceRegion | None:
         )
         return DeviceRegion(message.region_id, memory)
     except (RuntimeError, ValueError) as error:
-        execution.note_not_shared(error)
+        _note_not_shared(execution, error)
         return None
     finally:
-        os.close(file)
+        if file >= 0:
+            os.close(file)
+
+
+def _share(
+    cuda_device_uuid: str, local: LocalConnection, timeout_s: float
+) -> tuple[local_pb2.MemoryRegion, int]:
+    """Ask for a region on the data plane's GPU, which has to be this one. Returns it, and a file to
+    keep open as long as the region; -1 if none came. Raises the KvplaneError that is answered.
+    """
+    share = local_pb2.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
+    local.send(pb.ExecuteRequest(share=share).SerializeToString())
+    packet, file = local.receive_file(timeout_s)
+    answer = packets.parse(pb.ExecuteResponse, packet)
+    if answer.HasField("error"):
+        raise from_wire(answer.error)
+    regions = answer.joined.regions
+    return regions[0] if len(regions) == 1 else local_pb2.MemoryRegion(), file
+
+
+def _note_not_shared(execution: ShardExecution, why: object) -> None:
+    """Log that tensors do not stay on the GPU, once for each data plane."""
+    if execution.target not in _NOT_SHARED:
+        _NOT_SHARED.add(execution.target)
+        _LOGGER.info("no GPU memory with %s, copying: %s", execution.target, why)

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
-from data_plane.execution.repeated_layers import RepeatedLayers
 from data_plane.kernels.backend import cache_kinds_of
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.server.config import DataPlaneSettings
 from data_plane.server.embedded import EmbeddedDataPlane
+from data_plane.server.embedded_execution import EmbeddedExecution
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.layout import LATENT, Layout
 from kvplane.results import Signed
 from kvplane.runtime.backend import OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.wire.v1.types_pb2 import SignedPayload
 
 _GRACE_S = 1.0  # for other processes' calls, when the planes are stopped
 
@@ -85,36 +84,25 @@ class EmbeddedBackend:
         config = DataPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, **settings)
         self._plane = EmbeddedDataPlane(config, layout)
         self._executor = self._plane.start(start_timeout_s)
-        self._session_id: int | None = None
-        self._plan_number = 0  # started here last; 0 before the first
-        self._pass_index: int | None = None
-        self._repeated: RepeatedLayers | None = None
+        self._execution: EmbeddedExecution | None = None
         self.latent_layers: frozenset[int] = frozenset()
 
     has_passes = True
+    takes_model_shapes = True
+    """See ``kvplane.transformers.attention.Step``."""
 
     def open(self, session: OpenedSession) -> None:
         """Present the session's grant to the executor."""
-        self._session_id = self._executor.open(cast(SignedPayload, session.grant))
-        self._repeated = self._executor.repeated_layers(self._session_id)
+        self._execution = EmbeddedExecution(self._executor, session.grant)
         self.latent_layers = session.layout.latent_layers
 
     def start(
         self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
         """Change tables and run transfers, before the first pass."""
-        session_id = self._open_session()
-        if not pass_index:
-            started = self._executor.start(session_id, cast(SignedPayload, plan))
-            self._plan_number = started.number
-        self._pass_index, number = pass_index, self._plan_number
-        if pass_index is not None:
-            started_tokens = self._executor.begin_pass(session_id, pass_index, plan_number=number)
-        if self._repeated is not None:
-            self._repeated.begin(self._plan_number, pass_index)
-        if pass_index is not None:
-            return PlanStarted(started_tokens)
-        return PlanStarted(started.num_tokens, [] if started.receipt is None else [started.receipt])
+        execution = self._open_execution()
+        execution.start(plan, pass_index=pass_index)
+        return PlanStarted(execution.num_tokens, execution.receipts)
 
     def layer(
         self,
@@ -126,65 +114,41 @@ class EmbeddedBackend:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Write and attend in this thread, on the pool's device."""
-        executor, session_id = self._executor, self._open_session()
-        if executor.device.type != "cpu" or not query.is_cpu:
-            with device_errors():
-                query_there, key = query.to(executor.device), key.to(executor.device)
-                value = None if value is None else value.to(executor.device)
+        execution, device = self._open_execution(), self._executor.device
+        if query.device == device:
+            there = query, key, value
         else:
-            query_there = query
-        out = executor.layer(
-            session_id,
-            index,
-            query_there,
-            key,
-            value,
-            options=options,
-            plan_number=self._plan_number,
-            pass_index=self._pass_index,
-        )
-        if out is None:
-            raise InternalError("a layer with queries has no output")
+            with device_errors():
+                there = (
+                    query.to(device),
+                    key.to(device),
+                    None if value is None else value.to(device),
+                )
+        out = execution.layer(index, *there, options=options)
         if out.device == query.device:
             return out
         with device_errors():
             return out.to(query.device)
 
-    def repeated_layer(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor | None:
-        """See ``kvplane.transformers.attention.RepeatedLayer``."""
-        if self._repeated is None:
-            return None
-        return self._repeated.layer(index, query, key, value, options)
-
     def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return the receipt, after the last layer."""
+        execution = self._open_execution()
         if not is_last and self._executor.device.type == "cpu":
             return ()  # its kernels have raised what was wrong
-        receipt = self._executor.receipt(self._open_session())
-        if not is_last:
-            return ()
-        if receipt is None:
+        receipts = execution.finish()
+        if is_last and not receipts:
             raise InternalError("no receipt came after the last layer")
-        return [receipt]
+        return receipts if is_last else ()
 
     def close(self) -> None:
         """Forget the session; the pool stays for others, and for the next session."""
-        if self._repeated is not None:
-            self._repeated.count()
-        self._session_id = self._repeated = None
+        self._execution = None
 
     def stop(self) -> None:
         """Stop the data plane."""
         self._plane.stop()
 
-    def _open_session(self) -> int:
-        if self._session_id is None:
+    def _open_execution(self) -> EmbeddedExecution:
+        if self._execution is None:
             raise InternalError("no session is open")
-        return self._session_id
+        return self._execution

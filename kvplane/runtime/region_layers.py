@@ -16,6 +16,7 @@ from kvplane.runtime.device_region import DeviceRegion, gpu_of, open_region
 from kvplane.tensor import Tensor
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.local.layer import LocalLayer, Shape
+from kvplane.transport.local.packets import MAX_BINDINGS
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 DTYPES: Final = {
@@ -24,12 +25,11 @@ DTYPES: Final = {
     "bfloat16": torch.bfloat16,
 }
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_KNOWN: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """A layer that was computed before, with tensors of these shapes: views of the region."""
+class _Bound:
+    """A layer that the data plane has bound, for tensors of these shapes: views of the region."""
 
     region: DeviceRegion | None
     """The region on the GPU; None for main memory."""
@@ -48,13 +48,13 @@ class RegionLayers:
         self._local: LocalConnection | None = None
         # Requested regions by GPU, each requested once; at most one is not None.
         self._regions: dict[int, DeviceRegion | None] = {}
-        self._known: dict[tuple[object, ...], _Known | None] = {}
+        self._bound: dict[tuple[object, ...], _Bound] = {}
         # The last call of each layer: comparing is faster than hashing.
-        self._latest: dict[int, tuple[tuple[object, ...], _Known | None]] = {}
+        self._latest: dict[int, tuple[tuple[object, ...], _Bound]] = {}
 
     def begin(self, plan: Signed, num_tokens: int, pass_index: int | None = None) -> bool:
         """``Execution.begin`` without an event loop; False where it needs one."""
-        return self._execution.begin_now(cast(SignedPayload, plan), num_tokens, pass_index)
+        return self._execution.begin_local(cast(SignedPayload, plan), num_tokens, pass_index)
 
     def layer(
         self,
@@ -69,28 +69,27 @@ class RegionLayers:
         """
         if value is None:
             return None
-        known = self._find(index, query, key, value, options)
-        if known is None:
+        bound = self._find(index, query, key, value, options)
+        if bound is None:
             return None
-        tensors = query, key, value
-        region = known.region
-        if known.call is not None and all(t.is_cpu and t.is_contiguous() for t in tensors):
-            output = torch.empty(known.output.shape, dtype=query.dtype)
+        tensors, region = (query, key, value), bound.region
+        if bound.call is not None and all(t.is_cpu and t.is_contiguous() for t in tensors):
+            output = torch.empty(bound.output.shape, dtype=query.dtype)
             addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
-            was_moved = self._execution.call_now(known.layer, known.call, addresses)
+            was_moved = self._execution.layer_local(bound.layer, bound.call, addresses)
             if was_moved is None:
                 return None
-            return output if was_moved else output.copy_(known.output)
+            return output if was_moved else output.copy_(bound.output)
         if region is not None:
             region.follow()
-        for there, tensor in zip(known.inputs, tensors, strict=True):
+        for there, tensor in zip(bound.inputs, tensors, strict=True):
             there.copy_(tensor)
         if region is not None:
             region.settle()
-        if not self._execution.layer_now(known.layer):
+        if self._execution.layer_local(bound.layer) is None:
             return None
         # A copy: the next layer's output overwrites it.
-        return known.output.to(query.device, copy=True)
+        return bound.output.to(query.device, copy=True)
 
     def _find(
         self,
@@ -99,7 +98,8 @@ class RegionLayers:
         key: torch.Tensor,
         value: torch.Tensor,
         options: AttentionOptions,
-    ) -> _Known | None:
+    ) -> _Bound | None:
+        """Return the layer, bound now if it was not; None if it cannot be."""
         local = self._execution.local
         if local is not self._local:
             self._forget()
@@ -112,14 +112,18 @@ class RegionLayers:
         latest = self._latest.get(index)
         if latest is not None and latest[0] == identity:
             return latest[1]
-        if identity not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            region = self._region_of(query)
-            self._known[identity] = _make(local, region, index, query, key, value, options)
-        known = self._known[identity]
-        self._latest[index] = identity, known
-        return known
+        bound = self._bound.get(identity)
+        if bound is None:
+            if len(self._bound) >= MAX_BINDINGS:
+                self._bound.clear()
+                self._latest.clear()
+            region, binding = self._region_of(query), len(self._bound)
+            bound = _make(local, region, index, query, key, value, options, binding)
+            if bound is None or not self._execution.bind_local(bound.layer):
+                return None
+            self._bound[identity] = bound
+        self._latest[index] = identity, bound
+        return bound
 
     def _region_of(self, tensor: torch.Tensor) -> DeviceRegion | None:
         gpu = gpu_of(tensor)
@@ -133,7 +137,7 @@ class RegionLayers:
         """Drop the regions and their views."""
         self._local = None
         self._regions.clear()
-        self._known.clear()
+        self._bound.clear()
         self._latest.clear()
 
 
@@ -145,11 +149,12 @@ def _make(
     key: torch.Tensor,
     value: torch.Tensor,
     options: AttentionOptions,
-) -> _Known | None:
+    binding: int,
+) -> _Bound | None:
     of_query, of_key, of_value = (tuple(tensor.shape) for tensor in (query, key, value))
     dtype = NAMES[query.dtype]
     make = LocalLayer.make
-    layer = make(region or local, index, dtype, of_query, of_key, of_value, options)
+    layer = make(region or local, index, dtype, of_query, of_key, of_value, options, binding)
     if layer is None or layer.query is None or layer.output is None:
         return None
     whole = torch.frombuffer(local.memory, dtype=torch.uint8) if region is None else region.whole
@@ -161,4 +166,4 @@ def _make(
 
     inputs = view(layer.query), view(layer.key), view(layer.value)
     call = layer.native(local) if region is None else None
-    return _Known(region, layer, inputs, view(layer.output), call)
+    return _Bound(region, layer, inputs, view(layer.output), call)

@@ -48,40 +48,23 @@ class Step(Protocol):
         ``query``, [num_tokens, num_heads, head_size]; returns [num_tokens, num_heads, value's
         size]. Where latents are kept, ``key`` is the latent, ``value`` None, and the output's size
         that of a latent without its rotary part.
-        """
-        ...
 
-
-class RepeatedLayer(Protocol):
-    """A shorter way to ``Step.layer``, for layers that are called with tensors like those of the
-    step before. A step may have it as its method ``repeated_layer``.
-    """
-
-    def __call__(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor | None:
-        """Compute the attention of all tokens of a batch, in transformers' shapes: query [num_rows,
-        num_heads, num_columns, head_size], key and value [num_rows, num_kv_heads, num_columns,
-        size]. Returns [num_rows, num_columns, num_heads, size of value], or None, with nothing
-        written, if ``layer`` has to be called instead.
+        A step may have an attribute ``takes_model_shapes`` that is true. Then it also takes tensors
+        in transformers' shapes, [num_rows, heads, num_columns, size], where it computes all tokens
+        of a batch, and returns [num_rows, num_columns, num_heads, value's size].
         """
         ...
 
 
 @dataclass(slots=True)
 class Running:
-    """A forward pass. ``num_layers``: calls of attention so far. ``repeated``: the step's
-    ``repeated_layer``, if it has one and computes all tokens.
+    """A forward pass. ``num_layers``: calls of attention so far. ``is_direct``: whether the step
+    takes transformers' shapes and computes all tokens.
     """
 
     step: Step
     tokens: torch.Tensor | None
-    repeated: RepeatedLayer | None
+    is_direct: bool
     num_layers: int = 0
     last_layer: int = -1
 
@@ -96,8 +79,8 @@ def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]
     ``tokens``: the tokens of the batch that the plan computes, int64, as indices into the
     concatenated rows, in the plan's order; None for all. The output of others is zero.
     """
-    repeated = None if tokens is not None else getattr(step, "repeated_layer", None)
-    forward = Running(step, tokens, repeated)
+    is_direct = tokens is None and getattr(step, "takes_model_shapes", False)
+    forward = Running(step, tokens, is_direct)
     token = _RUNNING.set(forward)
     try:
         yield forward
@@ -198,13 +181,12 @@ def _attention(
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
     options = options_of(module, scaling, arguments)
-    if running.repeated is not None:
-        attended = running.repeated(index, query, key, value, options)
-        if attended is not None:
-            running.last_layer = index
-            running.num_layers += 1
-            return attended, None
-    is_latent = keeps_latents(module)
+    is_latent = index in running.step.latent_layers and absorbed.has_latents(module)
+    if running.is_direct and not is_latent and query.shape[2] == key.shape[2]:
+        out = running.step.layer(index, query, key, value, options=options)
+        running.last_layer = index
+        running.num_layers += 1
+        return out, None
     if is_latent:
         query = absorbed.over_latents(module, query)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]

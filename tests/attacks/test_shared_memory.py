@@ -18,7 +18,9 @@ MOST_GROWTH_BYTES = 4 << 20
 
 
 async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path: Path) -> None:
-    """Each packet differs, by how often it names the layer, and asks for one that has run."""
+    """Each packet differs, by how often it names the layer, and asks for one that has run, or binds
+    it.
+    """
     async with (
         serving(tmp_path, local_region_bytes=1 << 20) as (server, side),
         grpc.aio.insecure_channel(server.address) as channel,
@@ -27,14 +29,17 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
         stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         peer = await LocalPeer.joined(stub, author.grant(1))
         assert (await peer.ask(plan=plan_of_two_tokens(author))).started.num_tokens == 2
-        packet, tail = peer.packet(peer.layer(0, 2)), packets.tail_of(1, None)
+        packet = peer.packet(peer.layer(0, 2))
         assert (await peer.ask(packet)).output.layer == 0
 
         async def ask_again(number: int) -> None:
             again = b"\x18\x00" * (LONG_BYTES // 2 + number)  # RunLayerRequest.layer = 0
             field = b"\x1a" + _varint(len(again)) + again  # ExecuteRequest.layer, to be merged
-            answer = await peer.ask(packet.removesuffix(tail) + field + tail)
+            answer = await peer.ask(packet + field)
             assert answer.WhichOneof("message") == "output"
+            longer = peer.layer(0, 2).SerializeToString() + again
+            peer.send(packets.head_of(packets.BIND_LAYER, number) + longer)
+            assert (await peer.answer()).error.field == "layer"
 
         await ask_again(0)
         tracemalloc.start()

@@ -95,19 +95,40 @@ class LocalPeer:
         return answer
 
     def packet(self, layer: pb.RunLayerRequest, **plan: Any) -> bytes:
-        """Return a layer's packet in the two parts that are known again. ``plan``: what it names,
-        if not the plan that was started last.
+        """Return a layer's message. ``plan``: what it names, if not the plan that was started
+        last.
         """
-        head = pb.ExecuteRequest(layer=layer).SerializeToString()
         naming = pb.RunLayerRequest(**(plan or self.plan))
-        return head + pb.ExecuteRequest(layer=naming).SerializeToString()
+        naming.MergeFrom(layer)
+        return pb.ExecuteRequest(layer=naming).SerializeToString()
+
+    async def bind(self, layer: pb.RunLayerRequest) -> pb.ExecuteResponse:
+        """Bind a layer by its own number. The answer is empty unless it is an error."""
+        return await self._ask_bound(packets.BIND_LAYER, layer.layer, layer.SerializeToString())
+
+    async def ask_bound(self, layer: int, **plan: Any) -> pb.ExecuteResponse:
+        """Ask for a bound layer, whose tensors are in the region. ``plan``: as for ``packet``."""
+        named = packets.named(**{"pass_index": None, **(plan or self.plan)})
+        return await self._ask_bound(packets.LAYER, layer, named)
+
+    async def _ask_bound(self, kind: int, binding: int, rest: bytes) -> pb.ExecuteResponse:
+        head = packets.head_of(kind, binding)
+        self.send(head + rest)
+        packet = await self._receive()
+        if packet == head:
+            layer = pb.RunLayerResponse(layer=binding) if kind == packets.LAYER else None
+            return pb.ExecuteResponse(output=layer)
+        return pb.ExecuteResponse.FromString(packet)
 
     async def answer(self) -> pb.ExecuteResponse:
+        return pb.ExecuteResponse.FromString(await self._receive())
+
+    async def _receive(self) -> bytes:
         await self._readable()
         packet = self.peer.recv(packets.MAX_PACKET_BYTES)
         if not packet:
             raise ConnectionError("the data plane closed the socket")
-        return pb.ExecuteResponse.FromString(packet)
+        return packet
 
     async def share(self, cuda_device_uuid: str) -> pb.ExecuteResponse:
         """Ask for a region on the GPU, and keep its file open without opening the memory."""

@@ -49,7 +49,7 @@ def first(head: str, *lines: str) -> tuple[str, str]:
 ON_PUSH: Final[dict[str, tuple[str, ...]]] = {
     "nobody writes a shared or published block": (
         "data/published_write_allowed",
-        "data/repeated_layers_write_what_was_published",
+        "late_layers/published_blocks_are_written, bound",
         "passes/a_layer_of_another_pass_runs",
     ),
     "publish after write": ("data/receipt_given_early",),

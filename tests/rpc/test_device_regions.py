@@ -476,3 +476,19 @@ async def test_a_gpu_that_fails_in_a_layer_of_a_finished_plan_gives_no_output(
         assert isinstance(error_of(await peer.ask(layer=layer)), InternalError)
         peer.close()
         await rig.num_regions(0)
+
+
+async def test_a_layer_is_bound_for_as_long_as_the_region_of_its_tensors(rig: Rig) -> None:
+    peer = await rig.joined()
+    await peer.ask(plan=plan_of_two_tokens(rig.author))
+    await peer.share(rig.uuid)
+    in_main_memory = peer.layer(1, 2)
+    assert not (await peer.bind(in_gpus_memory(peer.layer(0, 2)))).HasField("error")
+    assert not (await peer.bind(in_main_memory)).HasField("error")
+    assert (await peer.ask_bound(0)).output.layer == 0
+    os.close(peer.file)  # which lets the region go, and not the connection
+    peer.file = -1
+    await rig.num_regions(0)
+    assert error_of(await peer.ask_bound(0)).field == "binding"
+    assert (await peer.ask_bound(1)).output.HasField("receipt")
+    peer.close()

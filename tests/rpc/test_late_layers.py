@@ -14,17 +14,23 @@ import pytest
 import torch
 
 from data_plane import limits
-from data_plane.execution.repeated_layers import RepeatedLayers
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import PlanOutOfOrderError
+from kvplane.errors import (
+    BlockNotWritableError,
+    InvalidRequestError,
+    KvplaneError,
+    PlanOutOfOrderError,
+    SessionExpiredError,
+    StaleGenerationError,
+)
 from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.data_server import author_of, serving
-from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
+from tests.helpers.data.plan_author import PlanAuthor, publications, set_blocks, span, tokens
 from tests.helpers.local_peer import LocalPeer
 
 LAYERS = (0, 1)
@@ -89,61 +95,65 @@ class ByGrpc:
 
 
 class ByMemory:
-    """Shared memory. ``in_parts``: a layer's packet ends with what it names, and native code knows
-    the part before; otherwise it is one message, which Python reads.
+    """Shared memory. ``binds``: a layer is bound first, and asked for by a few bytes, which native
+    code reads; otherwise it is one message, which Python reads.
     """
 
-    def __init__(self, peer: LocalPeer, *, in_parts: bool) -> None:
+    def __init__(self, peer: LocalPeer, *, binds: bool) -> None:
         self._peer = peer
-        self._in_parts = in_parts
+        self._binds = binds
+        self._bound: set[tuple[int, int]] = set()
+        """Layers that are bound, and their numbers of tokens."""
+        self._num_tokens = 0
+        """Of the plan or pass that was begun last, which any layer that is late or early fits."""
 
     async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
         fields = {} if named.pass_index is None else {"pass_index": named.pass_index}
-        assert (await self._peer.ask(plan=plan, **fields)).HasField("started")
+        answer = await self._peer.ask(plan=plan, **fields)
+        self._num_tokens = answer.started.num_tokens
 
     async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
-        packet = self._peer.packet(self._peer.layer(layer, num_tokens, seed), **named.fields)
-        if not self._in_parts:
-            packet = pb.ExecuteRequest.FromString(packet).SerializeToString()
-        answer = await self._peer.ask(packet)
+        num_tokens = self._num_tokens
+        request = self._peer.layer(layer, num_tokens, seed)
+        if self._binds:
+            if (layer, num_tokens) not in self._bound:
+                assert not (await self._peer.bind(request)).HasField("error")
+                self._bound = {(i, num) for i, num in self._bound if i != layer}
+                self._bound.add((layer, num_tokens))
+            answer = await self._peer.ask_bound(layer, **named.fields)
+        else:
+            answer = await self._peer.ask(self._peer.packet(request, **named.fields))
         if answer.HasField("error"):
             raise from_wire(answer.error)
         return self._peer.output(num_tokens)
 
 
 class Embedded:
-    """An engine in the data plane's process. ``repeats``: its layers are known again."""
+    """An engine in the data plane's process. ``rows``: its tensors are as transformers has them."""
 
-    def __init__(self, server: DataPlaneServer, *, repeats: bool) -> None:
+    def __init__(self, server: DataPlaneServer, *, rows: bool) -> None:
         self._executor = server.executor
-        self._repeats = repeats
-        self._begun: dict[Named, RepeatedLayers] = {}
+        self._rows = rows
 
     async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
         self._executor.start(1, plan)
         if named.pass_index is not None:
             self._executor.begin_pass(1, named.pass_index, plan_number=named.plan_number)
-        if self._repeats:
-            repeated = self._executor.repeated_layers(1)
-            assert repeated is not None
-            repeated.begin(**named.fields)
-            self._begun[named] = repeated
 
     async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
         query = tokens(num_tokens, 4, seed=seed)
         key, value = tokens(num_tokens, seed=seed + 1), tokens(num_tokens, seed=seed + 2)
-        options = AttentionOptions()
-        if named in self._begun:
-            rows = [tensor[None].transpose(1, 2) for tensor in (query, key, value)]
-            output = self._begun[named].layer(layer, *rows, options)
-            if output is not None:
-                return output[0]
-        output = self._executor.layer(1, layer, query, key, value, options=options, **named.fields)
+        tensors = [query, key, value]
+        if self._rows:
+            tensors = [tensor[None].transpose(1, 2) for tensor in tensors]
+        output = self._executor.layer(
+            1, layer, *tensors, options=AttentionOptions(), **named.fields
+        )
         assert output is not None
         return output
 
 
-WAYS = ("gRPC", "shared memory", "known packets", "embedded", "repeated")
+WAYS = ("gRPC", "shared memory", "bound", "embedded", "rows")
 
 
 class Rig:
@@ -210,15 +220,15 @@ async def rig_of(way: str, folder: Path) -> AsyncIterator[Rig]:
             await call.write(pb.ExecuteRequest(open=opening))
             assert (await call.read()).HasField("opened")
             yield Rig(server, author, ByGrpc(call))
-        elif way in ("embedded", "repeated"):
+        elif way in ("embedded", "rows"):
             server.executor.open(author.grant())
-            yield Rig(server, author, Embedded(server, repeats=way == "repeated"))
+            yield Rig(server, author, Embedded(server, rows=way == "rows"))
         else:
             peer = await LocalPeer.joined(stub, author.grant())
-            yield Rig(server, author, ByMemory(peer, in_parts=way == "known packets"))
+            yield Rig(server, author, ByMemory(peer, binds=way == "bound"))
             connection = next(iter(server.local._connections.values()))
-            num_known = await server._worker.run(lambda: connection._known.num_served)
-            assert (num_known > 0) is (way == "known packets")
+            num_served = await server._worker.run(lambda: connection._layers.num_served)
+            assert (num_served > 0) is (way == "bound"), "what native code answered"
             peer.close()
             peer.memory = None
         server.executor.check_integrity()
@@ -288,25 +298,54 @@ async def test_a_plan_that_computes_all_at_once_is_in_no_pass(way: str, tmp_path
                 await rig.layer(layer, Named(number))
 
 
-async def test_a_packet_that_names_twice_is_read_as_one_message(tmp_path: Path) -> None:
-    """As protobuf merges it: its first part is no layer of any plan, so it is not known again."""
-    async with rig_of("known packets", tmp_path) as rig:
-        assert isinstance(rig.caller, ByMemory)
-        peer = rig.caller._peer
-        plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
-        await rig.caller.start(plan, Named(1, 0))
-        for layer in LAYERS:
-            merged = pb.ExecuteRequest.FromString(peer.packet(peer.layer(layer, 1)))
-            first = merged.SerializeToString()
-            assert (await peer.ask(first)).output.layer == layer
-        for number in (2, 3, 4):
-            later = rig.author.plan(number, spans=[span(1, number - 1, 1)])
-            await rig.caller.start(later, Named(number))
-            before = rig.memory
-            naming = pb.RunLayerRequest(plan_number=number)
-            tail = pb.ExecuteRequest(layer=naming).SerializeToString()
-            error = from_wire((await peer.ask(first + tail)).error)  # the pass of the first part
-            assert (type(error), error.field) == (PlanOutOfOrderError, "layer.pass_index")
-            assert rig.memory == before
-            for layer in LAYERS:
-                await peer.ask(layer=peer.layer(layer, 1))
+async def rejected(rig: Rig, layer: int, named: Named, error: type[KvplaneError]) -> None:
+    """A layer is refused, and writes nothing."""
+    before = rig.memory
+    with pytest.raises(error):
+        await rig.layer(layer, named)
+    assert rig.memory == before
+
+
+async def two_plans(rig: Rig) -> Named:
+    """Two plans have run, in which all layers were bound, and the next one has begun."""
+    for number in (1, 2):
+        await rig.start(number)
+        await rig.run(Named(number))
+    await rig.start(3)
+    return Named(3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_block_that_was_published_since_is_not_written(way: str, tmp_path: Path) -> None:
+    async with rig_of(way, tmp_path) as rig:
+        named = await two_plans(rig)
+        rig.server.executor.publish(publications((0, 1)))
+        await rejected(rig, 0, named, BlockNotWritableError)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_block_that_another_session_was_given_is_not_written(
+    way: str, tmp_path: Path
+) -> None:
+    async with rig_of(way, tmp_path) as rig:
+        named, author, executor = await two_plans(rig), rig.author, rig.server.executor
+        executor.open(author.grant(2))
+        other = author.plan(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 1)])
+        executor.start(2, other)
+        await rejected(rig, 0, named, StaleGenerationError)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_layer_out_of_turn_is_refused(way: str, tmp_path: Path) -> None:
+    async with rig_of(way, tmp_path) as rig:
+        named = await two_plans(rig)
+        await rejected(rig, 1, named, InvalidRequestError)
+        await rig.run(named)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_session_that_has_ended_writes_nothing(way: str, tmp_path: Path) -> None:
+    async with rig_of(way, tmp_path) as rig:
+        named = await two_plans(rig)
+        rig.server.executor.fence(rig.author.session(1), 1)
+        await rejected(rig, 0, named, SessionExpiredError)

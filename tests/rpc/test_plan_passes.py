@@ -111,7 +111,7 @@ async def test_passes_are_refused_out_of_order(rig: Any) -> None:
         await layer(execution, 0, 0)
 
 
-async def test_native_code_answers_the_layers_of_later_passes(rig: Any) -> None:
+async def test_native_code_answers_the_layers_of_each_pass(rig: Any) -> None:
     """In memory that both share, as an engine computes them."""
     server, author = rig
     plan, outputs = plan_of(author), []
@@ -128,45 +128,9 @@ async def test_native_code_answers_the_layers_of_later_passes(rig: Any) -> None:
                 assert output is not None
             outputs.append(output)
         connection = next(iter(server.local._connections.values()))
-        assert connection._known.num_served == (NUM_TOKENS - 1) * (len(LAYERS) - 1)
+        assert connection._layers.num_served == NUM_TOKENS * (len(LAYERS) - 1)
         assert execution.has_run
     check(outputs)
-
-
-async def test_layers_that_are_expected_in_a_pass_are_none_of_the_next(rig: Any) -> None:
-    """Which another stream of the session has begun."""
-    server, author = rig
-    plan, options = plan_of(author), AttentionOptions()
-    async with (
-        UnaryClient(server.address) as client,
-        await client.open(author.grant()) as execution,
-        UnaryClient(server.address, shared_memory=False) as other_client,
-        await other_client.open(author.grant()) as other,
-    ):
-        layers = RegionLayers(shards_of(execution)[0])
-        for of_pass in range(2):
-            assert layers.begin(plan, 1, of_pass)
-            own = slice(of_pass, of_pass + 1)
-            for index in LAYERS:
-                layers.layer(index, QUERY[own], KEY[own], VALUE[own], options)
-        stream = next(iter(server.local._connections.values()))
-        known = stream._known
-        await execution.start(plan, pass_index=2)
-        expected = await server._worker.run(lambda: known._expect(*stream.stream.plan))
-        assert expected is not None and expected.pass_index == 2
-        await other.start(plan, pass_index=2)
-        for index in LAYERS:
-            await layer(other, index, 2)
-        await other.start(plan, pass_index=3)
-        with pytest.raises(PlanOutOfOrderError):
-            await server._worker.run(lambda: known._expect(*stream.stream.plan))
-
-        def serve() -> None:
-            raise AssertionError("layers of another pass were served")
-
-        run = server.executor.expectations.run
-        with pytest.raises(PlanOutOfOrderError):
-            await server._worker.run(lambda: run(expected, 0, serve, list))
 
 
 @pytest.mark.parametrize("way", ["gRPC", "shared memory", "native"])
@@ -184,7 +148,7 @@ async def test_a_late_layer_of_an_earlier_pass_is_refused(rig: Any, way: str) ->
         for of_pass in range(NUM_TOKENS):
             if of_pass in (1, 2, 3):
                 await left.start(plan, pass_index=of_pass)
-                if way == "native" and of_pass < 3:  # so that its packets are known
+                if way == "native" and of_pass < 3:  # so that its layers are bound
                     own = slice(of_pass, of_pass + 1)
                     for index in LAYERS:
                         output = layers.layer(index, QUERY[own], KEY[own], VALUE[own], options)

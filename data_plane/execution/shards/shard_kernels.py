@@ -29,7 +29,7 @@ from data_plane.kernels.arguments import (
     require,
 )
 from data_plane.kernels.backend import Kernels
-from data_plane.kernels.backends.bound_layers import BoundLayer
+from data_plane.kernels.backends.bound_layers import BoundLayer, LayerTensors
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.kernels.step_memory import StepMemory
@@ -38,6 +38,7 @@ from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.plans.batches.attention_batch import AttentionBatch
 from data_plane.plans.batches.transfers import Batch
 from data_plane.plans.contents.last_tenants import BlocksByTier
+from data_plane.plans.sessions import RunningPlan
 from data_plane.tier_keys import TierKey, group_of, tier_key_of, tier_of
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
@@ -161,26 +162,19 @@ class ShardKernels:
         self,
         batch: AttentionBatch,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
+        tensors: LayerTensors,
         options: AttentionOptions,
+        out: torch.Tensor | None,
     ) -> BoundLayer | None:
-        """Return the layer that ``bind`` bound, if the arguments need no more checks; else None."""
-        if self._bound is None or query.shape[0] != batch.num_tokens:
+        """Return the layer that ``bind`` bound, if the arguments need no more checks; else None.
+        There is a query and a key.
+        """
+        if self._bound is None:
             return None
-        bound = self._bound.find(layer, query, key, value, options)
-        return bound if bound is not None and self.sees(bound, batch) else None
-
-    def sees(self, bound: BoundLayer, batch: AttentionBatch) -> bool:
-        """Return whether the layer's window reaches no trimmed entry of the batch's tables."""
-        most = batch.max_window_tokens
-        return most is None or 0 < bound.window_tokens <= most
-
-    @property
-    def binds_layers(self) -> bool:
-        """Whether the kernels can bind layers."""
-        return self._bound is not None
+        bound = self._bound.find(layer, tensors, options)
+        if bound is None or not bound.fits(batch):
+            return None
+        return bound if out is None or out.shape == bound.output_shape else None
 
     def native_batch(self, batch: AttentionBatch) -> Any:
         """Return the batch as bound layers take it. Only for kernels that bind layers."""
@@ -199,42 +193,37 @@ class ShardKernels:
         options: AttentionOptions,
         write: WriteArguments,
         attention: AttentionArguments,
-    ) -> None:
+    ) -> BoundLayer | None:
         """Bind the layer, where the kernels can, for calls like the one with these arguments.
         ``options``: the caller's.
         """
-        if self._bound is not None:
-            self._bound.bind(layer, options, write, attention)
+        if self._bound is None:
+            return None
+        return self._bound.bind(layer, options, write, attention)
 
     def write_and_attend(
         self,
         bound: BoundLayer,
+        run: RunningPlan,
         batch: AttentionBatch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        num_context_tokens: int,
+        tensors: LayerTensors,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Write and attend with a layer that ``bound_layer`` returned."""
         assert self._bound is not None
-        output, *seconds = self._bound.run(bound, batch, query, key, value)
-        self.count(bound, batch.num_tokens, num_context_tokens, seconds)
+        output, *seconds = self._bound.run(bound, batch, tensors, out)
+        self.count(bound, run, seconds)
         return output
 
-    def count(
-        self,
-        bound: BoundLayer,
-        num_tokens: int,
-        num_context_tokens: int,
-        seconds: Sequence[float],
-    ) -> None:
+    def count(self, bound: BoundLayer, run: RunningPlan, seconds: Sequence[float]) -> None:
         """Count a call of a bound layer. ``seconds``: how long writing and attending took."""
-        counters = self._counters
+        counters, num_tokens = self._counters, bound.num_tokens
         write_s, attention_s = seconds
+        num_context = run.num_context_tokens(bound.window_tokens)
         counters.kernel_s["write"] += write_s
         counters.kernel_s["attention"] += attention_s
         counters.kernel_bytes["write"] += num_tokens * bound.token_bytes
-        counters.kernel_bytes["attention"] += num_context_tokens * bound.token_bytes
+        counters.kernel_bytes["attention"] += num_context * bound.token_bytes
         counters.num_written_tokens += num_tokens
         counters.num_attention_tokens += num_tokens
 

@@ -8,6 +8,7 @@ addresses, so the Python objects beside them keep the memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 
 Signature = tuple[Any, ...]
+LayerTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Query, key and value. Without a query a layer only writes; without a key it only attends."""
 
 
 class Batch(Protocol):
@@ -40,21 +43,33 @@ class Batch(Protocol):
     def query_starts(self) -> torch.Tensor: ...
     @property
     def context_lens(self) -> torch.Tensor: ...
+    @property
+    def max_window_tokens(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer bound for tensors of one signature. ``output_heads``: heads of the output, and their
-    size. ``token_bytes``: from ``bytes_of_token``. ``held``: tensors whose addresses ``native``
-    uses. The caller keeps a call's tensors alive until it returns.
+    """A layer bound for tensors of one signature. ``token_bytes``: from ``bytes_of_token``.
+    ``held``: tensors whose addresses ``native`` uses. The caller keeps a call's tensors alive until
+    it returns.
     """
 
     native: Any
     signature: Signature
-    output_heads: tuple[int, int]
+    num_tokens: int
+    output_shape: tuple[int, ...]
     window_tokens: int
     token_bytes: int
     held: tuple[torch.Tensor | None, ...]
+
+    def fits(self, batch: Batch) -> bool:
+        """Return whether the batch has as many tokens, and the layer's window reaches no trimmed
+        entry of its tables.
+        """
+        most = batch.max_window_tokens
+        return self.num_tokens == batch.num_tokens and (
+            most is None or 0 < self.window_tokens <= most
+        )
 
 
 class BoundLayers:
@@ -78,21 +93,33 @@ class BoundLayers:
     def find(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
+        tensors: LayerTensors,
         options: AttentionOptions,
     ) -> BoundLayer | None:
         """Return the bound layer; None if it is not bound, or if these arguments differ from the
-        ones that were checked then.
+        ones that were checked then. Tensors of four dimensions, [num_rows, heads, num_columns,
+        size], stand for [num_rows * num_columns, heads, size] where that is a view of them.
         """
-        signature, last = _signature(query, key, value, options), self._last.get(layer)
+        query = tensors[0]
+        assert query is not None
+        signature, last = _signature(tensors, options), self._last.get(layer)
         if last is not None and last.signature == signature:
             return last
-        bound = self._layers.get((layer, query.shape[0] == 1))
-        if bound is None or _of_any_number(bound.signature) != _of_any_number(signature):
+        leading: tuple[int, ...] = (query.shape[0],)
+        of_tokens = signature
+        if query.dim() == 4:
+            of_rows = _of_rows(tensors)
+            if of_rows is None:
+                return None
+            leading = query.shape[0], query.shape[2]
+            of_tokens = _signature(of_rows, options)
+        num_tokens = math.prod(leading)
+        bound = self._layers.get((layer, num_tokens == 1))
+        if bound is None or _of_any_number(bound.signature) != _of_any_number(of_tokens):
             return None
-        last = self._last[layer] = replace(bound, signature=signature)
+        shape = *leading, *bound.output_shape[-2:]
+        last = replace(bound, signature=signature, num_tokens=num_tokens, output_shape=shape)
+        self._last[layer] = last
         return last
 
     def bind(
@@ -101,13 +128,13 @@ class BoundLayers:
         options: AttentionOptions,
         write: WriteArguments,
         attention: AttentionArguments,
-    ) -> None:
+    ) -> BoundLayer:
         """Bind a layer for calls like the one with these arguments. ``options``: the caller's."""
-        num_tokens, *output_heads = attention.output_shape
         bound = BoundLayer(
             self._bind(write, attention),
-            _signature(attention.query, write.key, write.value, options),
-            (output_heads[0], output_heads[1]),
+            _signature((attention.query, write.key, write.value), options),
+            attention.output_shape[0],
+            attention.output_shape,
             attention.options.sliding_window_tokens,
             bytes_of_token(write.keys, write.values),
             (
@@ -115,29 +142,35 @@ class BoundLayers:
                 *(attention.slopes, attention.sinks),
             ),
         )
-        self._layers[layer, num_tokens == 1] = self._last[layer] = bound
+        self._layers[layer, bound.num_tokens == 1] = self._last[layer] = bound
+        return bound
 
     def run(
         self,
         bound: BoundLayer,
         batch: Batch,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
+        tensors: LayerTensors,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, float, float]:
-        """Write and attend. Returns the output, and the seconds that each of them took.
+        """Write and attend. Returns the output, which is ``out`` if given, and the seconds that
+        each of them took.
 
-        ``batch`` has as many tokens as the query. Raises InvalidRequestError for a bad id or
-        length.
+        The layer fits the batch. Raises InvalidRequestError for a bad id or length.
         """
-        native = self.batch(batch)
-        shape = batch.num_tokens, *bound.output_heads
-        output = torch.empty(shape, dtype=query.dtype, device="cpu")
-        tensors = (query, key, value, output)
+        query, key, value = tensors
+        assert query is not None and key is not None
+        output = out
+        if output is None:
+            output = torch.empty(bound.output_shape, dtype=query.dtype, device="cpu")
         began_s = time.perf_counter()
         try:
             write_s = bound.native.write_and_attend(
-                native, *(0 if t is None else t.data_ptr() for t in tensors), self.num_threads
+                self.batch(batch),
+                query.data_ptr(),
+                key.data_ptr(),
+                0 if value is None else value.data_ptr(),
+                output.data_ptr(),
+                self._num_threads(),
             )
         except IndexError as error:
             field, _, wanted = str(error).partition(" must ")
@@ -167,15 +200,16 @@ class BoundLayers:
             context_lens=batch.context_lens.data_ptr(),
             num_sequences=batch.num_spans,
             num_tokens=batch.num_tokens,
+            max_window_tokens=-1 if batch.max_window_tokens is None else batch.max_window_tokens,
         )
 
 
-def _signature(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, options: AttentionOptions
-) -> Signature:
+def _signature(tensors: LayerTensors, options: AttentionOptions) -> Signature:
     """Return everything that the checks of arguments depend on, except the batch: tensors of equal
     signatures are both accepted, or both refused.
     """
+    query, key, value = tensors
+    assert query is not None and key is not None
     return (
         options,
         (query.shape, query.stride(), query.dtype, query.device, query.layout),
@@ -184,6 +218,19 @@ def _signature(
         if value is None
         else (value.shape, value.stride(), value.dtype, value.device, value.layout),
     )
+
+
+def _of_rows(tensors: LayerTensors) -> LayerTensors | None:
+    """Return [num_rows, heads, num_columns, size] as [num_rows * num_columns, heads, size]; None
+    where these would be copies, or on another device.
+    """
+    if any(t is not None and (t.dim() != 4 or not t.is_cpu) for t in tensors):
+        return None
+    query, key, value = (None if t is None else t.transpose(1, 2).flatten(0, 1) for t in tensors)
+    rows = query, key, value
+    pairs = zip(tensors, rows, strict=True)
+    are_views = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
+    return rows if are_views else None
 
 
 def _of_any_number(signature: Signature) -> Signature:

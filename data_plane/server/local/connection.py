@@ -10,7 +10,7 @@ from typing import Final
 from data_plane.execution.executor import Executor
 from data_plane.server.execute_stream import ExecuteStream
 from data_plane.server.local.device_regions import DeviceRegion, DeviceRegions
-from data_plane.server.local.known_layers import KnownLayers
+from data_plane.server.local.layer_server import LayerServer
 from data_plane.server.local.region import HostRegion
 from data_plane.server.worker_thread import NOTHING, WaitResult
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
@@ -58,7 +58,7 @@ class LocalConnection:
         self._new_file = False  # whether the next answer brings that region's
         self._host_region: HostRegion | None = region
         self._use_regions()
-        self._known = KnownLayers(peer.fileno(), stream, executor, spin_s=spin_s)
+        self._layers = LayerServer(peer.fileno(), stream, executor, spin_s=spin_s)
         self._num_answered = 0  # here
         self._packet: bytes | None = None  # found by ``wait``
 
@@ -75,7 +75,7 @@ class LocalConnection:
         try:
             packet, self._packet = self._packet, None
             if packet is None:
-                packet = self._serve_known(-1, waits=False)
+                packet = self._serve_layers(-1, waits=False)
             if packet is not None:
                 self._num_answered += 1
                 self._send((yield from self._answer(packet)))
@@ -83,34 +83,34 @@ class LocalConnection:
             self.end()
 
     def wait(self, epoll: int) -> WaitResult:
-        """Wait for packets, and answer those of known layers, until there is another packet or
+        """Wait for packets, and answer those of bound layers, until there is another packet or
         something else is ready at ``epoll``.
         """
         if self._has_ended:
             return NOTHING
-        busy_s = self._known.busy_s
+        busy_s = self._layers.busy_s
         try:
-            self._packet = self._serve_known(epoll, waits=True)
+            self._packet = self._serve_layers(epoll, waits=True)
         except OSError:
             self.end()
-        return WaitResult(self._known.busy_s - busy_s, self._packet is not None)
+        return WaitResult(self._layers.busy_s - busy_s, self._packet is not None)
 
     @property
     def num_packets(self) -> int:
         """Packets answered."""
-        return self._num_answered + self._known.num_served
+        return self._num_answered + self._layers.num_served
 
-    def _serve_known(self, epoll: int, *, waits: bool) -> bytes | None:
-        """Answer packets of known layers. Return one that the caller has to answer, if there is."""
-        known = self._known
+    def _serve_layers(self, epoll: int, *, waits: bool) -> bytes | None:
+        """Answer packets of bound layers. Return one that the caller has to answer, if there is."""
+        layers = self._layers
         try:
-            if not known.look(epoll, waits=waits):
+            if not layers.look(epoll, waits=waits):
                 return None
             try:
                 self._admit()
             except KvplaneError:
-                return known.take()
-            return known.serve(epoll, waits=waits)
+                return layers.take()
+            return layers.serve(epoll, waits=waits)
         except OSError:
             raise
         except Exception as error:  # a bug: the thread, which all share, has to survive it
@@ -123,7 +123,7 @@ class LocalConnection:
             self._has_ended = True
             self._host_region = self._device_region = self._packet = None
             self.stream.use_regions([])
-            self._known.close()
+            self._layers.close()
             self._on_end(self)
             self._peer.close()
 
@@ -142,7 +142,7 @@ class LocalConnection:
         """Forget a region that its client has closed, if it is this connection's."""
         if region is self._device_region:
             self._device_region = None
-            self._known.close()
+            self._layers.forget_in_place()
             self._use_regions()
 
     def _use_regions(self) -> None:
@@ -177,7 +177,12 @@ class LocalConnection:
     def _answer(self, packet: bytes) -> Slices[bytes]:
         try:
             self._admit()
-            return (yield from self.stream.answer_packet(packet))
+            if packet[:1] != b"\0":
+                return (yield from self.stream.answer_packet(packet))
+            kind, binding, rest = packets.read_head(packet)
+            if kind == packets.BIND_LAYER:
+                return self._layers.bind(binding, rest)
+            return (yield from self._layers.run(binding, rest))
         except Exception as error:
             return self._refusal(error)
 

@@ -128,6 +128,11 @@ class LocalConnection:
             self.close()
             raise
 
+    def ask(self, packet: bytes, timeout_s: float) -> bytes:
+        """``send`` a request and ``receive`` the answer to the oldest one without one."""
+        self.send(packet)
+        return self.receive(timeout_s)
+
     def receive_file(self, timeout_s: float) -> tuple[bytes, int]:
         """``receive`` an answer with a file descriptor, which the caller closes; -1 if it has
         none.
@@ -159,17 +164,17 @@ class LocalConnection:
         return self._native is not None
 
     def call(
-        self, layer: LayerCall, tail: bytes, addresses: Addresses, timeout_s: float
+        self, layer: LayerCall, named: bytes, addresses: Addresses, timeout_s: float
     ) -> bytes | None:
-        """Put a layer's tensors into the region, send its packet and wait for an answer. If that is
-        the usual one, take the output from the region and return None; otherwise return the answer.
-        ``tail``: of the packet. ``addresses``: of query, key, value and output, each contiguous.
-        Raises as ``send`` and ``receive``.
+        """Put a layer's tensors into the region, send its packet and wait for an answer. If that
+        has no receipt, take the output from the region and return None; otherwise return the
+        answer. ``named``: the end of the packet. ``addresses``: of query, key, value and output,
+        each contiguous. Raises as ``send`` and ``receive``.
         """
         try:
             self._open_peer()
             assert self._native is not None
-            return self._native.call(layer, tail, *addresses, timeout_s)
+            return self._native.call(layer, named, *addresses, timeout_s)
         except OSError as error:
             self.close()
             raise _translated(error, timeout_s) from error

@@ -41,20 +41,34 @@ class Room(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalLayer:
-    """A layer of any plan and pass: the first part of its packet, and its tensors' places in the
-    region: query, key, value and output, by offset and shape; the first and the last are None
-    without a query.
+    """A layer of any plan and pass, and its tensors' places in the region: query, key, value and
+    output, by offset and shape; the first and the last are None without a query.
     """
 
-    head: bytes
-    """The packet without ``packets.tail_of``, which names the plan and the pass."""
-    usual: bytes
+    request: pb.RunLayerRequest
+    """It names no plan."""
+    answer: pb.RunLayerResponse
     """The expected answer, without a receipt."""
+    binding: int
+    """The number that the layer has in packets once it is bound."""
     dtype: str
     query: tuple[int, Shape] | None
     key: tuple[int, Shape]
     value: tuple[int, Shape]
     output: tuple[int, Shape] | None
+
+    @property
+    def bind_packet(self) -> bytes:
+        """The packet that binds the layer."""
+        head = packets.head_of(packets.BIND_LAYER, self.binding)
+        return head + self.request.SerializeToString()
+
+    @property
+    def head(self) -> bytes:
+        """The first part of the layer's packet once it is bound, and its answer if there is no
+        receipt. ``packets.named`` follows.
+        """
+        return packets.head_of(packets.LAYER, self.binding)
 
     def native(self, connection: LocalConnection) -> LayerCall | None:
         """Return the layer for ``LocalConnection.call``, valid while its memory is mapped; None
@@ -69,7 +83,6 @@ class LocalLayer:
 
         return kvplane_kernels.LayerCall(
             head=self.head,
-            usual=self.usual,
             query=at(self.query),
             key=at(self.key),
             value=at(self.value),
@@ -86,6 +99,7 @@ class LocalLayer:
         key: Shape,
         value: Shape,
         options: AttentionOptions,
+        binding: int = 0,
     ) -> LocalLayer | None:
         """Make a layer for tensors of these shapes. Returns None if they do not fit the region, or
         are wrong for a layer: such a layer goes over gRPC, where it is refused.
@@ -109,11 +123,10 @@ class LocalLayer:
             answer.output.CopyFrom(_message(dtype, output_there, room.region_id))
         for name, there in messages.items():
             getattr(request, name).CopyFrom(_message(dtype, there, room.region_id))
-        head = pb.ExecuteRequest(layer=request).SerializeToString()
-        if len(head) + packets.MAX_TAIL_BYTES > packets.MAX_PACKET_BYTES:
+        if request.ByteSize() + packets.MAX_NAMES_BYTES > packets.MAX_PACKET_BYTES:
             return None
-        usual = pb.ExecuteResponse(output=answer).SerializeToString()
-        return cls(head, usual, dtype, query_there, key_there, value_there, output_there)
+        places = query_there, key_there, value_there, output_there
+        return cls(request, answer, binding, dtype, *places)
 
 
 def _message(dtype: str, there: tuple[int, Shape], region_id: int) -> tpb.Tensor:

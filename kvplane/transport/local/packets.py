@@ -1,4 +1,13 @@
-"""The Unix socket of a local execution, as both ends see it: one packet is one message."""
+"""The Unix socket of a local execution, as both ends see it.
+
+A packet is one message, or, where its first byte is 0, it concerns a bound layer:
+
+    BindLayer     0, 2, binding    a RunLayerRequest that names no plan    answer: 0, 2, binding
+    layer         0, 1, binding    the plan and the pass                   answer: 0, 1, binding
+
+A layer is bound once, with its tensors' places and its options. Errors, and answers that bring a
+receipt, are messages.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +21,25 @@ from typing import Final, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvplane.errors import InvalidRequestError
-from kvplane.wire.v1 import execution_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 MAX_PACKET_BYTES: Final = 131_072
-MAX_TAIL_BYTES: Final = 24
-"""How long ``tail_of`` is at most: two tags and the length, and two integers of up to 10 bytes."""
+MAX_NAMES_BYTES: Final = 64
+"""More than a packet needs beside a layer's request: what names its plan, its pass or its binding.
+"""
+MAX_BINDINGS: Final = 1024
+"""Bindings of one connection are numbers below this. A number may be bound again."""
+LAYER: Final = 1
+BIND_LAYER: Final = 2
 SECRET_BYTES: Final = 32
 ALIGNMENT_BYTES: Final = 64
 """Alignment of every range in a region."""
 NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_HEAD: Final = struct.Struct("<BBHI")  # 0, kind, 0, binding
+_NAMED: Final = struct.Struct("<qiI")  # plan number, pass, whether there is a pass
 _FILE: Final = struct.Struct("i")
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -98,25 +113,36 @@ def send(peer: socket.socket, packet: bytes) -> None:
     peer.send(packet, NO_WAIT)
 
 
-def tail_of(plan_number: int, pass_index: int | None) -> bytes:
-    """Return the second part of a layer's packet. It names the plan and the pass, and protobuf
-    merges it into the first part, which is the same in each step: see ``LocalOffer``.
-    """
-    layer = execution_pb2.RunLayerRequest(plan_number=plan_number, pass_index=pass_index)
-    return execution_pb2.ExecuteRequest(layer=layer).SerializeToString()
+def head_of(kind: int, binding: int) -> bytes:
+    """Return the first part of a packet that concerns a bound layer, and its answer."""
+    return _HEAD.pack(0, kind, 0, binding)
 
 
-def head_of(packet: bytes, tail: bytes) -> bytes:
-    """Return the first part of a layer's packet that ends with ``tail``; empty if it has no such
-    parts. With another tail, the head is then the same layer of another plan or pass.
+def named(plan_number: int, pass_index: int | None) -> bytes:
+    """Return the second part of a layer's packet: the plan and the pass that it belongs to."""
+    return _NAMED.pack(plan_number, pass_index or 0, pass_index is not None)
+
+
+def read_head(packet: bytes) -> tuple[int, int, bytes]:
+    """Return the kind, the binding and the rest of a packet whose first byte is 0. Raises
+    InvalidRequestError.
     """
-    head = packet.removesuffix(tail)
-    try:
-        alone = execution_pb2.ExecuteRequest.FromString(head)
-    except DecodeError:  # what looks like the tail is the end of something else
-        return b""
-    names_plan = alone.layer.plan_number or alone.layer.HasField("pass_index")
-    return head if alone.HasField("layer") and not names_plan else b""
+    if len(packet) < _HEAD.size:
+        raise InvalidRequestError("the packet is too short")
+    _, kind, padding, binding = _HEAD.unpack_from(packet)
+    if kind not in (LAYER, BIND_LAYER) or padding:
+        raise InvalidRequestError("the packet is of no kind that is known here")
+    if binding >= MAX_BINDINGS:
+        raise InvalidRequestError(f"must be less than {MAX_BINDINGS}", field="binding")
+    return kind, binding, packet[_HEAD.size :]
+
+
+def read_named(rest: bytes) -> tuple[int, int | None]:
+    """Return the plan's number and the pass in ``named``. Raises InvalidRequestError."""
+    if len(rest) != _NAMED.size:
+        raise InvalidRequestError("the layer's packet has another length than it should")
+    plan_number, pass_index, has_pass = _NAMED.unpack(rest)
+    return plan_number, pass_index if has_pass else None
 
 
 def parse(kind: type[MessageT], packet: bytes) -> MessageT:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from data_plane import Executor, StartedPlan
+from data_plane.server.embedded_execution import EmbeddedExecution
 from kvplane.errors import KvplaneError
+from kvplane.runtime.embedded import EmbeddedBackend
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -122,3 +124,11 @@ class Rig:
             assert caught.value.field == field
         assert (self.snapshot(), self.executor.num_sequences) == before
         self.executor.check_integrity()
+
+
+def embedded_backend(rig: Rig) -> EmbeddedBackend:
+    """Return an engine's backend for session 1, without planes of its own."""
+    backend = EmbeddedBackend.__new__(EmbeddedBackend)
+    backend._executor = rig.executor
+    backend._execution = EmbeddedExecution(rig.executor, rig.author.grant(1))
+    return backend

@@ -56,16 +56,15 @@ class Engine(MemoryUser):
 
     def change_region(self, **fields: Any) -> None:
         """Change fields of the data plane's offer."""
-        share_now = self.shard.share_now
+        share = device_region._share
 
-        def changed(uuid: str) -> tuple[local_pb2.MemoryRegion, int] | None:
-            given = share_now(uuid)
-            if given is not None:
-                for name, value in fields.items():
-                    setattr(given[0], name, value)
-            return given
+        def changed(*asked: Any) -> tuple[local_pb2.MemoryRegion, int]:
+            region, file = share(*asked)
+            for name, value in fields.items():
+                setattr(region, name, value)
+            return region, file
 
-        self.shard.share_now = changed  # type: ignore[method-assign]
+        device_region._share = changed
 
     def run_plan(self, plan: bytes, num_layers: int, seed: int) -> list[torch.Tensor | None]:
         """Return the outputs of a plan of two tokens."""

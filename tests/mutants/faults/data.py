@@ -6,7 +6,6 @@ from tests.mutants.fault import Fault, first
 
 EXECUTOR = "data_plane/execution/executor.py"
 RUNNER = "data_plane/execution/plan_runner.py"
-REPEATED = "data_plane/execution/repeated_layers.py"
 SHARD_KERNELS = "data_plane/execution/shards/shard_kernels.py"
 BOUND = "data_plane/kernels/backends/bound_layers.py"
 CUDA_STREAMS = "data_plane/kernels/device/cuda_streams.py"
@@ -15,11 +14,11 @@ VERIFIER, CHECKS = "data_plane/plans/verifier.py", "data_plane/plans/write_check
 BLOCK_TABLES = "data_plane/plans/tables/block_tables.py"
 LAYOUT = "kvplane/layout.py"
 
-OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF_REPEATED = (
+OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF_LAYERS = (
     f"tests/unit/executor/test_{name}.py"
     for name in (
         *("executor", "executor_sessions", "executor_rejections", "invariants_data"),
-        *("streams", "device_failures", "latent_pools", "repeated_layers"),
+        *("streams", "device_failures", "latent_pools", "layer_runner"),
     )
 )
 ENDED, OF_PROGRESS, TRANSFERS, PUBLICATIONS = (
@@ -31,7 +30,6 @@ SCALES, OF_BOUND = (f"tests/unit/data_kernels/test_{n}.py" for n in ("kv_scales"
 
 STARTS = "        if plan.number not in session.receipts:\n            self._settle("
 SIGNS = "    return (\n        options,\n"
-KNOWN = "if known is None or known.signature != signature or known.options != options:"
 END_ALL = "    def end_all(self, key_id: bytes) -> None:"
 # A message counts as one of the present generations, whatever it says.
 NAMED = """\
@@ -103,6 +101,20 @@ FAULTS = (
     ),
     Fault("signatures_ignored", BOUND, SIGNS, f"    return None\n{SIGNS}", OF_BOUND),
     Fault(
+        "options_of_bound_layers_ignored",
+        BOUND,
+        SIGNS,
+        "    return (\n        None,\n",
+        OF_LAYERS,
+    ),
+    Fault(
+        "rows_of_bound_layers_ignored",
+        BOUND,
+        "return rows if are_views else None",
+        "return rows",
+        OF_LAYERS,
+    ),
+    Fault(
         "tokens_of_bound_keys_uncounted",
         BOUND,
         SIGNS,
@@ -113,8 +125,9 @@ FAULTS = (
     Fault(  # A layer group goes on with the batch that was bound first.
         "batches_kept",
         BOUND,
-        "native = self.batch(batch)",
-        "batch = self._batches.get(batch.group, (batch,))[0]\n        native = self.batch(batch)",
+        "write_and_attend(\n                self.batch(batch),",
+        "write_and_attend(\n"
+        "                self.batch(self._batches.get(batch.group, (batch,))[0]),",
         OF_BOUND,
     ),
     Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", OF_SESSIONS),
@@ -150,8 +163,8 @@ FAULTS = (
     Fault(  # A layer that comes then overwrites what the receipt was given for.
         "layers_written_again_after_the_end",
         RUNNER,
-        "compute, is_new = self._compute, not run.is_complete",
-        "compute, is_new = self._compute, True",
+        "if writes and not run.is_complete:",
+        "if writes:",
         OF_EXECUTOR,
     ),
     Fault(
@@ -334,58 +347,6 @@ FAULTS = (
         "value_bytes = 0 if are_latents(keys, values) else values[0].nbytes",
         "value_bytes = values[0].nbytes",
         LATENTS,
-    ),
-    Fault(
-        "repeated_layers_take_any_tensors",
-        REPEATED,
-        KNOWN,
-        "if known is None or known.options != options:",
-        OF_REPEATED,
-    ),
-    Fault(
-        "repeated_layers_take_any_options",
-        REPEATED,
-        KNOWN,
-        "if known is None or known.signature != signature:",
-        OF_REPEATED,
-    ),
-    Fault(
-        "repeated_layers_of_ended_sessions",
-        SESSIONS,
-        "session.has_ended = True",
-        "pass",
-        OF_REPEATED,
-    ),
-    Fault(
-        "repeated_layers_write_what_was_published",
-        REPEATED,
-        "            and self._plans.write_checks.is_unchanged(run)\n",
-        "",
-        OF_REPEATED,
-    ),
-    Fault(
-        "repeated_layers_come_in_any_order",
-        REPEATED,
-        "            and run.progress.comes_next(known.index)\n",
-        "",
-        OF_REPEATED,
-    ),
-    Fault(  # Those of a plan that ends within are not counted.
-        "repeated_layers_are_counted_whole_plans_at_a_time",
-        REPEATED,
-        "        if not self._ran or self._begun is None:\n",
-        "        if len(self._ran) < len(self._indices):\n            self._ran.clear()\n"
-        "        if not self._ran or self._begun is None:\n",
-        OF_REPEATED,
-    ),
-    Fault(  # They go on with the pass that was begun first.
-        "repeated_layers_keep_their_batch",
-        REPEATED,
-        "                [*map(self._compute.native_batch, batches)],\n",
-        "                [*map(self._compute.native_batch, batches)]\n"
-        "                if self._begun is None\n"
-        "                else self._begun.batches,\n",
-        OF_REPEATED,
     ),
     *(  # Of the kernels that an executor takes if it is given none.
         Fault(

@@ -52,8 +52,8 @@ FAULTS = (
         Fault(
             f"a_layer_that_was_not_written_is_attended, {only}",
             PLANS,
-            'run.progress.is_written(index),\n            f"layer',
-            'True,\n            f"layer',
+            'run.progress.is_written(index),\n                f"layer',
+            'True,\n                f"layer',
             tests,
             only,
         )
@@ -116,19 +116,19 @@ FAULTS = (
         "refused_by_name",
     ),
     Fault(
+        "a_single_call_is_of_any_plan",
+        STREAM,
+        "number or started.plan_number",
+        "started.plan_number",
+        CALLS,
+        "its_plan_and_its_pass",
+    ),
+    Fault(
         "entries_of_a_write_have_gaps",
         BLOCKS,
         "if len(apart):",
         "if False:",
         CALLS,
         "refused_by_name",
-    ),
-    Fault(
-        "a_single_call_is_of_any_plan",
-        STREAM,
-        "if not request.plan_number:",
-        "if True:",
-        CALLS,
-        "its_plan_and_its_pass",
     ),
 )

@@ -135,6 +135,14 @@ FAULTS = (
         "gives_it_back",
     ),
     Fault(
+        "bindings_keep_what_engines_let_go",
+        CONNECTION,
+        "self._layers.forget_in_place()",
+        "pass",
+        RPC,
+        "is_bound_for",
+    ),
+    Fault(
         "what_is_let_go_is_not_counted", REGIONS, "self._end_use(region)", "pass", RPC, "bounded"
     ),
     Fault(

@@ -9,50 +9,85 @@ SDK = "tests/rpc/test_sdk_execution.py"
 EXECUTOR = "tests/unit/executor/test_passes.py"
 PLANS = "data_plane/execution/plan_runner.py"
 SESSIONS = "data_plane/plans/sessions.py"
+CHECKED = "data_plane/plans/write_checks.py"
 STREAM = "data_plane/server/execute_stream.py"
-REPEATED = "data_plane/execution/repeated_layers.py"
+SERVER = "data_plane/server/local/layer_server.py"
 EXECUTION = "kvplane/execution/shard_execution.py"
 
-WAYS = ("gRPC", "shared", "known", "embedded", "repeated")
+WAYS = ("gRPC", "shared", "bound", "embedded", "rows")
+CHECKS = {
+    "any_plan_is_the_present_one": (
+        PLANS,
+        "if plan_number is not None and run.number != plan_number:",
+        "if False:",
+        "of_another_plan",
+    ),
+    "any_pass_is_the_present_one": (
+        SESSIONS,
+        "if index != self.pass_index:",
+        "if False:",
+        "of_another_pass",
+    ),
+    "layers_come_in_any_order": (
+        PLANS,
+        "elif index and not run.progress.is_written(index - 1):",
+        "elif False:",
+        "out_of_turn",
+    ),
+    "published_blocks_are_written": (
+        CHECKED,
+        "self.check_still_writable(run)",
+        "pass",
+        "published_since",
+    ),
+    "taken_blocks_are_written": (
+        CHECKED,
+        "self.check_still_current(session, run)\n        self.check_still_writable",
+        "self.check_still_writable",
+        "another_session_was_given",
+    ),
+    "ended_sessions_write": (
+        SESSIONS,
+        "session = self._open.pop(session_id, None)",
+        "session = self._open.get(session_id)",
+        "has_ended",
+    ),
+}
 
 FAULTS = (
     *(
-        Fault(
-            f"any_plan_is_the_present_one, {way}",
-            PLANS,
-            "if plan_number is not None and run.number != plan_number:",
-            "if False:",
-            LATE,
-            f"another_plan and {way}",
-        )
+        Fault(f"{name}, {way}", file, old, new, LATE, f"{test} and {way}")
+        for name, (file, old, new, test) in CHECKS.items()
         for way in WAYS
     ),
     *(
         Fault(
-            f"any_pass_is_the_present_one, {way}",
-            SESSIONS,
-            "if index != self.pass_index:",
-            "if False:",
+            f"a_stream_forgets_what_its_layers_name, {way}",
+            STREAM,
+            "self.run(layer, *_named_by(request.layer))",
+            "self.run(layer, *(self.begun or ()))",
             LATE,
-            f"another_pass and {way}",
+            f"{test} and {way}",
         )
-        for way in WAYS
+        for test, way in (("another_plan", "gRPC"), ("another_pass", "shared"))
     ),
     Fault(
-        "a_stream_forgets_what_its_layers_name",
-        STREAM,
-        "self._run(layer, _belongs(request.layer))",
-        "self._run(layer, self._begun)",
+        "a_bound_layer_is_of_the_plan_that_was_begun",
+        SERVER,
+        "self._stream.run(layer, *packets.read_named(named))",
+        "self._stream.run(layer, *(self._stream.begun or ()))",
         LATE,
-        "another_plan and gRPC",
+        "another_pass and bound",
     ),
     Fault(
-        "a_socket_forgets_what_its_layers_name",
-        STREAM,
-        "self._read(request.layer, is_local=True), _belongs(request.layer)",
-        "self._read(request.layer, is_local=True), self._begun",
-        LATE,
-        "another_pass and shared",
+        "native_code_serves_a_plan_that_others_have_ended",
+        "data_plane/execution/layer_runner.py",
+        """run, may_write = plans.check_may_run(
+            session_id, plan_number, pass_index, index, writes=True, attends=True
+        )""",
+        "may_write, run = True, plans.latest(session_id, None)[1]",
+        "tests/rpc/test_plan_passes.py",
+        "earlier_pass and native",
     ),
     Fault(
         "what_a_packet_names_is_absent",
@@ -63,47 +98,15 @@ FAULTS = (
         "in_no_pass and gRPC",
     ),
     Fault(
-        "packets_are_known_by_any_tail",
-        STREAM,
-        "if belongs is not None and packet.endswith(self._tail):",
-        "if belongs is not None:",
-        LATE,
-        "another_pass and known",
-    ),
-    Fault(
-        "what_names_a_plan_already_is_known",
-        "kvplane/transport/local/packets.py",
-        'return head if alone.HasField("layer") and not names_plan else b""',
-        "return head",
-        LATE,
-        "names_twice",
-    ),
-    Fault(
-        "repeated_layers_go_on_under_the_next_plan",
-        REPEATED,
-        "session.latest is run",
-        "True",
-        LATE,
-        "voided and repeated",
-    ),
-    Fault(
-        "repeated_layers_go_on_in_the_next_pass",
-        REPEATED,
-        "and run.pass_index == begun.pass_index",
-        "",
-        LATE,
-        "another_pass and repeated",
-    ),
-    Fault(
         "an_embedded_engine_forgets_its_plan",
-        "kvplane/runtime/embedded.py",
+        "data_plane/server/embedded_execution.py",
         "plan_number=self._plan_number,\n            pass_index",
-        "plan_number=executor._sessions.get(1).latest.number,\n            pass_index",
+        "plan_number=self._executor._sessions.get(1).latest.number,\n            pass_index",
         EXECUTOR,
         "it_started",
     ),
     Fault(
-        "the_sdk_names_no_plan", EXECUTION, "plan_number=plan.number,", "", SDK, "names_the_plan"
+        "the_sdk_names_no_plan", EXECUTION, "plan_number=plan.number,\n", "", SDK, "names_the_plan"
     ),
     Fault(
         "the_sdk_names_no_pass",

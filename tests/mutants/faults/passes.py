@@ -9,7 +9,6 @@ RPC = "tests/rpc/test_plan_passes.py"
 STEPS = "tests/kernels/test_fixed_steps.py"
 ENGINE = "tests/unit/engine/test_plans_in_passes.py"
 SESSIONS = "data_plane/plans/sessions.py"
-EXPECTED = "data_plane/execution/expected_layers.py"
 BATCH = "data_plane/plans/batches/attention_batch.py"
 CORE = "engine/running/core.py"
 SCHEDULER = "engine/scheduling/scheduler.py"
@@ -56,24 +55,16 @@ FAULTS = (
         ENGINE,
     ),
     Fault(
-        "layers_are_expected_in_any_pass",
-        EXPECTED,
-        "run = self._plans.present(session_id, plan_number, pass_index)[1]",
-        "run = self._plans.latest(session_id, plan_number)[1]",
-        RPC,
-        "none_of_the_next",
-    ),
-    Fault(
         "a_single_call_writes_to_any_pass",
         "data_plane/server/execute_stream.py",
-        'output, receipt = yield from self._run(layer, belongs, "")',
-        'output, receipt = yield from self._run(layer, self._begun, "")',
+        'self.run(layer, number or started.plan_number, pass_index, "")',
+        'self.run(layer, number or started.plan_number, self.begun.pass_index, "")',
         RPC,
         "single_call",
     ),
     Fault(
         "an_embedded_engine_forgets_its_pass",
-        "kvplane/runtime/embedded.py",
+        "data_plane/server/embedded_execution.py",
         "pass_index=self._pass_index,",
         "",
         EXECUTOR,
@@ -82,8 +73,10 @@ FAULTS = (
     Fault(
         "a_captured_step_runs_in_any_pass",
         "data_plane/execution/fixed_step.py",
-        "self._plans.present(self.session_id, plan_number, pass_index)",
-        "self._plans.latest(self.session_id, plan_number)",
+        "self.session_id, plan_number, pass_index, 0, writes=True, attends=True",
+        "self.session_id,\n                plan_number,\n"
+        "                self._plans.latest(self.session_id, plan_number)[1].pass_index,\n"
+        "                0,\n                writes=True,\n                attends=True,",
         STEPS,
         "another_pass",
     ),
@@ -133,14 +126,6 @@ FAULTS = (
         "return self.transferred and self.progress.is_complete and not self.pass_index == 0",
         EXECUTOR,
         "fails_in_a_pass",
-    ),
-    Fault(
-        "layers_are_served_in_another_pass",
-        EXPECTED,
-        "self._plans.present(expected.session_id, number, pass_index)",
-        "self._plans.latest(expected.session_id, number)",
-        RPC,
-        "none_of_the_next",
     ),
     Fault(
         "the_server_passes_over_the_pass",

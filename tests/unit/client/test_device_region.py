@@ -15,7 +15,7 @@ import torch
 from kvplane.attention_options import AttentionOptions
 from kvplane.runtime import device_region
 from kvplane.runtime.device_region import DeviceRegion, cuda_module, gpu_of
-from kvplane.runtime.region_layers import RegionLayers, _Known
+from kvplane.runtime.region_layers import RegionLayers, _Bound
 from kvplane.transport.local import packets
 
 
@@ -81,11 +81,11 @@ def test_a_layer_puts_its_tensors_between_the_two(monkeypatch: pytest.MonkeyPatc
     def noting(what: str) -> Any:
         return lambda *_: done.append(what) or True  # type: ignore[func-returns-value]
 
-    layers = RegionLayers(SimpleNamespace(layer_now=noting("send")))  # type: ignore[arg-type]
+    layers = RegionLayers(SimpleNamespace(layer_local=noting("send")))  # type: ignore[arg-type]
     region = SimpleNamespace(follow=noting("follow"), settle=noting("settle"))
     there, tensor = SimpleNamespace(copy_=noting("put")), torch.zeros(1)
-    known = _Known(region, None, (there,) * 3, tensor, None)  # type: ignore[arg-type]
-    monkeypatch.setattr(layers, "_find", lambda *_: known)
+    bound = _Bound(region, None, (there,) * 3, tensor, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(layers, "_find", lambda *_: bound)
     assert layers.layer(0, tensor, tensor, tensor, AttentionOptions()) is not None
     assert done == ["follow", "put", "put", "put", "settle", "send"]
 

@@ -13,8 +13,7 @@ from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
-from kvplane.runtime.embedded import EmbeddedBackend
-from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.data_rig import Rig, embedded_backend, stored
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
 from tests.helpers.data.latest_plan import of_latest
@@ -226,11 +225,8 @@ def test_an_answer_that_the_device_lost_is_an_internal_error_in_the_engine() -> 
             CpuKernels(1), paged_attention=lambda arguments: lost(arguments.query)
         )
     )
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
-    backend = EmbeddedBackend.__new__(EmbeddedBackend)  # its data plane would want a control plane
-    backend._executor, backend._session_id = rig.executor, 1
-    backend._plan_number, backend._pass_index = 1, None
-    backend._plan_number, backend._pass_index = 1, None
+    backend = embedded_backend(rig)
+    backend.start(rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)]))
     parts = tokens(3, 4), tokens(3), tokens(3)
     with pytest.raises(InternalError, match="the device failed"):
         backend.layer(0, *parts, options=AttentionOptions(scale=0.25))

@@ -26,6 +26,10 @@ class Session:
         self.receipts.append(receipt)
 
 
+def opened(rig: Rig, session: Session) -> EmbeddedExecution:
+    return EmbeddedExecution(rig.executor, session.grant, take_receipt=session.add_receipt)
+
+
 def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens(num_tokens, 4), tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
 
@@ -38,7 +42,7 @@ def test_a_plan_has_the_executors_outputs_and_gives_its_receipt_once() -> None:
     rig, twin = Rig(), Rig()
     session = Session(rig)
     twin.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
-    with EmbeddedExecution(rig.executor, session) as execution:
+    with opened(rig, session) as execution:
         assert execution.layers == [*LAYERS]
         plan = prompt_of(rig)
         execution.start(plan)
@@ -59,7 +63,7 @@ def test_a_plan_has_the_executors_outputs_and_gives_its_receipt_once() -> None:
 def test_a_plan_that_computes_nothing_gives_its_receipt_at_its_start() -> None:
     rig = Rig()
     session = Session(rig)
-    execution = EmbeddedExecution(rig.executor, session)
+    execution = opened(rig, session)
     execution.start(rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
     assert execution.has_run
     assert rig.author.read_receipt(*session.receipts).plan_number == 1
@@ -70,7 +74,7 @@ def test_a_plan_that_computes_nothing_gives_its_receipt_at_its_start() -> None:
 def test_a_plan_in_passes_has_run_after_its_last_pass() -> None:
     rig = Rig()
     session = Session(rig)
-    execution = EmbeddedExecution(rig.executor, session)
+    execution = opened(rig, session)
     plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
     for index in range(3):
         execution.start(plan, pass_index=index)
@@ -84,13 +88,25 @@ def test_a_plan_in_passes_has_run_after_its_last_pass() -> None:
 
 def test_no_plan_and_a_layer_before_any_are_refused() -> None:
     rig = Rig()
-    execution = EmbeddedExecution(rig.executor, Session(rig))
+    execution = opened(rig, Session(rig))
     with pytest.raises(InvalidRequestError, match="nothing to carry out"):
         execution.start(None)
     execution.start(prompt_of(rig))
     execution.close()
     with pytest.raises(PlanOutOfOrderError):
         execution.layer(0, *inputs(12))
+
+
+def test_without_a_taker_the_receipt_is_given_by_finish_alone() -> None:
+    """The caller may have more work for the device before it waits."""
+    rig = Rig()
+    execution = EmbeddedExecution(rig.executor, rig.author.grant(1))
+    execution.start(prompt_of(rig))
+    for layer in execution.layers:
+        assert execution.finish() == []
+        execution.layer(layer, *inputs(12))
+    assert not execution.has_run
+    assert rig.author.read_receipt(*execution.finish()).plan_number == 1
 
 
 @pytest.mark.parametrize("name", ["start", "layer", "close"])

@@ -18,9 +18,8 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     StaleGenerationError,
 )
-from kvplane.runtime.embedded import EmbeddedBackend
 from kvplane.slices import run_to_end
-from tests.helpers.data.data_rig import LAYERS, Rig, stored
+from tests.helpers.data.data_rig import LAYERS, Rig, embedded_backend, stored
 from tests.helpers.data.kernel_sets import late_kernels
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
@@ -286,8 +285,7 @@ def test_an_embedded_engine_goes_on_in_the_pass_that_it_began(rig: Rig) -> None:
     prompts(rig)
     spans = [span(i, FIRST[i], num) for i, num in COUNTS.items()]
     plan = rig.author.plan(2, previous=1, spans=spans)
-    backend = EmbeddedBackend.__new__(EmbeddedBackend)  # its data plane would want a control plane
-    backend._executor, backend._session_id, backend._repeated = rig.executor, 1, None
+    backend = embedded_backend(rig)
     assert backend.start(plan, pass_index=0).num_tokens == 3
     parts, options = (tokens(3, 4), tokens(3), tokens(3)), AttentionOptions()
     for layer in LAYERS:
@@ -304,8 +302,7 @@ def test_an_embedded_engine_writes_to_the_plan_that_it_started(rig: Rig) -> None
     prompts(rig)
     sequences = [*COUNTS][:2]
     first = rig.author.plan(2, previous=1, spans=[span(i, FIRST[i], 1) for i in sequences])
-    backend = EmbeddedBackend.__new__(EmbeddedBackend)
-    backend._executor, backend._session_id, backend._repeated = rig.executor, 1, None
+    backend = embedded_backend(rig)
     assert backend.start(first).num_tokens == 2
     for layer in LAYERS:
         backend.layer(layer, *late_parts(), options=AttentionOptions())

@@ -11,16 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from kvplane_kernels import ServedLayers
 
-from data_plane.kernels.backends.bound_layers import BoundLayers
-from data_plane.kernels.backends.cpu import CpuKernels
+from kvplane.attention_options import AttentionOptions
+from kvplane.transport.local import packets
 from tests.helpers.data.data_rig import Rig as Executing
-from tests.helpers.data.kernel_faults import with_operations
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import set_blocks, span
 
 LONG_S = 2.0  # after which a sleep that nothing ends is ended by the test
@@ -84,6 +83,13 @@ def test_a_client_that_goes_away_ends_the_sleep(rig: Rig) -> None:
         rig.look_while(threading.Timer(0.05, rig.client.shutdown, (socket.SHUT_RDWR,)))
 
 
+def native_batch(executing: Executing) -> Any:
+    """Of the latest plan."""
+    run = executing.executor._sessions.get(1).latest
+    assert run is not None
+    return executing.executor._compute.native_batch(run.attention[0])
+
+
 @pytest.fixture
 def hurried() -> Iterator[Rig]:
     """One that has no time for a second layer."""
@@ -92,32 +98,78 @@ def hurried() -> Iterator[Rig]:
 
 def test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time(hurried: Rig) -> None:
     """Others wait for the lock that is held meanwhile."""
-    kernels = CpuKernels(1)
-    layers: BoundLayers = kernels.bound_layers()
-    executing = Executing(kernels=with_operations(kernels, bound_layers=lambda: layers))
-    query, key, value = (torch.zeros(1, heads, 16) for heads in (4, 2, 2))
-    for number in (1, 2):  # a plan's layers are bound by its first call, and called by the next
-        changes = [set_blocks(1, [(0, 1)])] if number == 1 else []
-        executing.start(number, changes=changes, spans=[span(1, number - 1, 1)])
-        for layer in range(2):
-            out = executing.executor.layer(
-                1, layer, query, key, value, **of_latest(executing.executor)
-            )
-    assert out is not None
-    bound, (_, batch) = layers._last[0].native, layers._batches[0]
-    addresses = {"query": query, "key": key, "value": value, "out": out}
+    executing = Executing()
+    query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
+    tensors, executor = (query, key, value), executing.executor
+    executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
+    bound = executor.bind_layer(1, 0, tensors, AttentionOptions(), 1)
+    assert bound is not None
+    batch = native_batch(executing)
+    named = packets.named(1, None)
     for number in range(3):
-        hurried.served.add(
-            head=b"%d" % number,
-            answer=b"ran %d" % number,
-            layer=bound,
-            **{name: tensor.data_ptr() for name, tensor in addresses.items()},
+        hurried.served.bind(
+            binding=number,
+            index=number,
+            group=0,
+            num_tokens=1,
+            layer=bound.native,
+            query=query.data_ptr(),
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            out=out.data_ptr(),
         )
-        hurried.client.send(b"%d of a plan" % number)
-    hurried.served.begin([batch] * 3, 0, 1, b" of a plan")
+        hurried.client.send(packets.head_of(packets.LAYER, number) + named)
+    hurried.served.begin([batch], 0, 3, 1, named)
     for number in range(3):
         assert hurried.served.look(hurried.ready.fileno(), True)
+        assert hurried.served.asks_for_layer(named) == number
         hurried.served.serve(hurried.ready.fileno(), True)
-        assert len(hurried.served.take_times()) == 1
-        assert hurried.client.recv(16) == b"ran %d" % number
-    executing.executor.check_integrity()
+        assert [ran for ran, *_ in hurried.served.take_ran()] == [number]
+        assert hurried.client.recv(16) == packets.head_of(packets.LAYER, number)
+    executor.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("what", "packet"),
+    [
+        ("another plan", packets.head_of(packets.LAYER, 0) + packets.named(2, None)),
+        ("a pass", packets.head_of(packets.LAYER, 0) + packets.named(1, 0)),
+        ("a binding", packets.head_of(packets.BIND_LAYER, 0) + packets.named(1, None)),
+        ("a number that is not bound", packets.head_of(packets.LAYER, 9) + packets.named(1, None)),
+        (
+            "a layer whose turn it is not",
+            packets.head_of(packets.LAYER, 1) + packets.named(1, None),
+        ),
+        ("the last layer", packets.head_of(packets.LAYER, 2) + packets.named(1, None)),
+        ("more tokens", packets.head_of(packets.LAYER, 3) + packets.named(1, None)),
+        ("a message", b"\x1a\0" * 12),
+        ("more bytes", packets.head_of(packets.LAYER, 0) + packets.named(1, None) + b"\0"),
+    ],
+)
+def test_other_packets_are_left_to_the_caller(rig: Rig, what: str, packet: bytes) -> None:
+    """None of them is run. ``what``: names the case."""
+    executing = Executing()
+    query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
+    executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
+    executor = executing.executor
+    bound = executor.bind_layer(1, 0, (query, key, value), AttentionOptions(), 1)
+    assert bound is not None
+    batch = native_batch(executing)
+    places = [tensor.data_ptr() for tensor in (query, key, value, out)]
+    named = dict(zip(("query", "key", "value", "out"), places, strict=True))
+    for number, index, num_tokens in ((0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 0, 2)):
+        rig.served.bind(
+            binding=number,
+            index=index,
+            group=0,
+            num_tokens=num_tokens,
+            layer=bound.native,
+            **named,
+        )
+    rig.served.begin([batch], 2 if what == "the last layer" else 0, 2, 1, packets.named(1, None))
+    rig.client.send(packet)
+    assert rig.served.look(rig.ready.fileno(), True)
+    rig.served.serve(rig.ready.fileno(), True)
+    assert rig.served.take_ran() == []
+    assert rig.served.take() == packet
+    executor.check_integrity()

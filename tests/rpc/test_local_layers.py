@@ -1,5 +1,5 @@
-"""Layers that a client on this machine asks for by the packets of the plan before: native code
-answers them, as Python would, and refuses what Python would refuse.
+"""Layers that a client on this machine has bound: native code answers their packets as Python
+would, and leaves to it what it would refuse.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from data_plane import limits
-from data_plane.server.local import endpoint, known_layers
+from data_plane.server.local import endpoint, layer_server
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.server import DataPlaneServer
 from kvplane import DataClient
@@ -25,18 +25,19 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
     DeadlineExceededError,
-    PlanOutOfOrderError,
+    InvalidRequestError,
     SessionExpiredError,
     UnauthenticatedError,
 )
 from kvplane.execution.execution import shards_of
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
+from kvplane.transport.local import packets
 from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
-from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, tokens
+from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, span, tokens
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
 
 NUM_PLANS = 4  # of two tokens, in one block
@@ -51,15 +52,17 @@ class Rig:
         self.author = author
         self.peer = peer
         self.number = 0
+        self.bound: set[int] = set()
+        """Layers that are bound, for two tokens."""
 
     @property
     def connection(self) -> LocalConnection:
         """The data plane's end."""
         return next(iter(self.server.local._connections.values()))
 
-    async def num_known(self) -> int:
+    async def num_native(self) -> int:
         """Packets that native code has answered: it says so when something else is to be done."""
-        return await self.server._worker.run(lambda: self.connection._known.num_served)
+        return await self.server._worker.run(lambda: self.connection._layers.num_served)
 
     @property
     def tier(self) -> torch.Tensor:
@@ -73,7 +76,13 @@ class Rig:
 
     async def layer(self, layer: int) -> pb.ExecuteResponse:
         """Tensors of another seed in each plan."""
-        return await self.peer.ask(layer=self.peer.layer(layer, 2, seed=100 * self.number))
+        request = self.peer.layer(layer, 2, seed=100 * self.number)
+        if layer not in self.bound:
+            answer = await self.peer.bind(request)
+            if answer.HasField("error"):
+                return answer
+            self.bound.add(layer)
+        return await self.peer.ask_bound(layer)
 
     async def run(self) -> pb.ExecuteResponse:
         """A plan and its layers. Returns the last answer, of output that is right."""
@@ -114,34 +123,33 @@ def error_of(answer: pb.ExecuteResponse) -> Exception:
     return from_wire(answer.error)
 
 
-async def test_known_layers_are_computed_and_counted_like_others(rig: Rig) -> None:
+async def test_bound_layers_are_computed_and_counted_like_others(rig: Rig) -> None:
     counters, local = rig.server.executor.counters, rig.server.local
-    for number in range(1, NUM_PLANS + 1):
+    for _ in range(NUM_PLANS):
         await rig.run()
-        if number == 1:
-            assert await rig.num_known() == 0
     # Not the last layers, whose answers have the receipts.
-    assert await rig.num_known() == (NUM_PLANS - 1) * (NUM_LAYERS - 1)
+    assert await rig.num_native() == NUM_PLANS * (NUM_LAYERS - 1)
     assert counters.num_written_tokens == 2 * NUM_PLANS * NUM_LAYERS
     assert counters.num_attention_tokens == 2 * NUM_PLANS * NUM_LAYERS
-    assert local.num_packets == NUM_PLANS * (1 + NUM_LAYERS)
+    num_packets = NUM_PLANS * (1 + NUM_LAYERS) + NUM_LAYERS
+    assert local.num_packets == num_packets
     rig.peer.close()
     async with asyncio.timeout(10):
         while local.num_regions:
             await asyncio.sleep(0.01)
-    assert local.num_packets == NUM_PLANS * (1 + NUM_LAYERS)
+    assert local.num_packets == num_packets
 
 
 async def test_a_plan_presented_again_runs_again(rig: Rig) -> None:
     """Its layers come once more then, by native code too."""
     for _ in range(2):
         await rig.run()
-    num_known = await rig.num_known()
+    num_native = await rig.num_native()
     for num_presented in (1, 2):
         await rig.start()
         assert (await rig.layer(0)).output.layer == 0
         rig.check_output()
-        assert await rig.num_known() == num_known + num_presented
+        assert await rig.num_native() == num_native + num_presented
         rig.number -= num_presented == 1
     assert (await rig.layer(1)).output.HasField("receipt")
 
@@ -173,7 +181,7 @@ def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unswept")
 @pytest.mark.parametrize("happens", [publish, fence, revoke])
-async def test_what_others_did_since_the_plan_began_refuses_a_known_layer(
+async def test_what_others_did_since_the_plan_began_refuses_a_bound_layer(
     rig: Rig, happens: Callable[[Rig], type[Exception]]
 ) -> None:
     for _ in range(2):
@@ -212,7 +220,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that follow each other closely may be run under the lock for an hour, and nothing
     calls the thread away meanwhile.
     """
-    monkeypatch.setattr(known_layers, "_MOST_S", 3600.0)
+    monkeypatch.setattr(layer_server, "_MOST_S", 3600.0)
     monkeypatch.setattr(endpoint, "_SWEEP_INTERVAL_S", 3600.0)
 
 
@@ -221,7 +229,7 @@ async def test_while_packets_are_looked_for_the_executor_is_free(rig: Rig) -> No
     """For callers in the same process, which do not ring for the thread."""
     for _ in range(3):
         await rig.run()
-    lock: Any = rig.server.executor.expectations._lock
+    lock: Any = rig.server.executor._command.lock
 
     def is_free() -> bool:
         if not lock.acquire(timeout=10.0):
@@ -229,31 +237,76 @@ async def test_while_packets_are_looked_for_the_executor_is_free(rig: Rig) -> No
         lock.release()
         return True
 
-    num_known = await rig.num_known()
+    num_native = await rig.num_native()
     for ask in (rig.start, partial(rig.layer, 0)):  # the first layer is run by native code
         await ask()
         assert await asyncio.to_thread(is_free)
-    assert await rig.num_known() == num_known + 1
+    assert await rig.num_native() == num_native + 1
 
 
-@pytest.mark.parametrize("raises", [False, True])
-async def test_layers_that_one_plan_does_not_allow_are_bound_for_the_next(
-    rig: Rig, raises: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bind(*_: object) -> None:
-        if raises:
-            raise PlanOutOfOrderError("planted")
-
-    monkeypatch.setattr(rig.server.executor.expectations, "bind", bind)
-    for _ in range(2):
-        await rig.run()
-    assert await rig.num_known() == 0
-    monkeypatch.undo()
+async def test_layers_of_another_number_of_tokens_are_left_to_python(rig: Rig) -> None:
+    """Which refuses them."""
     await rig.run()
-    assert await rig.num_known() == NUM_LAYERS - 1
+    plan = rig.author.plan(2, spans=[span(1, 2, 1)])
+    assert (await rig.peer.ask(plan=plan)).started.num_tokens == 1
+    num_native, before = await rig.num_native(), rig.tier
+    error = error_of(await rig.layer(0))
+    assert (type(error), getattr(error, "field", "")) == (InvalidRequestError, "layer.key")
+    assert await rig.num_native() == num_native
+    assert torch.equal(rig.tier, before)
 
 
-@pytest.mark.parametrize("where", ["expect", "admit"])
+async def test_what_is_bound_is_checked(rig: Rig) -> None:
+    """A layer that cannot be run cannot be bound, and its number is not bound any more."""
+    await rig.run()
+    await rig.start()
+    request = rig.peer.layer(0, 2)
+    request.key.shape[2] = 8
+    assert getattr(error_of(await rig.peer.bind(request)), "field", "") == "layer.key"
+    for number, field in ((0, "binding"), (7, "binding"), (packets.MAX_BINDINGS, "binding")):
+        error = error_of(await rig.peer.ask_bound(number))
+        assert (type(error), getattr(error, "field", "")) == (InvalidRequestError, field)
+    many, right = packets.MAX_BINDINGS, rig.peer.layer(0, 2).SerializeToString()
+    answer = await rig.peer._ask_bound(packets.BIND_LAYER, many, right)
+    assert getattr(error_of(answer), "field", "") == "binding"
+    named = rig.peer.layer(0, 2)
+    named.plan_number = 2
+    assert getattr(error_of(await rig.peer.bind(named)), "field", "") == "layer.plan_number"
+    for packet in (b"\0", b"\0\7" + bytes(6), packets.head_of(packets.LAYER, 1) + b"short"):
+        assert isinstance(error_of(await rig.peer.ask(packet)), InvalidRequestError)
+    rig.bound.discard(0)
+    assert (await rig.layer(0)).output.layer == 0
+    rig.check_output()
+
+
+async def test_a_layer_is_run_in_its_turn(rig: Rig) -> None:
+    await rig.run()
+    await rig.start()
+    num_native, before = await rig.num_native(), rig.tier
+    assert getattr(error_of(await rig.layer(1)), "field", "") == "layer.layer"
+    assert torch.equal(rig.tier, before)
+    assert (await rig.layer(0)).output.layer == 0
+    assert await rig.num_native() == num_native + 1
+
+
+async def test_a_number_is_bound_again_for_another_layer(rig: Rig) -> None:
+    await rig.run()
+    await rig.start()
+    request = rig.peer.layer(1, 2, seed=100 * rig.number)
+    request.layer = 0
+    head = packets.head_of(packets.BIND_LAYER, 1)
+    rig.peer.send(head + request.SerializeToString())
+    assert await rig.peer._receive() == head
+    assert (await rig.peer.ask_bound(1)).output.layer == 1  # the number
+    rig.check_output()
+    assert await rig.num_native() == NUM_LAYERS
+    latest = rig.server.executor._sessions.get(1).latest
+    assert latest is not None
+    assert latest.progress.is_written(0)
+    assert not latest.progress.is_written(1)
+
+
+@pytest.mark.parametrize("where", ["serve", "admit"])
 async def test_a_bug_ends_the_connection_and_nothing_else(
     rig: Rig, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,12 +316,12 @@ async def test_a_bug_ends_the_connection_and_nothing_else(
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
 
-    if where == "expect":
-        monkeypatch.setattr(rig.server.executor.expectations, "expect", fail)
-        await rig.start()
+    await rig.start()
+    if where == "serve":
+        monkeypatch.setattr(rig.server.executor, "serve_layers", fail)
     else:
         monkeypatch.setattr(rig.connection, "_admit", fail)
-        rig.peer.send(rig.peer.layer(0, 2).SerializeToString())
+    rig.peer.send(packets.head_of(packets.LAYER, 0) + packets.named(**rig.peer.plan))
     assert await rig.peer.ended()
     assert await rig.server._worker.run(lambda: 5) == 5
     assert rig.server.local.num_regions == 0
@@ -293,20 +346,22 @@ async def test_a_plan_that_was_run_elsewhere_is_not_written_again(rig: Rig) -> N
         other.memory = None
 
 
-async def test_other_packets_between_known_ones_are_answered_in_order(rig: Rig) -> None:
+async def test_other_packets_between_bound_ones_are_answered_in_order(rig: Rig) -> None:
     for _ in range(2):
         await rig.run()
     await rig.start()
-    num_known = await rig.num_known()
+    num_native = await rig.num_native()
     error_of(await rig.peer.ask(b"\xff\xff"))
     assert (await rig.layer(0)).output.layer == 0
-    assert await rig.num_known() == num_known + 1
+    assert await rig.num_native() == num_native + 1
     assert (await rig.layer(0)).output.layer == 0  # again
     rig.check_output()
-    assert await rig.num_known() == num_known + 1
-    assert (await rig.layer(1)).output.HasField("receipt")
-    await rig.run()  # of which only the first plans' layers are known
+    message = rig.peer.layer(0, 2, seed=100 * rig.number)
+    assert (await rig.peer.ask(layer=message)).output.layer == 0  # and by a message
     rig.check_output()
+    assert await rig.num_native() == num_native + 2
+    assert (await rig.layer(1)).output.HasField("receipt")
+    await rig.run()
 
 
 async def test_an_output_over_the_tensors_is_left_to_python(rig: Rig) -> None:
@@ -316,8 +371,9 @@ async def test_an_output_over_the_tensors_is_left_to_python(rig: Rig) -> None:
         for layer in range(NUM_LAYERS):
             request = rig.peer.layer(layer, 2, seed=100 * number)
             request.output.offset_bytes = request.query.memory.offset_bytes
-            assert (await rig.peer.ask(layer=request)).output.layer == layer
-    assert await rig.num_known() == 0
+            assert not (await rig.peer.bind(request)).HasField("error")
+            assert (await rig.peer.ask_bound(layer)).output.layer == layer
+    assert await rig.num_native() == 0
 
 
 async def test_while_a_client_is_looked_for_others_are_served(rig: Rig) -> None:

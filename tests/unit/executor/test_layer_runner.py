@@ -1,16 +1,18 @@
-"""Layers called step after step with tensors as transformers has them come to what any others do,
-and whatever is not as in the step before goes their way.
+"""Layers whose tensors are as transformers has them come to what layers of single tokens do. They
+are one native call where tensors like these were checked, and are checked where they were not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from data_plane.execution.repeated_layers import RepeatedLayers
+from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.backends.bound_layers import BoundLayers
+from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
@@ -21,6 +23,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
@@ -31,44 +34,49 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 class Twins:
     """Two executors that are given the same plans: layers of the one are called as by an engine in
-    its process, and those of the other one by one.
+    its process, and those of the other with kernels that bind no layers. ``num_checked``: layers of
+    the first that were checked, and not bound already.
     """
 
     def __init__(self) -> None:
-        self.rig, self.other = Rig(), Rig()
+        kernels = CpuKernels(1)
+        layers: BoundLayers = kernels.bound_layers()
+        attend = kernels.paged_attention
+        self.num_checked = 0
+
+        def counted(arguments: AttentionArguments, **there: Any) -> torch.Tensor:
+            self.num_checked += 1
+            return attend(arguments, **there)
+
+        counting = with_operations(kernels, paged_attention=counted, bound_layers=lambda: layers)
+        self.rig, self.other = Rig(kernels=counting), Rig(kernels=with_operations(CpuKernels(1)))
         self.rigs = self.rig, self.other
-        made = self.rig.executor.repeated_layers(1)
-        assert made is not None
-        self.repeated: RepeatedLayers = made
-        self.num_repeated = 0
 
     def start(self, number: int, **plan: Any) -> None:
         for rig in self.rigs:
             rig.start(number, **plan)
-        self.repeated.begin(**of_latest(self.rig.executor))
 
     def begin_pass(self, index: int) -> int:
-        nums = [rig.executor.begin_pass(1, index) for rig in self.rigs]
-        self.repeated.begin(**of_latest(self.rig.executor))
-        return nums[0]
+        first, _ = (rig.executor.begin_pass(1, index) for rig in self.rigs)
+        return first
 
-    def layer(
-        self, layer: int, tensors: Tensors, options: AttentionOptions = PLAIN
+    def call(
+        self, tensors: Tensors, layer: int = 0, options: AttentionOptions = PLAIN
     ) -> torch.Tensor:
+        """A layer of the first executor, in the plan and pass that the second one is in too."""
+        named = of_latest(self.other.executor)
+        out = self.rig.executor.layer(1, layer, *tensors, options=options, **named)
+        assert out is not None
+        return out
+
+    def layer(self, layer: int, tensors: Tensors) -> torch.Tensor:
         """The output, of [num_rows, num_columns, heads, size]."""
-        query, key, value = tensors
-        out = self.repeated.layer(layer, query, key, value, options)
-        self.num_repeated += out is not None
+        query = tensors[0]
+        out = self.call(tensors, layer)
+        assert out.shape == (query.shape[0], query.shape[2], HEADS, SIZE)
         rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
-        wanted = self.other.executor.layer(
-            1, layer, *rows, options=options, **of_latest(self.other.executor)
-        )
-        if out is None:
-            out = self.rig.executor.layer(
-                1, layer, *rows, options=options, **of_latest(self.rig.executor)
-            )
-            assert out is not None
-            out = out.view(query.shape[0], query.shape[2], HEADS, SIZE)
+        named = of_latest(self.other.executor)
+        wanted = self.other.executor.layer(1, layer, *rows, **named)
         assert wanted is not None
         assert torch.equal(out, wanted.view(out.shape))
         return out
@@ -120,6 +128,7 @@ def prompts(twins: Twins) -> None:
     twins.start(1, changes=changes, spans=[span(1, 0, 5), span(2, 0, 3), span(3, 0, 2)])
     twins.step(1, 10, seed=1)
     twins.check()
+    assert twins.num_checked == len(LAYERS)
 
 
 def decode(twins: Twins, number: int, first: Sequence[int]) -> None:
@@ -130,17 +139,16 @@ def decode(twins: Twins, number: int, first: Sequence[int]) -> None:
 
 def test_steps_come_to_what_single_layers_do(twins: Twins) -> None:
     prompts(twins)
-    assert twins.num_repeated == 0, "nothing was bound yet"
     for i in range(3):  # one sequence, which is the row
         decode(twins, 2 + i, [5 + i])
         twins.step(1, 1, seed=10 + i)
         twins.check()
-    assert twins.num_repeated == 2 * len(LAYERS), "all but the first step of one token"
+    assert twins.num_checked == 2 * len(LAYERS), "the first step of one token was checked"
     for i in range(3):  # three that share a row
         decode(twins, 5 + i, [8 + i, 3 + i, 2 + i])
         twins.step(1, 3, seed=20 + i)
         twins.check()
-    assert twins.num_repeated >= 4 * len(LAYERS)
+    assert twins.num_checked == 2 * len(LAYERS), "the prompt was of several tokens too"
 
 
 def test_a_batch_of_rows_comes_to_the_same(twins: Twins) -> None:
@@ -149,7 +157,7 @@ def test_a_batch_of_rows_comes_to_the_same(twins: Twins) -> None:
         decode(twins, 2 + i, [5 + i, 3 + i, 2 + i])
         twins.step(3, 1, seed=10 + i)
     twins.check()
-    assert twins.num_repeated >= 3 * len(LAYERS)
+    assert twins.num_checked == len(LAYERS)
 
 
 def test_passes_come_to_the_same(twins: Twins) -> None:
@@ -159,107 +167,111 @@ def test_passes_come_to_the_same(twins: Twins) -> None:
         num = twins.begin_pass(index)
         twins.step(1, num, seed=30 + index)
     twins.check()
-    assert twins.num_repeated >= 3 * len(LAYERS)
+    assert twins.num_checked == len(LAYERS)
 
 
-def test_tensors_that_cannot_be_read_as_rows_are_copied_as_ever(twins: Twins) -> None:
+def test_tensors_that_cannot_be_read_as_rows_are_copied(twins: Twins) -> None:
     prompts(twins)
     for i in range(3):
-        decode(twins, 2 + i, [5 + i, 3 + i, 2 + i])
-        twins.step(1, 3, seed=10 + i, heads_first=True)
+        spans = [span(1, 5 + 2 * i, 2), span(2, 3 + 2 * i, 2)]
+        twins.start(2 + i, previous=1 + i, spans=spans)
+        twins.step(2, 2, seed=10 + i, heads_first=True)
     twins.check()
+    assert twins.num_checked == len(LAYERS), "the copies are tensors like the prompt's"
 
 
-def known(twins: Twins) -> Callable[[], torch.Tensor | None]:
-    """All layers are known, and the next plan has begun; returns the call of its first layer."""
+def bound(twins: Twins) -> Tensors:
+    """All layers are bound for one token, and a plan of one has begun; its tensors."""
     prompts(twins)
     for i in range(2):
         decode(twins, 2 + i, [5 + i])
         twins.step(1, 1, seed=10 + i)
-    assert twins.num_repeated == len(LAYERS)
     decode(twins, 4, [7])
-    return lambda: twins.repeated.layer(0, *made(1, 1, 40), PLAIN)
+    twins.num_checked = 0
+    return made(1, 1, 40)
 
 
-def refused(twins: Twins, error: type[KvplaneError], layer: int = 0) -> None:
-    rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in made(1, 1, 40)]
+def refused(
+    twins: Twins,
+    tensors: Tensors,
+    error: type[KvplaneError],
+    layer: int = 0,
+    options: AttentionOptions = PLAIN,
+) -> None:
+    """A layer writes nothing."""
     before = twins.rig.executor.pools.device_tier.clone()
     with pytest.raises(error):
-        twins.rig.executor.layer(1, layer, *rows, **of_latest(twins.rig.executor))
+        twins.call(tensors, layer, options)
     assert torch.equal(twins.rig.executor.pools.device_tier, before)
+    assert not twins.num_checked, "no kernel was called"
 
 
 def test_a_session_that_has_ended_computes_nothing(twins: Twins) -> None:
-    call = known(twins)
+    tensors = bound(twins)
     twins.rig.fence(1)
-    assert call() is None
-    refused(twins, SessionExpiredError)
+    refused(twins, tensors, SessionExpiredError)
 
 
 def test_nothing_is_written_to_a_block_that_was_published_since(twins: Twins) -> None:
-    call = known(twins)
+    tensors = bound(twins)
     twins.rig.executor.publish(publications((0, 1)))
-    assert call() is None
-    refused(twins, BlockNotWritableError)
+    refused(twins, tensors, BlockNotWritableError)
 
 
 def test_what_is_published_elsewhere_is_no_hindrance(twins: Twins) -> None:
-    known(twins)
+    bound(twins)
     for rig in twins.rigs:
         rig.executor.publish(publications((2, 1)))
     twins.step(1, 1, seed=40)
     twins.check()
-    assert twins.num_repeated == 2 * len(LAYERS) - 1, "the first layer was checked again"
+    assert not twins.num_checked
 
 
 def test_a_table_that_another_session_has_taken_blocks_of_is_not_read(twins: Twins) -> None:
-    call = known(twins)
+    tensors = bound(twins)
     twins.rig.open(2)
     twins.rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 3)])
-    assert call() is None
-    refused(twins, StaleGenerationError)
+    twins.num_checked = 0
+    refused(twins, tensors, StaleGenerationError)
 
 
-def test_layers_come_in_order_and_once(twins: Twins) -> None:
-    call = known(twins)
-    assert twins.repeated.layer(1, *made(1, 1, 41), PLAIN) is None
-    refused(twins, InvalidRequestError, layer=1)
-    assert call() is not None
-    assert call() is None, "it was written"
+def test_layers_come_in_order(twins: Twins) -> None:
+    tensors = bound(twins)
+    refused(twins, tensors, InvalidRequestError, layer=1)
+    twins.call(tensors)
+    twins.call(tensors, 1)
+    assert not twins.num_checked
 
 
-def test_a_plan_that_was_not_begun_here_goes_another_way(twins: Twins) -> None:
-    call = known(twins)
+def test_a_layer_of_another_plan_writes_nothing(twins: Twins) -> None:
+    tensors = bound(twins)
     twins.step(1, 1, seed=40)
-    assert call() is None, "the plan has run"
-    for rig in twins.rigs:
-        rig.start(5, previous=4, spans=[span(1, 8, 1)])
-    assert call() is None
-    twins.repeated.begin(**of_latest(twins.rig.executor))
-    assert call() is not None
+    twins.rig.start(5, previous=4, spans=[span(1, 8, 1)])
+    refused(twins, tensors, PlanOutOfOrderError)
+    twins.other.start(5, previous=4, spans=[span(1, 8, 1)])
+    twins.call(tensors)
 
 
-def test_a_pass_that_was_not_begun_here_goes_another_way(twins: Twins) -> None:
-    known(twins)
+def test_a_layer_of_another_pass_writes_nothing(twins: Twins) -> None:
+    tensors = bound(twins)
     twins.step(1, 1, seed=40)
     twins.start(5, previous=4, spans=[span(1, 8, 2)])
     twins.begin_pass(0)
     twins.step(1, 1, seed=50)
-    for rig in twins.rigs:
-        rig.executor.begin_pass(1, 1)
-    assert twins.repeated.layer(0, *made(1, 1, 60), PLAIN) is None
-    with pytest.raises(PlanOutOfOrderError):
-        twins.rig.start(6, previous=5, spans=[span(1, 10, 1)])
+    twins.rig.executor.begin_pass(1, 1)
+    refused(twins, tensors, PlanOutOfOrderError)
+    twins.other.executor.begin_pass(1, 1)
+    twins.call(tensors)
 
 
 def other_tensors() -> dict[str, tuple[Tensors, AttentionOptions]]:
     query, key, value = made(1, 1, 40)
     return {
-        "other options": ((query, key, value), AttentionOptions(scale=0.5)),
+        "more slopes than heads": ((query, key, value), AttentionOptions(alibi_slopes=(1.0,) * 9)),
         "another type": ((query.half(), key, value), PLAIN),
         "keys of another type": ((query, key.half(), value), PLAIN),
         "values of another type": ((query, key, value.double()), PLAIN),
-        "more heads": ((query.repeat(1, 2, 1, 1), key, value), PLAIN),
+        "heads that do not share keys evenly": ((query[:, :3], key, value), PLAIN),
         "more tokens": (made(1, 2, 40), PLAIN),
         "more keys": ((query, *made(1, 2, 40)[1:]), PLAIN),
         "sizes that are not next to one another": (
@@ -267,39 +279,38 @@ def other_tensors() -> dict[str, tuple[Tensors, AttentionOptions]]:
             PLAIN,
         ),
         "values on another device": ((query, key, value.to("meta")), PLAIN),
-        "no rows": ((query[0], key[0], value[0]), PLAIN),
+        "no columns": ((query[0], key[0], value[0]), PLAIN),
     }
 
 
 @pytest.mark.parametrize("name", other_tensors())
-def test_what_was_not_checked_goes_another_way(twins: Twins, name: str) -> None:
-    call = known(twins)
-    tensors, options = other_tensors()[name]
-    before = twins.rig.executor.pools.device_tier.clone()
-    assert twins.repeated.layer(0, *tensors, options) is None
-    assert torch.equal(twins.rig.executor.pools.device_tier, before)
-    assert call() is not None, "those that were checked are still known"
+def test_what_was_not_checked_is_checked(twins: Twins, name: str) -> None:
+    tensors = bound(twins)
+    others, options = other_tensors()[name]
+    refused(twins, others, InvalidRequestError, options=options)
+    twins.call(tensors)
+    assert not twins.num_checked, "those that were checked are still bound"
 
 
-def test_a_layer_of_another_number_is_none_of_ours(twins: Twins) -> None:
-    known(twins)
-    assert twins.repeated.layer(7, *made(1, 1, 40), PLAIN) is None
+def test_other_options_are_other_attention(twins: Twins) -> None:
+    tensors = bound(twins)
+    plain = twins.call(tensors)
+    other = twins.call(tensors, options=AttentionOptions(scale=0.5))
+    assert not torch.equal(plain, other)
+    assert torch.equal(twins.call(tensors), plain)
 
 
 def test_outputs_are_where_the_kernels_are(twins: Twins) -> None:
-    known(twins)
-    tensors = made(1, 1, 40)
+    tensors = bound(twins)
     with torch.device("meta"):
-        out = twins.repeated.layer(0, *tensors, PLAIN)
-    assert out is not None
+        out = twins.call(tensors)
     assert out.is_cpu
 
 
 def test_layers_are_counted_though_a_plan_ends_within(twins: Twins) -> None:
-    call = known(twins)
+    tensors = bound(twins)
     counters = twins.rig.executor.counters
     before = counters.num_written_tokens
-    assert call() is not None
+    twins.call(tensors)
     twins.rig.start(5, previous=4, resync=True, changes=[set_blocks(1, [(6, 1)])], spans=[])
-    twins.repeated.begin(**of_latest(twins.rig.executor))
     assert counters.num_written_tokens == before + 1
