@@ -283,7 +283,10 @@ class ExecuteStream:
     def _tensor(self, message: tpb.Tensor, field: str, is_local: bool) -> torch.Tensor:
         """Return a view of the region that has the tensor, or a copy on the executor's device."""
         if len(message.shape) == 4:  # which the executor takes in another order
-            raise InvalidRequestError("must have three dimensions", field=field)
+            heads = "num_heads" if field.endswith("query") else "num_kv_heads"
+            raise InvalidRequestError(
+                f"must be [num_tokens, {heads}, head_size], is {[*message.shape]}", field=field
+            )
         if is_local or message.HasField("memory"):
             return self._shared(message.memory, f"{field}.memory").tensor(message, field)
         return tensor_from_message(message, self._executor.device, field=field)

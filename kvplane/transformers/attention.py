@@ -181,7 +181,7 @@ def _attention(
     if index == running.last_layer:
         raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
     options = options_of(module, scaling, arguments)
-    is_latent = index in running.step.latent_layers and absorbed.has_latents(module)
+    is_latent = keeps_latents(module)
     if running.is_direct and not is_latent and query.shape[2] == key.shape[2]:
         out = running.step.layer(index, query, key, value, options=options)
         running.last_layer = index

@@ -160,10 +160,10 @@ def test_a_source_distribution_holds_what_everything_is_built_from(
 
 # What needs more than the base says so on one line.
 PROGRAMS = {
-    "control_plane": "control-plane",
-    "data_plane": "data-plane",
-    "kvplane.engine": "engine",
-    "kvplane.integrations.router": "router",
+    "control_plane": ("control-plane", ["--help"]),
+    "data_plane": ("data-plane", ["--help"]),
+    "kvplane.engine": ("engine", ["generate", "--model", ".", "--prompt", "a"]),
+    "kvplane.integrations.router": ("router", ["--help"]),
 }
 
 ROUND_TRIP = """
@@ -217,9 +217,9 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
     assert said.decode().split() == [protobuf, grpcio, "7"]
     assert (asked.returncode, release().encode() in version) == (0, True)
     assert (tmp_path / "venv" / "bin" / "kvplane").exists()
-    for program, extra in PROGRAMS.items():
+    for program, (extra, command) in PROGRAMS.items():
         done = await asyncio.create_subprocess_exec(
-            *(python, "-I", "-m", program, "--help"), cwd=tmp_path, stderr=asyncio.subprocess.PIPE
+            *(python, "-I", "-m", program, *command), cwd=tmp_path, stderr=asyncio.subprocess.PIPE
         )
         _, error = await asyncio.wait_for(done.communicate(), 60)
         assert done.returncode == 1

@@ -55,6 +55,7 @@ def count(world: World, session: Session) -> None:
     family = world.pool.family_of(handle, sequence_id)
     world.pool.family_progress(handle, family)
     assert world.pool.family_held(handle, family) >= 0
+    assert len(world.pool.family_on_device(handle, family)) % 8 == 0
     assert world.pool.num_device_blocks_held(handle) >= 0
     world.pool.take_family_events(handle)
 

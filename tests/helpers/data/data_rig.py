@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ import torch
 from data_plane import Executor, StartedPlan
 from data_plane.server.embedded_execution import EmbeddedExecution
 from kvplane.errors import KvplaneError
-from kvplane.runtime.embedded import EmbeddedBackend
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
@@ -24,6 +23,9 @@ from tests.helpers.data.plan_author import (
     span,
     tokens,
 )
+
+if TYPE_CHECKING:  # it brings the control plane, which the tests on a GPU do without
+    from kvplane.runtime.embedded import EmbeddedBackend
 
 LAYERS = (0, 1)
 
@@ -128,6 +130,8 @@ class Rig:
 
 def embedded_backend(rig: Rig) -> EmbeddedBackend:
     """Return an engine's backend for session 1, without planes of its own."""
+    from kvplane.runtime.embedded import EmbeddedBackend
+
     backend = EmbeddedBackend.__new__(EmbeddedBackend)
     backend._executor = rig.executor
     backend._execution = EmbeddedExecution(rig.executor, rig.author.grant(1))
