@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,13 +12,18 @@ from typing import Final
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 30.0
-_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+# Runs in the new process, not between fork and exec: gRPC's threads may be running in this one.
+_END_WITH_PARENT: Final = """
+import ctypes, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 def start(stack: ExitStack, program: str, *flags: str) -> subprocess.Popen[bytes]:
     """Start a program that ends with ``stack``."""
-    command = [sys.executable, "-m", program, "--metrics-port", "-1", "--log-level", "error"]
-    process = subprocess.Popen([*command, *flags], preexec_fn=_end_with_parent)
+    command = [sys.executable, "-c", _END_WITH_PARENT, program]
+    process = subprocess.Popen([*command, "--metrics-port", "-1", "--log-level", "error", *flags])
     stack.callback(_stop, process)
     return process
 
@@ -37,10 +40,6 @@ def start_control_plane(stack: ExitStack, *flags: str) -> tuple[subprocess.Popen
             return process, f"127.0.0.1:{text}"
         time.sleep(0.02)
     raise RuntimeError("the control plane did not start")
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
