@@ -75,12 +75,12 @@ class AdmissionQueue:
 
     @property
     def is_growth_blocked(self) -> bool:
-        """Whether some live sequence waits for blocks."""
+        """Return whether some live sequence waits for blocks."""
         return self._turns.num_blocked > 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits, so that any caller may take what is free."""
+        """Return whether nobody waits: any caller may then take free blocks."""
         return not self._entries and not self._turns.num_blocked
 
     # Sessions

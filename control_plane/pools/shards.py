@@ -296,17 +296,17 @@ class PoolShards:
 
     @property
     def are_connected(self) -> bool:
-        """Whether the registration stream of each registered shard is open."""
+        """Return whether the registration stream of each registered shard is open."""
         return all(state.connected for state in self.states.values())
 
     @property
     def has_connected(self) -> bool:
-        """Whether the registration stream of some shard is open."""
+        """Return whether the registration stream of some shard is open."""
         return any(state.connected for state in self.states.values())
 
     @property
     def is_fencing(self) -> bool:
-        """Whether some shard has not fenced some ended session yet."""
+        """Return whether some shard has not fenced some ended session yet."""
         return any(ended.unfenced_shards for ended in self.ended.values())
 
     def unfenced(self) -> list[EndedSession]:

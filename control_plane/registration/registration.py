@@ -136,7 +136,7 @@ class Registration:
             )
 
     def holds_key(self, hello: rpb.Hello) -> bool:
-        """Whether the process shows that it is the one that is registered: by epoch and key."""
+        """Return whether the process proves, by its epoch and key, that it is registered."""
         pool = self._pools.get(hello.pool_id)
         state = None if pool is None else pool.shards.states.get(hello.shard.index)
         return (

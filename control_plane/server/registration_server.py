@@ -51,7 +51,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
-    """All registration streams of this control plane."""
+    """Serves all registration streams of this control plane."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What happened to the sessions of one pool outside of their steps, for their next answers."""
+"""Collects the news of a pool's sessions: events outside of their steps, for their next answers."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class PoolAdmission:
 
     @property
     def is_growth_blocked(self) -> bool:
-        """Whether some live sequence waits for blocks."""
+        """Return whether some live sequence waits for blocks."""
         return self._queue.is_growth_blocked
 
     def asking_headroom(self) -> int:

@@ -32,7 +32,7 @@ class PlanRecord(NamedTuple):
 
 
 class ExpectedReceipt(NamedTuple):
-    """What a shard signs once it has run a plan."""
+    """Describes the receipt that a shard will sign once it has run a plan."""
 
     signature: bytes
     plan_number: int
@@ -203,7 +203,7 @@ class Session:
         self.plans[number] = record._replace(receipts=receipts)
 
     def drop_plans(self, numbers: Sequence[int]) -> None:
-        """Forget plans in flight: they have run, or are aborted."""
+        """Forget plans in flight that have run or were aborted."""
         for number in numbers:
             for payload in self.plans.pop(number).receipts:
                 del self.expected[payload]
