@@ -56,11 +56,6 @@ class Caller:
     roles: frozenset[int]
     pool_ids: frozenset[str] = frozenset()
 
-    @property
-    def sees_all_tenants(self) -> bool:
-        """Whether it may see the counts of all tenants together."""
-        return ROLES["operator"] in self.roles
-
     def may_register(self, pool_id: str) -> bool:
         """Return whether it may register a data plane for this pool."""
         return pool_id in self.pool_ids or ANY_POOL in self.pool_ids
