@@ -7,15 +7,14 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
-from engine_planes import ROOT, Process, save_byte_model
+from engine_planes import ROOT, Process, save_byte_model, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -85,13 +84,6 @@ class Server:
             self.process.kill()
             self.process.wait()
             self.control.stop()
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -301,22 +293,6 @@ def test_another_key_is_refused(server: Server, key: str) -> None:
     with pytest.raises(openai.AuthenticationError):
         stranger.completions.create(model="byte-model", prompt="a")
     assert server.request("GET", "/health")[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--bind", "0.0.0.0:0"], "bind: 0.0.0.0:0 can be reached from other machines"),
-        (["--tls-key", "k.pem"], "tls_certificate: must be given with --tls-key"),
-        (["--api-keys-file", "/dev/null"], "api_keys_file: has no keys"),
-        (["--max-received-bytes", "1048575"], "max_received_bytes: must leave one client room"),
-    ],
-)
-def test_settings_that_are_wrong_end_it_at_once(flags: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "engine", "serve", "--model", str(ROOT / "models/recall")]
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert message in done.stderr
 
 
 # A bug that the second step of a sequence meets.

@@ -27,7 +27,9 @@ from tests.helpers.plane_cache_checks import CHECKS, Check, answer, assert_same,
 NUM_TOKENS = 40
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "deepseek_v2"])
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.nightly)]
+)
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     model = tiny_model(request.param)
     yield model

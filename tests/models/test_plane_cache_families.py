@@ -13,28 +13,28 @@ from transformers import PreTrainedModel
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.transformers.models import adapters
-from tests.helpers.plane_cache_checks import CHECKS, Check
+from tests.helpers.plane_cache_checks import CHECKS, Check, greedy_with_padding
 
 FAMILIES = (
-    "deepseek_v3",
-    "gemma2",
-    "gemma3_text",
-    "gemma4_text",
-    "glm4_moe",
-    "gpt2",
-    "gpt_oss",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo3",
-    "opt",
-    "phi3",
-    "qwen3",
-)
+    "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "gpt2", "gpt_oss", "llama",
+    "mistral", "mixtral", "olmo3", "opt", "phi3", "qwen3",
+)  # fmt: skip
 ADAPTED = ("bloom", "falcon", "mpt")
+WHOLE = ("bloom", "deepseek_v3", "gemma3_text", "gpt_oss", "llama")
+"""Checked in all ways on each push, the others in one."""
+CASES = [
+    pytest.param(
+        family,
+        check,
+        id=f"{family}-{check.__name__}",
+        marks=() if family in WHOLE or check is greedy_with_padding else pytest.mark.nightly,
+    )
+    for family in (*FAMILIES, *ADAPTED)
+    for check in CHECKS
+]
 
 
-@pytest.fixture(scope="module", params=(*FAMILIES, *ADAPTED))
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     model = tiny_model(request.param)
     adapters.adapt(model)
@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     close_planes(model)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("model", "check"), CASES, indirect=["model"])
 def test_an_embedded_pool_gives_what_eager_attention_gives(
     model: PreTrainedModel, check: Check
 ) -> None:

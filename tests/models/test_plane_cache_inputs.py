@@ -24,13 +24,13 @@ from kvplane.transformers import PlaneCache, close_planes
 from tests.e2e.engine_planes import ROOT, Process
 from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
 from tests.models import tiny_pictures as tiny
+from tests.models.model_states import off_by
 from tests.models.tiny_models import tiny_model
 from tests.models.tiny_pictures import (
     FIRST,
     IMAGE,
     NUM_COLUMNS,
     NUM_OF_IMAGE,
-    off_by,
     picture,
     prompt,
 )
