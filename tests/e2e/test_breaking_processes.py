@@ -67,15 +67,8 @@ class Engine:
                 [
                     *(sys.executable, "-m", "engine", "generate", "--model", str(model)),
                     *("--control-plane", pair.control.address, "--pool-id", pool),
-                    *(
-                        *prompts,
-                        "--max-tokens",
-                        str(MAX_TOKENS),
-                        "--ignore-eos",
-                        "--num-threads",
-                        "1",
-                        *more,
-                    ),
+                    *("--max-tokens", str(MAX_TOKENS), "--ignore-eos"),
+                    *("--no-probe", "--num-threads", "1", *prompts, *more),
                 ],
                 cwd=ROOT,
                 stdout=out,
@@ -160,6 +153,11 @@ def kill_the_control_plane_thrice(pair: Pair, _: Engine) -> None:
         pair.control.start()
 
 
+def kill_the_data_plane(pair: Pair, _: Engine) -> None:
+    pair.data.kill()
+    pair.data.start()
+
+
 def restart_the_data_plane_without_a_control_plane(pair: Pair, _: Engine) -> None:
     pair.control.kill()
     pair.data.kill()
@@ -175,6 +173,7 @@ def nightly(disturb: Disturbance, name: str) -> Any:
 @pytest.mark.parametrize(
     "disturb",
     [
+        pytest.param(kill_the_data_plane, id="data killed"),
         pytest.param(kill_the_control_plane_thrice, id="control killed"),
         nightly(restart_the_data_plane_without_a_control_plane, "both killed"),
         nightly(asleep("control"), "control asleep"),

@@ -94,18 +94,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_a_beam_search_gives_its_best_texts(server: Server) -> None:
-    answer = server.complete(
-        LONG, max_tokens=6, n=2, extra_body={"num_beams": 3, "ignore_eos": True}
-    )
-    model = AutoModelForCausalLM.from_pretrained(server.model)
-    tokenizer = AutoTokenizer.from_pretrained(server.model)
-    ids = torch.tensor([tokenizer(LONG, add_special_tokens=False)["input_ids"]])
-    found = model.generate(
-        ids, max_new_tokens=6, do_sample=False, num_beams=3, num_return_sequences=2,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    texts = tokenizer.batch_decode(found[:, ids.shape[1] :], skip_special_tokens=True)
-    assert [choice.text for choice in answer.choices] == texts
+    """They are compared with transformers' in tests/unit/engine/test_beam_search.py."""
+    how = {"num_beams": 3, "ignore_eos": True}
+    answer = server.complete(LONG, max_tokens=6, n=2, extra_body=how)
+    assert len({choice.text for choice in answer.choices}) == 2
     assert answer.usage.completion_tokens == 12
     with pytest.raises(openai.BadRequestError, match="temperature"):
         server.complete(LONG, temperature=1, extra_body={"num_beams": 3})
