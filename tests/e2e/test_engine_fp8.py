@@ -45,15 +45,6 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerScales]
     return calibrated(RECALL, tmp_path_factory.mktemp("models") / "scaled", [ASKED[0].prompt])
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps are so small that threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def embedded(control: str, model: Path, blocks: tuple[int, int], **settings: Any) -> LLM:
     values: dict[str, Any] = {
         "control_plane": control,

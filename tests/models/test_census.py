@@ -6,7 +6,6 @@ eager attention, they are not when attention gives zeros, and the probe agrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,12 +31,8 @@ FAMILIES = (
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+def _registered() -> None:
     attention.register()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def documented() -> dict[str, str]:

@@ -169,6 +169,8 @@ def test_an_image_in_a_later_turn_is_not_that_of_another_branch(in_pool: Any) ->
             check(model, cache, input_ids=turn, pixel_values=both)
 
 
+# Nightly: that processes find what equal contents left is in test_model_states.py on each push.
+@pytest.mark.nightly
 def test_two_processes_on_one_pool_share_an_image_and_never_two(tmp_path: Path) -> None:
     group = LayerGroup("full", tuple(range(tiny.NUM_LAYERS)), 2, 16)
     layout = Layout("llava", BLOCK_SIZE, "float32", "float32", (group,))

@@ -33,7 +33,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def data_plane(control: str, folder: Path, *layout: str) -> Process:
     """A pool that has the folder's name."""
-    pool = ["--pool-id", folder.name, "--num-device-blocks", "128"]
+    pool = ["--pool-id", folder.name, "--num-device-blocks", "128", "--num-threads", "1"]
     flags = ["--control-plane", control, *layout, *pool]
     return Process("data_plane", folder / "data.log", *flags).start()
 
