@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 def test_generate_on_keys_and_values_gives_what_eager_attention_gives(
     model: PreTrainedModel, check: Check
 ) -> None:
-    """On latents: test_plane_cache_families.py."""
+    """On latents: test_families.py."""
     check(model, num_device_blocks=256, latent=False)
 
 
