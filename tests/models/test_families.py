@@ -24,7 +24,7 @@ from tests.helpers.plane_cache_checks import (
     Check,
     greedy_with_padding,
 )
-from tests.models.test_census import documented
+from tests.models import census
 
 FAMILIES = (
     "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "gpt2", "gpt_oss", "llama",
@@ -103,7 +103,7 @@ ENGINES_ON_PUSH = ("bloom", "deepseek_v3", "gemma4_text", "gpt_oss", "mimo_v2_fl
 """Between them: ALiBi, latents, windows, two head sizes, sinks, and KV heads that the config does
 not tell.
 """
-EXACT = [name for name, row in documented().items() if row.split(" | ")[1] == "exact"]
+EXACT = [name for name, row in census.documented().items() if row.verdict == census.EXACT]
 PROMPTS_TOKENS = (50, 3, 50, 21)
 
 
