@@ -115,13 +115,15 @@ void bind_metrics(PoolClass& pool) {
 }
 
 void bind_watching(PoolClass& pool) {
-  pool.def("watch_enable", &Pool::watch, py::arg("max_events"));
+  pool.def(
+      "watch_enable", [](Pool& self, size_t max_events) { self.feed().keep(max_events); },
+      py::arg("max_events"));
   pool.def(
       "changes_since",
       [](const Pool& self, int64_t revision, const py::bytes& root,
          size_t max_events) -> py::typing::Optional<py::tuple> {
         ChangeColumns changes;
-        if (!self.log().since(revision, std::string_view(root), max_events, changes))
+        if (!self.feed().log().since(revision, std::string_view(root), max_events, changes))
           return py::none();
         return py::make_tuple(changes.revision, pack(changes.kinds), pack(changes.tiers),
                               py::bytes(changes.hashes), py::bytes(changes.parent_hashes),
@@ -135,8 +137,8 @@ void bind_watching(PoolClass& pool) {
         ChangeColumns blocks;
         const EntryId next = snapshot(self.index(), std::string_view(root),
                                       static_cast<EntryId>(cursor), max_blocks, blocks);
-        return py::make_tuple(next == kNoEntry ? -1 : static_cast<int64_t>(next), self.revision(),
-                              pack(blocks.tiers), py::bytes(blocks.hashes),
+        return py::make_tuple(next == kNoEntry ? -1 : static_cast<int64_t>(next),
+                              self.feed().revision(), pack(blocks.tiers), py::bytes(blocks.hashes),
                               py::bytes(blocks.parent_hashes), pack(blocks.token_ids));
       },
       py::arg("root"), py::arg("cursor"), py::arg("max_blocks"));

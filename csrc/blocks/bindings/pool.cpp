@@ -453,8 +453,8 @@ void bind_queries(PoolClass& pool) {
   pool.def(
       "match_hashes",
       [](const Pool& self, const py::bytes& root, const py::bytes& hashes) {
-        return match(self,
-                     self.match_hashes(std::string_view(root), read<uint8_t>(hashes, "hashes")));
+        return match(self, self.index().match_hashes(self.index().find_root(std::string_view(root)),
+                                                     read<uint8_t>(hashes, "hashes")));
       },
       py::arg("root"), py::arg("hashes"));
   pool.def(
@@ -468,7 +468,8 @@ void bind_queries(PoolClass& pool) {
       "explain_hashes",
       [](const Pool& self, const py::bytes& root, const py::bytes& hashes) {
         return explain(self,
-                       self.match_hashes(std::string_view(root), read<uint8_t>(hashes, "hashes")));
+                       self.index().match_hashes(self.index().find_root(std::string_view(root)),
+                                                 read<uint8_t>(hashes, "hashes")));
       },
       py::arg("root"), py::arg("hashes"));
   pool.def("num_owned", &Pool::num_owned, py::arg("owner"));
@@ -480,7 +481,7 @@ void bind_queries(PoolClass& pool) {
         c.num_publications, c.max_held, c.num_host_hit_tokens, c.num_demoted, c.num_forgotten);
   });
   pool.def_property_readonly("num_touched", &Pool::num_touched);
-  pool.def_property_readonly("revision", &Pool::revision);
+  pool.def_property_readonly("revision", [](const Pool& self) { return self.feed().revision(); });
   pool.def(
       "generations",
       [](const Pool& self, int tier) { return pack(self.store(tier_of(tier)).generations()); },

@@ -7,21 +7,28 @@
 
 namespace kvplane::blocks {
 
+namespace {
+
+BlockStore make_store(PoolConfig& config, Tier tier, PrefixIndex& index) {
+  const uint32_t num_blocks = config.num_blocks[tier - 1];
+  return {tier, num_blocks, std::move(config.generations[tier - 1]), index,
+          make_policy(config.eviction_policy, num_blocks)};
+}
+
+}  // namespace
+
 Pool::Pool(PoolConfig config)
     : config_(std::move(config)),
       block_size_(config_.block_size_tokens),
       block_shift_(__builtin_ctz(config_.block_size_tokens)),
       index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1], config_.seed),
+      stores_(make_store(config_, kDevice, index_), make_store(config_, kHost, index_)),
       chunk_hints_(2 * uint64_t{config_.num_blocks[0]} * config_.block_size_tokens /
                    Tokens::kItems),
-      retention_(index_, stores_) {
+      retention_(index_, stores_),
+      feed_(index_, retention_) {
   for (const Tier tier : {kDevice, kHost})
-    stores_[tier - 1] = std::make_unique<BlockStore>(
-        tier, config_.num_blocks[tier - 1], std::move(config_.generations[tier - 1]), index_,
-        make_policy(config_.eviction_policy, config_.num_blocks[tier - 1]));
-  index_.set_listener(this);
-  for (const Tier tier : {kDevice, kHost})
-    store(tier).on_evict = [this, tier](Span<Block> blocks, Eviction why) {
+    stores_[tier].on_evict = [this, tier](Span<Block> blocks, Eviction why) {
       evicted(tier, blocks, why);
     };
 }
@@ -29,25 +36,6 @@ Pool::Pool(PoolConfig config)
 void Pool::set_time(double now_s) {
   now_s_ = now_s;
   retention_.expire(now_s);
-}
-
-// Kept short: it is called for each block.
-void Pool::changed(Change change, EntryId e, Tier tier) {
-  if (index_[e].retention) retained_changed(change, e, tier);
-  if (log_.is_on()) return log_change(change, e, tier);
-  ++revision_;
-}
-
-[[gnu::noinline]] void Pool::retained_changed(Change change, EntryId e, Tier tier) {
-  const Entry& entry = index_[e];
-  if (change == Change::kStored)
-    store(tier).set_priority(entry.block(tier), retention_.priority(e));
-  if (change == Change::kRemoved && !entry.has_blocks() && !entry.num_arriving) retention_.lost(e);
-}
-
-[[gnu::noinline]] void Pool::log_change(Change change, EntryId e, Tier tier) {
-  if (!index_.is_named(index_.root_of(e))) return;  // it was said to be gone
-  log_.add(++revision_, change, index_, e, tier);
 }
 
 void Pool::evicted(Tier tier, Span<Block> blocks, Eviction why) {
@@ -58,7 +46,7 @@ void Pool::evicted(Tier tier, Span<Block> blocks, Eviction why) {
     times.lifetime.add(now_s_ - entry.published_s);
     times.idle.add(now_s_ - entry.used_s);
   }
-  if (tier == kDevice && why != Eviction::kOwn && store(kHost).num_blocks)
+  if (tier == kDevice && why != Eviction::kOwn && stores_[kHost].num_blocks)
     for (int64_t i = 0; i < blocks.size; ++i) save(*allocating_, blocks[i]);
 }
 
@@ -81,7 +69,7 @@ SessionHandle Pool::open_session(std::string_view root, uint32_t owner) {
   session.owner = owner;
   if (held_.size() <= owner) held_.resize(owner + 1);
   session.root = index_.open_root(root);
-  for (auto& blocks : stores_) blocks->open(handle);
+  for (auto& blocks : stores_) blocks.open(handle);
   return handle;
 }
 
@@ -135,14 +123,14 @@ void Pool::session_fenced(SessionHandle handle) {
   for (const Release& release : session.releases) end_release(release);
   session.releases.clear();
   session.ended = false;
-  for (auto& blocks : stores_) blocks->close(handle);
+  for (auto& blocks : stores_) blocks.close(handle);
   free_handles_.push_back(handle);
 }
 
 // Queries
 
 uint64_t Pool::num_touched() const {
-  return stores_[0]->num_touched() + stores_[1]->num_touched() + index_.num_touched();
+  return stores_[kDevice].num_touched() + stores_[kHost].num_touched() + index_.num_touched();
 }
 
 const Sequence* Pool::find(SessionHandle handle, int64_t sequence_id) const {
@@ -186,31 +174,6 @@ std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens, in
   return found;
 }
 
-// Leading entries that have blocks.
-std::vector<EntryId> Pool::match(EntryId e, Span<int32_t> tokens) const {
-  std::vector<EntryId> found;
-  const int64_t num_full = tokens.size / block_size_;
-  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
-    e = index_.find(e, tokens.data + i * block_size_);
-    if (e == kNoEntry || !index_[e].has_blocks()) break;
-    found.push_back(e);
-  }
-  return found;
-}
-
-std::vector<EntryId> Pool::match_hashes(std::string_view root, Span<uint8_t> hashes) const {
-  std::vector<EntryId> found;
-  EntryId e = index_.find_root(root);
-  for (int64_t i = 0; e != kNoEntry && i + 16 <= hashes.size; i += 16) {
-    Hash hash;
-    std::copy(hashes.data + i, hashes.data + i + 16, hash.begin());
-    e = index_.find_hash(e, hash);
-    if (e == kNoEntry || !index_[e].has_blocks()) break;
-    found.push_back(e);
-  }
-  return found;
-}
-
 int64_t Pool::num_entries(const Session& session) const {
   return std::max(session.num_entries, div_ceil(session.num_tokens, block_size_));
 }
@@ -245,7 +208,7 @@ EntryId Pool::restore(EntryId parent, const int32_t* tokens, const Hash& hash, B
   if (entry.has_blocks()) return kNoEntry;
   index_.set_block(e, kDevice, b);
   entry.published_s = entry.used_s = static_cast<float>(now_s_);
-  store(kDevice).restored(b);
+  stores_[kDevice].restored(b);
   return e;
 }
 
@@ -253,20 +216,20 @@ EntryId Pool::restore(EntryId parent, const int32_t* tokens, const Hash& hash, B
 
 void Pool::check() const {
   index_.check();
-  for (const auto& blocks : stores_) blocks->check();
+  for (const auto& blocks : stores_) blocks.check();
   retention_.check();
   auto require = [](bool ok, const std::string& what) {
     if (!ok) throw std::logic_error(what);
   };
   std::vector<uint32_t> refs[2], pins[2], pending[2];
   for (int t = 0; t < 2; ++t) {
-    refs[t].resize(stores_[t]->num_blocks);
-    pins[t].resize(stores_[t]->num_blocks);
-    pending[t].resize(stores_[t]->num_blocks);
+    refs[t].resize(stores_[Tier(t + 1)].num_blocks);
+    pins[t].resize(stores_[Tier(t + 1)].num_blocks);
+    pending[t].resize(stores_[Tier(t + 1)].num_blocks);
   }
   std::unordered_map<uint32_t, uint32_t> table_owners, token_owners;
   std::vector<int64_t> held(held_.size());
-  std::vector<uint8_t> is_counted(stores_[0]->num_blocks);
+  std::vector<uint8_t> is_counted(stores_[kDevice].num_blocks);
   size_t num_ghosts = 0;
   for (const Session& session : sessions_) {
     for (const Release& release : session.releases) {
@@ -304,11 +267,12 @@ void Pool::check() const {
     }
   }
   for (int t = 0; t < 2; ++t)
-    for (Block b = 0; b < stores_[t]->num_blocks; ++b) {
+    for (Block b = 0; b < stores_[Tier(t + 1)].num_blocks; ++b) {
       const std::string name = (t ? "host block " : "device block ") + std::to_string(b);
-      require(stores_[t]->ref_count(b) == refs[t][b], name + ": references differ");
-      require(stores_[t]->num_pins(b) == pins[t][b], name + ": pins differ");
-      require(stores_[t]->num_pending(b) == pending[t][b], name + ": pending releases differ");
+      require(stores_[Tier(t + 1)].ref_count(b) == refs[t][b], name + ": references differ");
+      require(stores_[Tier(t + 1)].num_pins(b) == pins[t][b], name + ": pins differ");
+      require(stores_[Tier(t + 1)].num_pending(b) == pending[t][b],
+              name + ": pending releases differ");
     }
   require(held == held_, "blocks that owners hold are miscounted");
   for (const auto& [chunk, num] : table_owners)

@@ -56,7 +56,7 @@ struct PoolConfig {
 class Pool;
 using Groups = Span<Pool*>;
 
-class Pool final : private Listener {
+class Pool {
  public:
   explicit Pool(PoolConfig config);
   Pool(const Pool&) = delete;
@@ -122,12 +122,11 @@ class Pool final : private Listener {
   // Queries
   Session& session(SessionHandle handle) { return sessions_[handle]; }
   const Session& session(SessionHandle handle) const { return sessions_[handle]; }
-  BlockStore& store(Tier tier) { return *stores_[tier - 1]; }
-  const BlockStore& store(Tier tier) const { return *stores_[tier - 1]; }
+  BlockStore& store(Tier tier) { return stores_[tier]; }
+  const BlockStore& store(Tier tier) const { return stores_[tier]; }
   const PrefixIndex& index() const { return index_; }
   const Counters& counters() const { return counters_; }
   uint64_t num_touched() const;  // how often a block or an entry of the index was looked at
-  int64_t revision() const { return revision_; }
   size_t num_token_chunks() const { return token_store_.num_used(); }
   const Sequence* find(SessionHandle handle, int64_t sequence_id) const;
   std::vector<const Sequence*> sequences_of(SessionHandle handle) const;  // ids ascending
@@ -136,7 +135,6 @@ class Pool final : private Listener {
   // Leading full blocks that are cached: their entries.
   std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens,
                              int64_t most = std::numeric_limits<int64_t>::max()) const;
-  std::vector<EntryId> match_hashes(std::string_view root, Span<uint8_t> hashes) const;
   double now_s() const { return now_s_; }
 
   bool is_unfenced(SessionHandle handle) const {
@@ -188,12 +186,8 @@ class Pool final : private Listener {
   bool forget_some(int64_t max_entries);
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
 
-  // The log of changes, by revision; off at first.
-  void watch(size_t max_events) {
-    log_size_ = max_events;
-    if (!num_large_forgotten_) log_.restart(max_events, index_.block_size(), revision_);
-  }
-  const ChangeLog& log() const { return log_; }
+  ChangeFeed& feed() { return feed_; }
+  const ChangeFeed& feed() const { return feed_; }
 
   // Rebuilding (rebuild.h). `restore` enters a reported block below its parent; kNoEntry if its
   // hash does not follow from the tokens or another block has the prefix.
@@ -205,16 +199,16 @@ class Pool final : private Listener {
   int64_t held_by(const Sequence& sequence) const;
 
   // The same calls as those of GroupedPool.
-  int64_t num_blocks(Tier tier) const { return store(tier).num_blocks; }
-  int64_t num_in(Tier tier, State state) const { return store(tier).num_in(state); }
+  int64_t num_blocks(Tier tier) const { return stores_[tier].num_blocks; }
+  int64_t num_in(Tier tier, State state) const { return stores_[tier].num_in(state); }
   int64_t num_obtainable(SessionHandle handle, Tier tier) const {
-    return store(tier).num_obtainable(handle);
+    return stores_[tier].num_obtainable(handle);
   }
   int64_t num_coming(SessionHandle handle, Tier tier) const {
-    return store(tier).num_coming(handle);
+    return stores_[tier].num_coming(handle);
   }
   int64_t num_own_retired(SessionHandle handle, Tier tier) const {
-    return store(tier).num_own_retired(handle);
+    return stores_[tier].num_own_retired(handle);
   }
   int64_t num_held(SessionHandle handle, int64_t id) const { return held_by(*find(handle, id)); }
   int64_t num_blocks_held(SessionHandle handle) const { return sessions_[handle].num_held; }
@@ -224,15 +218,10 @@ class Pool final : private Listener {
   struct AdmitPlan;
   struct AppendPlan;
 
-  void changed(Change change, EntryId entry, Tier tier) override;
-  void retained_changed(Change change, EntryId entry, Tier tier);
-  void log_change(Change change, EntryId entry, Tier tier);
   void evicted(Tier tier, Span<Block> blocks, Eviction why);
-  std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
 
   // Forgetting (forget.cpp)
   uint64_t prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const;
-  EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
   Forgotten count_below(EntryId top, int64_t most) const;
   int64_t num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens, EntryId top) const;
   void forget_prefix(EntryId root, Span<int32_t> tokens, const Forgotten& result);
@@ -378,7 +367,7 @@ class Pool final : private Listener {
   int64_t block_size_;
   int block_shift_;  // its logarithm
   PrefixIndex index_;
-  std::unique_ptr<BlockStore> stores_[2];
+  Stores stores_;
   TableStore table_store_;
   TokenStore token_store_;
   ChunkHints chunk_hints_;
@@ -389,13 +378,12 @@ class Pool final : private Listener {
   std::vector<uint32_t> free_sequences_;
   Counters counters_;
   BlockTimes block_times_[2];  // by tier
-  int64_t revision_ = 0;
   double now_s_ = 0;
   std::vector<Announcement> announcements_;
   size_t num_announced_ = 0;                // of these
   std::vector<Announcement> re_announced_;  // to be taken before the rest of these
   Retention retention_;
-  ChangeLog log_;
+  ChangeFeed feed_;
   // Entries to be removed. `old_root`: the root that they still name, if there are many.
   struct Forgetting {
     EntryId root;
@@ -403,9 +391,7 @@ class Pool final : private Listener {
     EntryId old_root;
   };
   std::deque<Forgetting> forgetting_;
-  std::vector<std::pair<EntryId, uint32_t>> path_;  // down in the first of these: (entry, uid)
-  int64_t num_large_forgotten_ = 0;  // of these: there is no log of changes until they are gone
-  size_t log_size_ = 0;
+  std::vector<std::pair<EntryId, uint32_t>> path_;   // down in the first of these: (entry, uid)
   std::deque<std::pair<Block, int64_t>> forgotten_;  // device blocks: (block, generation)
 
   Session* allocating_ = nullptr;     // for whom device blocks are allocated now

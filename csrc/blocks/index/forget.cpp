@@ -22,7 +22,8 @@ Forgotten Pool::forget(Groups groups, std::string_view root_name, Span<int32_t> 
   std::vector<Forgotten> results;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    const EntryId root = pool.index_.find_root(root_name), top = pool.find_path(root, tokens, num);
+    const EntryId root = pool.index_.find_root(root_name),
+                  top = pool.index_.find_path(root, tokens, num);
     results.emplace_back();
     if (top != kNoEntry) {
       results.back() = pool.count_below(top, most_counted);
@@ -42,7 +43,8 @@ Forgotten Pool::forget(Groups groups, std::string_view root_name, Span<int32_t> 
 void Pool::forget_prefix(EntryId root, Span<int32_t> tokens, const Forgotten& result) {
   const int64_t num = tokens.size / block_size_;
   const std::vector<uint32_t> kept = keep_private(root, tokens, num);
-  const EntryId top = find_path(root, tokens, num);  // it is gone if only producers needed it
+  const EntryId top =
+      index_.find_path(root, tokens, num);  // it is gone if only producers needed it
   if (top == kNoEntry) return;
   const EntryId above = index_[top].parent;
   for (const uint32_t i : kept) {
@@ -55,12 +57,11 @@ void Pool::forget_prefix(EntryId root, Span<int32_t> tokens, const Forgotten& re
   retention_.end_below(top);
   auto leave = [&](EntryId e) {
     for (const Tier tier : {kDevice, kHost})
-      if (index_[e].block(tier) != kNoBlock) changed(Change::kRemoved, e, tier);
+      if (index_[e].block(tier) != kNoBlock) feed_.changed(Change::kRemoved, e, tier);
   };
   if (result.is_large) {
-    log_.restart(0, index_.block_size(), revision_);
     index_.hold_root(root);
-    ++num_large_forgotten_;
+    feed_.pause();
   } else {
     leave(top);
     index_.walk(top, leave);
@@ -92,7 +93,7 @@ void Pool::forget_root(EntryId root) {
   const std::string name = index_.root_name(root);
   const std::vector<uint32_t> kept = keep_private(root, {}, 1);
   if (index_[root].child == kNoEntry) return;
-  changed(Change::kCleared, root, kDevice);
+  feed_.changed(Change::kCleared, root, kDevice);
   index_.detach(root, false);
   forgetting_.push_back({root, index_[root].uid, kNoEntry});
   const EntryId fresh = index_.find_root(name);
@@ -104,13 +105,6 @@ void Pool::forget_root(EntryId root) {
     sequence.chain = fresh;
     sequence.chain_uid = index_[fresh].uid;
   }
-}
-
-// The entry of the first `num` blocks of the tokens.
-EntryId Pool::find_path(EntryId e, Span<int32_t> tokens, int64_t num) const {
-  for (int64_t i = 0; i < num && e != kNoEntry; ++i)
-    e = index_.find(e, tokens.data + i * block_size_);
-  return e;
 }
 
 // The blocks of an entry and of those below it, if they are at most `most` entries.
@@ -136,7 +130,7 @@ int64_t Pool::num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens
                          EntryId top) const {
   int64_t num = 0;
   std::vector<uint8_t> is_counted[2];
-  for (const auto& blocks : stores_) is_counted[blocks->tier - 1].resize(blocks->num_blocks);
+  for (const BlockStore& blocks : stores_) is_counted[blocks.tier - 1].resize(blocks.num_blocks);
   const int64_t first = std::max<int64_t>(0, tokens.size / block_size_ - 1);
   for (uint32_t i = 0; i < sequences_.size(); ++i) {
     const Sequence& sequence = sequences_[i];
@@ -194,7 +188,7 @@ bool Pool::forget_some(int64_t max_entries) {
     forgetting_.pop_front();
     if (now.old_root == kNoEntry) continue;
     index_.drop_root(now.old_root);
-    if (--num_large_forgotten_ == 0) log_.restart(log_size_, index_.block_size(), revision_);
+    if (!index_.names_former_roots()) feed_.resume();
   }
   return !forgetting_.empty();
 }
@@ -211,9 +205,9 @@ void Pool::take_apart(EntryId e, EntryId root) {
   while (entry.spares != kNoBlock) index_.clear_block(kDevice, entry.spares);
   const Block blocks[2] = {entry.block(kDevice), entry.block(kHost)};
   if (blocks[0] != kNoBlock)
-    forgotten_.emplace_back(blocks[0], store(kDevice).generation(blocks[0]));
+    forgotten_.emplace_back(blocks[0], stores_[kDevice].generation(blocks[0]));
   for (const Tier tier : {kDevice, kHost})  // the last takes the entry away
-    if (blocks[tier - 1] != kNoBlock) store(tier).unpublish(blocks[tier - 1]);
+    if (blocks[tier - 1] != kNoBlock) stores_[tier].unpublish(blocks[tier - 1]);
   if (has_blocks) return;
   if (entry.retention) retention_.lost(e);
   index_.prune(e);

@@ -1,5 +1,6 @@
 #include "index/prefix_index.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -99,6 +100,34 @@ EntryId PrefixIndex::find(EntryId parent, const int32_t* tokens) const {
 
 EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
   return lookup(parent, nullptr, hash);
+}
+
+EntryId PrefixIndex::find_path(EntryId e, Span<int32_t> tokens, int64_t num) const {
+  for (int64_t i = 0; i < num && e != kNoEntry; ++i) e = find(e, tokens.data + i * block_size_);
+  return e;
+}
+
+std::vector<EntryId> PrefixIndex::match(EntryId e, Span<int32_t> tokens) const {
+  std::vector<EntryId> found;
+  const int64_t num_full = tokens.size / block_size_;
+  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
+    e = find(e, tokens.data + i * block_size_);
+    if (e == kNoEntry || !entries_[e].has_blocks()) break;
+    found.push_back(e);
+  }
+  return found;
+}
+
+std::vector<EntryId> PrefixIndex::match_hashes(EntryId e, Span<uint8_t> hashes) const {
+  std::vector<EntryId> found;
+  for (int64_t i = 0; e != kNoEntry && i + 16 <= hashes.size; i += 16) {
+    Hash hash;
+    std::copy(hashes.data + i, hashes.data + i + 16, hash.begin());
+    e = find_hash(e, hash);
+    if (e == kNoEntry || !entries_[e].has_blocks()) break;
+    found.push_back(e);
+  }
+  return found;
 }
 
 // Tokens are compared unless they are null.

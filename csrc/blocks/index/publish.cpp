@@ -54,7 +54,7 @@ bool Pool::end_receipted(Session& session, int64_t left) {
     for (const Tier tier : {kDevice, kHost}) {
       std::vector<Block>& blocks = session.releases.front().blocks[tier - 1];
       const int64_t num = std::clamp<int64_t>(left, 0, static_cast<int64_t>(blocks.size()));
-      store(tier).finished(blocks.data(), static_cast<size_t>(num));
+      stores_[tier].finished(blocks.data(), static_cast<size_t>(num));
       blocks.erase(blocks.begin(), blocks.begin() + num);
       left -= num;
       if (!blocks.empty()) return true;
@@ -63,7 +63,7 @@ bool Pool::end_receipted(Session& session, int64_t left) {
     for (; !record.transfers.empty(); record.transfers.pop_back(), --left) {
       if (left <= 0) return true;
       const Transfer& transfer = record.transfers.back();
-      if (transfer.pins) store(transfer.source.tier).unpin(transfer.source.block);
+      if (transfer.pins) stores_[transfer.source.tier].unpin(transfer.source.block);
     }
     end_demotions(session, std::exchange(record, {}), true, session.done);
   }
@@ -100,7 +100,7 @@ void Pool::publish(Session& session, uint32_t index) {
     const int64_t first = sequence.first_ghost;
     for (int64_t i = sequence.num_published; i < complete; ++i) {
       const auto& [b, generation] = sequence.ghosts[static_cast<size_t>(i - first)];
-      if (b == kNoBlock || store(kDevice).generation(b) != generation) complete = i;
+      if (b == kNoBlock || stores_[kDevice].generation(b) != generation) complete = i;
     }
     if (complete <= sequence.num_published) return;
   }
@@ -119,7 +119,7 @@ void Pool::publish(Session& session, uint32_t index) {
       const auto produced =
           static_cast<size_t>(sequence.num_published + kAhead - sequence.first_produced);
       if (produced < sequence.produced.size()) index_.prefetch(sequence.produced[produced]);
-      if (const Block b = entered_[k + kAhead]; b != kNoBlock) store(kDevice).prefetch(b);
+      if (const Block b = entered_[k + kAhead]; b != kNoBlock) stores_[kDevice].prefetch(b);
     }
     enter(session, sequence, index, entered_[k]);
   }
@@ -173,7 +173,7 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, Block b) 
   Entry& entry = index_[e];
   sequence.chain = e;
   sequence.chain_uid = entry.uid;
-  BlockStore& device = store(kDevice);
+  BlockStore& device = stores_[kDevice];
   if (b != kNoBlock && index_.entry_of(kDevice, b) == kNoEntry && index_.set_block(e, kDevice, b)) {
     entry.published_s = static_cast<float>(now_s_);
     entry.used_s = entry.published_s;
@@ -193,7 +193,7 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, Block b) 
 
 // Publishes the blocks that were entered last, each after the one before it.
 void Pool::publish_fresh() {
-  if (!fresh_.empty()) store(kDevice).published(fresh_);
+  if (!fresh_.empty()) stores_[kDevice].published(fresh_);
   fresh_.clear();
 }
 
@@ -213,7 +213,7 @@ bool Pool::announce(EntryId root, EntryId e) {
 
 std::vector<Pool::Announcement> Pool::take_announcements(size_t max_entries) {
   std::vector<Announcement> taken;
-  Findable findable(index_, num_large_forgotten_ > 0);
+  Findable findable(index_);
   for (size_t num = 0; num < max_entries && has_announcements(); ++num) {
     if (re_announced_.empty()) re_announced_.push_back(announcements_[num_announced_++]);
     const Announcement item = re_announced_.back();
@@ -235,7 +235,7 @@ std::vector<Pool::Announcement> Pool::take_announcements(size_t max_entries) {
 }
 
 void Pool::announce_promoted() {
-  for (const Block b : store(kDevice).take_promoted()) {
+  for (const Block b : stores_[kDevice].take_promoted()) {
     const EntryId e = index_.entry_of(kDevice, b);
     if (e != kNoEntry) announce(index_.root_of(e), e);
   }
@@ -260,7 +260,7 @@ std::vector<Pool::Announcement> Pool::findable() const {
 // block that was not scanned.
 std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block& end) const {
   std::vector<Announcement> found;
-  Findable findable(index_, num_large_forgotten_ > 0);
+  Findable findable(index_);
   for (Block b = begin; b < end; ++b) {
     if (!index_.is_published(kDevice, b)) continue;
     const EntryId e = index_.entry_of(kDevice, b);

@@ -204,4 +204,20 @@ class BlockStore {
   std::vector<Block> idle_;
 };
 
+// The blocks of both tiers.
+class Stores {
+ public:
+  Stores(BlockStore device, BlockStore host) : stores_{std::move(device), std::move(host)} {}
+
+  BlockStore& operator[](Tier tier) { return stores_[tier - 1]; }
+  const BlockStore& operator[](Tier tier) const { return stores_[tier - 1]; }
+  BlockStore* begin() { return stores_; }
+  BlockStore* end() { return stores_ + 2; }
+  const BlockStore* begin() const { return stores_; }
+  const BlockStore* end() const { return stores_ + 2; }
+
+ private:
+  BlockStore stores_[2];
+};
+
 }  // namespace kvplane::blocks

@@ -85,6 +85,12 @@ void Retention::expire(double now_s) {
     num += end(by_expiry_.begin()->second);
 }
 
+void Retention::changed(Change change, EntryId e, Tier tier) {
+  const Entry& entry = index_[e];
+  if (change == Change::kStored) stores_[tier].set_priority(entry.block(tier), priority(e));
+  if (change == Change::kRemoved && !entry.has_blocks() && !entry.num_arriving) lost(e);
+}
+
 void Retention::lost(EntryId e) {
   const auto it = at_.find(e);
   if (it == at_.end()) return;
@@ -141,9 +147,9 @@ int64_t Retention::drop_counts(const Record& record, EntryId end) {
 
 // Gives the entry's blocks its priority.
 void Retention::apply(EntryId e) {
-  for (const auto& blocks : stores_) {
-    const Block b = index_[e].block(blocks->tier);
-    if (b != kNoBlock) blocks->set_priority(b, priority(e));
+  for (BlockStore& blocks : stores_) {
+    const Block b = index_[e].block(blocks.tier);
+    if (b != kNoBlock) blocks.set_priority(b, priority(e));
   }
 }
 
@@ -231,9 +237,9 @@ void Retention::check() const {
     const auto it = wanted.find(e);
     require(num == (it == wanted.end() ? 0 : it->second.num), "an entry's count differs");
     require(!num || priority(e) == it->second.priority, "an entry's priority differs");
-    for (const auto& blocks : stores_) {
-      const Block b = index_[e].block(blocks->tier);
-      require(b == kNoBlock || blocks->priority(b) == priority(e), "a block's priority differs");
+    for (const BlockStore& blocks : stores_) {
+      const Block b = index_[e].block(blocks.tier);
+      require(b == kNoBlock || blocks.priority(b) == priority(e), "a block's priority differs");
     }
   }
   require(num_counts + free_counts_.size() == counts_.size(), "counts are lost");
@@ -250,7 +256,7 @@ std::variant<Retained, Failure> Pool::retain(Groups groups, std::string_view roo
   Retained result;
   for (int64_t g = 0; g < groups.size; ++g) {
     const Pool& pool = *groups[g];
-    paths.push_back(pool.match(pool.index_.find_root(root), tokens));
+    paths.push_back(pool.index_.match(pool.index_.find_root(root), tokens));
     if (paths.back().empty() || expires_at_s <= pool.now_s_) continue;
     const int64_t now = pool.retention_.num_entries(owner);
     const int64_t num_new = pool.retention_.num_new(owner, paths.back());

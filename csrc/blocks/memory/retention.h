@@ -29,8 +29,7 @@ namespace kvplane::blocks {
 
 class Retention {
  public:
-  Retention(PrefixIndex& index, const std::unique_ptr<BlockStore> (&stores)[2])
-      : index_(index), stores_(stores) {}
+  Retention(PrefixIndex& index, Stores& stores) : index_(index), stores_(stores) {}
 
   // 0: not retained.
   uint8_t priority(EntryId e) const {
@@ -54,6 +53,8 @@ class Retention {
   void end_below(EntryId top);
   // Ends expired retentions; those left after some thousand entries wait for the next call.
   void expire(double now_s);
+  // As `Listener::changed`, of an entry that is retained.
+  void changed(Change change, EntryId e, Tier tier);
   // The entry has just lost its last block, and no copy of it is under way.
   void lost(EntryId e);
 
@@ -89,7 +90,7 @@ class Retention {
   uint64_t key_of(EntryId e) const;
 
   PrefixIndex& index_;
-  const std::unique_ptr<BlockStore> (&stores_)[2];
+  Stores& stores_;
   std::vector<Record> records_;
   std::vector<uint32_t> free_records_;
   std::unordered_map<EntryId, std::vector<uint32_t>> at_;  // records by tail

@@ -107,8 +107,8 @@ bool Pool::end_plans(Session& session, int64_t next_plan, int64_t& left) {
       if (!transfer.pins) continue;
       const auto& [tier, block, generation] = transfer.source;
       if (remember(session, tier, &transfer.source.block, 1, next_plan))
-        store(tier).add_pending(block, session.handle);
-      store(tier).unpin(block);
+        stores_[tier].add_pending(block, session.handle);
+      stores_[tier].unpin(block);
     }
     end_demotions(session, record, false, next_plan);
     for (const auto& [index, uid] : record.touched)
@@ -150,7 +150,7 @@ void Pool::cut_to_written(Session& session, uint32_t index, const Origins& origi
   const int64_t num_trimmed = std::min(sequence.num_trimmed, num_kept);
   for (int64_t i = 0; i < num_kept; ++i) {
     const Block b = old[static_cast<size_t>(i)];
-    BlockRef ref{sequence.tier, b, b == kNoBlock ? 0 : store(sequence.tier).generation(b)};
+    BlockRef ref{sequence.tier, b, b == kNoBlock ? 0 : stores_[sequence.tier].generation(b)};
     if (b != kNoBlock) ref = origins.of(ref);
     kept.push_back(ref.block);
     tier = ref.tier;

@@ -74,7 +74,7 @@ std::variant<Admitted, Failure> Pool::admit_with(Groups groups, SessionHandle ha
         if (const Failure over = pool.over_quota(session, plan); over.code != Code::kOk)
           return over.code == Code::kLaterQuota ? in_proportion(groups, pool, over) : over;
       if (plan.needed > plan.available) {
-        if (plan.needed > pool.store(kDevice).num_blocks && !plan.copies_last)
+        if (plan.needed > pool.stores_[kDevice].num_blocks && !plan.copies_last)
           return pool.never_fits(kDevice, 0, plan.needed);
         const Failure here =
             pool.no_room(session, kDevice, 0, plan.needed, plan.available, headroom);
@@ -135,7 +135,7 @@ Failure Pool::check_admission(const Session& session, const Admission& admission
   }
   const int64_t quota = config_.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
-  if (most > store(kDevice).num_blocks && !config_.window_tokens)
+  if (most > stores_[kDevice].num_blocks && !config_.window_tokens)
     return never_fits(kDevice, 0, most);
   if (quota && most > quota && !config_.window_tokens)
     return Failure{0, Code::kNeverQuota, most, quota, kDevice};
@@ -176,11 +176,11 @@ void Pool::count_needed(const Session& session, const Admission& admission, bool
   plan.copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
                      plan.hits.back().kind != Hit::kHosted;
   plan.needed = std::max<int64_t>(0, div_ceil(plan.end, block_size_) - num_hits) + plan.copies_last;
-  store(kDevice).touched(plan.hits.size());
+  stores_[kDevice].touched(plan.hits.size());
   for (const Hit& hit : plan.hits)
     plan.needed +=
         hit.kind == Hit::kHosted ||
-        (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.handle));
+        (hit.kind == Hit::kShared && stores_[kDevice].is_obtainable(hit.block, session.handle));
 }
 
 uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t admitted_by,
@@ -271,7 +271,7 @@ void Pool::agree(Groups groups, SessionHandle handle, int64_t id) {
 
 // Whether the owner would hold too many blocks with those of the admission.
 Failure Pool::over_quota(const Session& session, const AdmitPlan& plan) const {
-  const BlockStore& device = store(kDevice);
+  const BlockStore& device = stores_[kDevice];
   const auto num_hits = static_cast<int64_t>(plan.hits.size());
   int64_t size = std::max(num_hits, div_ceil(plan.end, block_size_));  // of its table
   int64_t more = size - num_hits;
@@ -300,7 +300,7 @@ void Pool::find_hits(const Session& session, const Admission& admission, int64_t
     if (hits.empty()) hits.reserve(static_cast<size_t>(num_full));
     const Entry& entry = index_[e];
     if (entry.block(kDevice) != kNoBlock) {
-      store(kDevice).prefetch(entry.block(kDevice));
+      stores_[kDevice].prefetch(entry.block(kDevice));
       hits.push_back({e, Hit::kShared, entry.block(kDevice), 0});
     } else if (entry.block(kHost) != kNoBlock) {
       hits.push_back({e, Hit::kHosted, entry.block(kHost), session.number});
@@ -367,8 +367,8 @@ std::pair<int64_t, int64_t> Pool::window_hits(const std::vector<uint8_t>& presen
 void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits) {
   sequence.chain = session.root;
   sequence.chain_uid = index_[session.root].uid;
-  BlockStore& device = store(kDevice);
-  BlockStore& host = store(kHost);
+  BlockStore& device = stores_[kDevice];
+  BlockStore& host = stores_[kHost];
   std::vector<Block> used[2], table;  // by tier
   for (const Hit& hit : hits) {
     if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted)

@@ -90,7 +90,7 @@ bool Pool::fit_in_place(std::vector<AppendPlan>& plans, const AppendColumns& col
 
 // The most tokens that any sequence may have.
 int64_t Pool::max_tokens() const {
-  const int64_t num_blocks = store(kDevice).num_blocks, quota = config_.max_owner_blocks;
+  const int64_t num_blocks = stores_[kDevice].num_blocks, quota = config_.max_owner_blocks;
   return (quota ? std::min(num_blocks, quota) : num_blocks) * block_size_;
 }
 
@@ -105,8 +105,8 @@ bool Pool::is_in_place(const Session& session, const Sequence& sequence, int64_t
   const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
   const Block b = chunk.items[i % Table::kItems];
   return chunk.num_owners == 1 &&
-         store(kDevice).is_writable(b, session.handle,
-                                    static_cast<uint32_t>(first & (block_size_ - 1)));
+         stores_[kDevice].is_writable(b, session.handle,
+                                      static_cast<uint32_t>(first & (block_size_ - 1)));
 }
 
 // Whether a sequence can be extended, and what that takes.
@@ -132,7 +132,7 @@ Failure Pool::check_append(const Session& session, const AppendColumns& columns,
   const int64_t end = first + num_slots, cover = end + num_ahead;
   const int64_t longest = std::max(cover, sequence.tokens.size + num_given);
   if (longest > kMaxPositions ||
-      div_ceil(longest, block_size_) - sequence.num_trimmed > store(kDevice).num_blocks)
+      div_ceil(longest, block_size_) - sequence.num_trimmed > stores_[kDevice].num_blocks)
     return never_fits(kDevice, item, div_ceil(longest, block_size_));
   const int64_t quota = config_.max_owner_blocks;
   if (quota && div_ceil(longest, block_size_) - sequence.num_trimmed > quota)
@@ -202,8 +202,8 @@ int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
   for (int64_t i = sequence.table.size; i > div_ceil(cover, block_size_); --i, ++num) {
     const uint32_t id = sequence.table.chunks[static_cast<size_t>((i - 1) / Table::kItems)];
     const Block b = sequence.table.at(table_store_, i - 1);
-    if (table_store_[id].num_owners > 1 || store(kDevice).ref_count(b) > 1 ||
-        store(kDevice).num_pins(b))
+    if (table_store_[id].num_owners > 1 || stores_[kDevice].ref_count(b) > 1 ||
+        stores_[kDevice].num_pins(b))
       break;
   }
   return num;
@@ -211,7 +211,7 @@ int64_t Pool::num_ahead_of(const Sequence& sequence, int64_t cover) const {
 
 std::vector<int32_t> Pool::growth(SessionHandle handle, const AppendColumns& columns) const {
   const Session& session = sessions_[handle];
-  const int64_t num_fitting = store(kDevice).num_blocks;
+  const int64_t num_fitting = stores_[kDevice].num_blocks;
   std::vector<int32_t> needed;
   for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
     const Sequence* sequence = find(handle, columns.sequence_ids[item]);
@@ -256,7 +256,7 @@ int64_t Pool::num_replaced(const Sequence& sequence, int64_t first, int64_t end)
     if (may_write(session, sequence, i, first)) continue;
     const uint32_t id = sequence.table.chunks[static_cast<size_t>(i / Table::kItems)];
     const Block b = sequence.table.at(table_store_, i);
-    num += table_store_[id].num_owners == 1 && store(kDevice).ref_count(b) == 1;
+    num += table_store_[id].num_owners == 1 && stores_[kDevice].ref_count(b) == 1;
   }
   return num;
 }
@@ -274,7 +274,7 @@ bool Pool::may_write(const Session& session, const Sequence& sequence, int64_t i
   const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
   const auto offset = static_cast<uint32_t>(std::max<int64_t>(0, first - i * block_size_));
   return chunk.num_owners == 1 &&
-         store(kDevice).is_writable(chunk.items[i % Table::kItems], session.handle, offset);
+         stores_[kDevice].is_writable(chunk.items[i % Table::kItems], session.handle, offset);
 }
 
 void Pool::grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover) {
@@ -303,7 +303,7 @@ void Pool::copy_on_write(Session& session, uint32_t index, int64_t i, int64_t fi
   const Block copy = scratch_[0];
   const int64_t num_tokens = first - i * block_size_;
   if (num_tokens > 0) {
-    transfer(session, {kDevice, old, store(kDevice).generation(old)}, kDevice, copy,
+    transfer(session, {kDevice, old, stores_[kDevice].generation(old)}, kDevice, copy,
              static_cast<uint32_t>(num_tokens));
     sequence.copied_by = session.number;
     ++counters_.num_copies_on_write;
@@ -340,7 +340,7 @@ void Pool::trim(Session& session, Sequence& sequence) {
 
 // The failure when the item needs more blocks than the tier has.
 Failure Pool::never_fits(Tier tier, int64_t item, int64_t needed) const {
-  return {item, Code::kNever, needed, store(tier).num_blocks, tier};
+  return {item, Code::kNever, needed, stores_[tier].num_blocks, tier};
 }
 
 Failure Pool::no_room(const Session& session, Tier tier, int64_t item, int64_t needed,

@@ -23,8 +23,8 @@ int64_t num_shared_chunks(const Table& a, const Table& b) {
 // Copies a block; it is pinned until the plan has run, so that the plan can run again. Only its
 // first num_tokens matter.
 void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens) {
-  store(source.tier).pin(source.block, session.handle, num_tokens);
-  const BlockRef destination{tier, copy, store(tier).generation(copy)};
+  stores_[source.tier].pin(source.block, session.handle, num_tokens);
+  const BlockRef destination{tier, copy, stores_[tier].generation(copy)};
   session.destinations.insert(key_of(tier, copy), 1);
   note(session, {source, destination});
 }
@@ -37,7 +37,7 @@ void Pool::note(Session& session, const Transfer& transfer) {
 
 // Blocks of the draft may be allocated again.
 void Pool::end_draft(Session& session) {
-  for (const auto& [tier, block] : session.kept) store(tier).unpin(block);
+  for (const auto& [tier, block] : session.kept) stores_[tier].unpin(block);
   session.kept.clear();
   session.destinations.clear();
   session.allocated.clear();
@@ -62,7 +62,7 @@ bool Pool::finish(Groups groups, SessionHandle handle, std::string_view prefix,
   bool has_any = false;
   for (int64_t g = 0; g < groups.size; ++g) {
     Pool& pool = *groups[g];
-    const BlockStore& device = pool.store(kDevice);
+    const BlockStore& device = pool.stores_[kDevice];
     pool.counters_.max_held =
         std::max<int64_t>(pool.counters_.max_held,
                           int64_t{device.num_in(State::kHeld)} + device.num_in(State::kPinned));
@@ -182,7 +182,7 @@ bool Pool::write_transfers(Session& session, int64_t max_blocks) {
     // Nothing was ever written to a block that the step allocated and gave up again.
     if (session.allocated.contains(key_of(origin.tier, origin.block))) continue;
     if (session.tables.in_tables.contains(key_of(to.tier, to.block)) &&
-        store(to.tier).generation(to.block) == to.generation)
+        stores_[to.tier].generation(to.block) == to.generation)
       session.draft.transfers.add(origin, to);
   }
   return false;
@@ -191,7 +191,7 @@ bool Pool::write_transfers(Session& session, int64_t max_blocks) {
 // Copies a cached device block, which is evicted for the session, to the host tier if that has
 // room. The plan's transfers run before anything else writes the block.
 void Pool::save(Session& session, Block b) {
-  BlockStore& host = store(kHost);
+  BlockStore& host = stores_[kHost];
   const EntryId e = index_.entry_of(kDevice, b);
   Entry& entry = index_[e];
   if (session.resync_due || entry.block(kHost) != kNoBlock || entry.spares != kNoBlock ||
@@ -200,7 +200,7 @@ void Pool::save(Session& session, Block b) {
     return;
   std::vector<Block> copy;
   host.allocate(session.handle, 1, copy);
-  const BlockRef source{kDevice, b, store(kDevice).generation(b)};
+  const BlockRef source{kDevice, b, stores_[kDevice].generation(b)};
   const BlockRef destination{kHost, copy[0], host.generation(copy[0])};
   session.destinations.insert(key_of(kHost, copy[0]), 1);
   note(session, {source, destination, false});
@@ -215,7 +215,7 @@ void Pool::save(Session& session, Block b) {
 // The plan that copied blocks to the host tier has run, or was aborted.
 void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_run,
                          int64_t next_plan) {
-  BlockStore& host = store(kHost);
+  BlockStore& host = stores_[kHost];
   for (const Demotion& demotion : record.demotions) {
     const EntryId e = demotion.entry;
     if (index_.alive(e, demotion.uid)) {

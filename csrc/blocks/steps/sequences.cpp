@@ -172,7 +172,7 @@ int64_t Pool::drop(Session& session, uint32_t index, int64_t plan) {
   const bool expects = !session.resync_due && plan > session.done && sequence.tier == kDevice &&
                        !sequence.pending.empty() && complete > sequence.num_published;
   clear_producers(sequence, index, sequence.num_published);
-  BlockStore& blocks = store(sequence.tier);
+  BlockStore& blocks = stores_[sequence.tier];
   if (expects) {
     sequence.first_ghost = sequence.num_published;
     for (int64_t i = sequence.num_published; i < complete; ++i) {
@@ -328,7 +328,7 @@ Failure Pool::plan_swap(const Session& session, Span<int64_t> ids, int64_t headr
       add_to_swap(sequence, i, shared, plan);
   }
   const auto needed = static_cast<int64_t>(plan.blocks.size());
-  if (needed > store(destination).num_blocks) return never_fits(destination, 0, needed);
+  if (needed > stores_[destination].num_blocks) return never_fits(destination, 0, needed);
   if (const int64_t quota = config_.max_owner_blocks; quota && destination == kDevice) {
     if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
     if (const int64_t allowed = num_allowed(session); needed > allowed)
@@ -344,7 +344,7 @@ void Pool::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapp
   const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
   const Block b = chunk.items[i % Table::kItems];
   const bool is_ahead = i * block_size_ >= sequence.num_scheduled;
-  const bool is_shared = chunk.num_owners > 1 || store(sequence.tier).ref_count(b) > 1;
+  const bool is_shared = chunk.num_owners > 1 || stores_[sequence.tier].ref_count(b) > 1;
   const auto place = static_cast<uint32_t>(plan.blocks.size());
   if (is_shared && !shared.insert(key_of(sequence.tier, b), place)) {
     plan.places.push_back(*shared.find(key_of(sequence.tier, b)));
@@ -391,7 +391,7 @@ bool Pool::swap_some(Session& session, int64_t& left) {
     if (plan.is_ahead[i])
       session.destinations.insert(key_of(destination, copy), 1);
     else
-      transfer(session, {source, old, store(source).generation(old)}, destination, copy,
+      transfer(session, {source, old, stores_[source].generation(old)}, destination, copy,
                static_cast<uint32_t>(block_size_));
   }
   for (; plan.next_sequence < plan.indices.size(); ++plan.next_sequence) {
@@ -417,7 +417,7 @@ void Pool::move(Session& session, uint32_t index, Swapping& plan) {
     const uint32_t place = plan.places[plan.next_place++];
     table.push_back(plan.copies[place]);
     const bool is_used = std::exchange(plan.is_used[place], true);
-    if (is_used) store(plan.destination).share(&table.back(), 1);
+    if (is_used) stores_[plan.destination].share(&table.back(), 1);
     allocated.push_back(!is_used);
   }
   push_blocks(session, sequence, table);

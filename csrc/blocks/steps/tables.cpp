@@ -22,7 +22,7 @@ void Pool::own_chunk(Session& session, Sequence& sequence, size_t chunk) {
   const Block* items = table_store_[id].items;
   std::memcpy(table_store_[copy].items, items, static_cast<size_t>(num) * sizeof(Block));
   const Block* first = std::find_if(items, items + num, [](Block b) { return b != kNoBlock; });
-  store(sequence.tier).share(first, static_cast<size_t>(items + num - first));
+  stores_[sequence.tier].share(first, static_cast<size_t>(items + num - first));
   session.num_held += items + num - first;
   table_store_.drop(id);
   id = copy;
@@ -101,7 +101,7 @@ void Pool::trim_table(Session& session, Sequence& sequence, int64_t num, int64_t
 
 // Adds a reference to each, which may have none.
 void Pool::share(Session& session, Tier tier, const std::vector<Block>& blocks) {
-  BlockStore& there = store(tier);
+  BlockStore& there = stores_[tier];
   if (tier == kDevice)
     for (const Block b : blocks) held_[session.owner] += there.ref_count(b) == 0;
   there.share(blocks.data(), blocks.size());
@@ -111,7 +111,7 @@ void Pool::share(Session& session, Tier tier, const std::vector<Block>& blocks) 
 // how many have none left.
 int64_t Pool::release(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan) {
   if (num == 0) return 0;
-  BlockStore& there = store(tier);
+  BlockStore& there = stores_[tier];
   for (size_t i = 0; i < num && session.destinations.size(); ++i) {
     const Block b = blocks[i];
     if (there.ref_count(b) > 1 || !session.destinations.contains(key_of(tier, b))) continue;
@@ -146,7 +146,7 @@ bool Pool::remember(Session& session, Tier tier, const Block* blocks, size_t num
 void Pool::end_release(const Release& release) {
   for (const Tier tier : {kDevice, kHost}) {
     const std::vector<Block>& blocks = release.blocks[tier - 1];
-    store(tier).finished(blocks.data(), blocks.size());
+    stores_[tier].finished(blocks.data(), blocks.size());
   }
 }
 
@@ -160,7 +160,7 @@ void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>
 // Allocates blocks; the caller notes them as allocated, if a resync is due.
 void Pool::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   allocating_ = &session;
-  store(tier).allocate(session.handle, num, out);
+  stores_[tier].allocate(session.handle, num, out);
   if (tier == kDevice) held_[session.owner] += num;
   if (session.resync_due) session.allocated.reserve(static_cast<size_t>(num));
   announce_promoted();
@@ -169,7 +169,7 @@ void Pool::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& 
 // Adds table entries [first, end), but not whether they are allocated.
 void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
                        TableChanges& changes) const {
-  const BlockStore& blocks = store(sequence.tier);
+  const BlockStore& blocks = stores_[sequence.tier];
   blocks.touched(static_cast<size_t>(end - first));
   size_t i = changes.indices.size();
   changes.indices.resize(i + static_cast<size_t>(end - first));

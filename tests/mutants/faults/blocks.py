@@ -230,8 +230,8 @@ FAULTS = (
     Fault(
         "a_block_of_a_shared_chunk_is_swapped_twice",
         "csrc/blocks/steps/sequences.cpp",
-        "chunk.num_owners > 1 || store(sequence.tier)",
-        "store(sequence.tier)",
+        "chunk.num_owners > 1 || stores_[sequence.tier]",
+        "stores_[sequence.tier]",
         CORE,
     ),
     Fault(
@@ -328,9 +328,9 @@ FAULTS = (
     Fault(
         "written_in_place_though_shared",
         "csrc/blocks/steps/append.cpp",
-        "return chunk.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
-        "session.handle,\n                                    static_cast",
-        "return store(kDevice).is_writable(b, session.handle, static_cast",
+        "return chunk.num_owners == 1 &&\n         stores_[kDevice].is_writable(b, "
+        "session.handle,\n                                      static_cast",
+        "return stores_[kDevice].is_writable(b, session.handle, static_cast",
         CORE,
     ),
     Fault(
