@@ -214,6 +214,8 @@ void PrefixIndex::unlink(const Entry& entry) {
 }
 
 bool PrefixIndex::set_block(EntryId e, Tier tier, Block b) {
+  assert(entry_of_[tier - 1][b] == kNoEntry && !is_root(e));
+  assert(tier == kDevice || entries_[e].block(tier) == kNoBlock);  // the host tier has no spares
   ++num_touched_;
   Entry& entry = entries_[e];
   entry_of_[tier - 1][b] = e;
@@ -236,6 +238,7 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   ++num_touched_;
   entry_of_[tier - 1][b] = kNoEntry;
   Entry& entry = entries_[e];
+  assert(entries_[entry.root].num_uses > 0);
   --entries_[entry.root].num_uses;
   if (entry.block(tier) != b) {
     remove_spare(entry, b);

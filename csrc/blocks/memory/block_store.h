@@ -45,8 +45,8 @@ class BlockStore {
   const Tier tier;
   const uint32_t num_blocks;
 
-  // Called with blocks that are about to be evicted, still published.
-  std::function<void(Span<Block>, Eviction)> on_evict;
+  // Called with blocks that are about to be evicted for a session, still published.
+  std::function<void(SessionHandle, Span<Block>, Eviction)> on_evict;
 
   // Queries
   int64_t generation(Block b) const { return infos_[b].generation; }
@@ -181,7 +181,7 @@ class BlockStore {
   void enter(Block b);
   void tell_policy();
   int64_t take(SessionHandle handle, Block* blocks, int64_t most);
-  int64_t evict(Block* blocks, int64_t most);
+  int64_t evict(SessionHandle handle, Block* blocks, int64_t most);
   int64_t pop_cached(Block* blocks, int64_t most);
 
   PrefixIndex& index_;

@@ -47,8 +47,11 @@ class Retention {
   // Retains a path from a root's child on. `key` tells prefixes that were asked for apart.
   void retain(uint32_t owner, const std::vector<EntryId>& path, uint8_t priority,
               double expires_at_s, uint64_t key);
-  // Ends the owner's retentions with this key that lie on the path.
-  void release(uint32_t owner, const std::vector<EntryId>& path, uint64_t key);
+  // Ends the owner's retentions of exactly these full blocks below the root. Returns how many
+  // entries no longer count for it.
+  int64_t release(EntryId root, uint32_t owner, Span<int32_t> tokens);
+  // The key of all full blocks of the tokens; `e` is the entry of the first `num` of them.
+  uint64_t key_of(EntryId e, int64_t num, Span<int32_t> tokens) const;
   // Ends retentions at the entry or below it; takes time proportional to all retained entries.
   void end_below(EntryId top);
   // Ends expired retentions; those left after some thousand entries wait for the next call.
