@@ -334,7 +334,7 @@ class CoreMachine(RuleBasedStateMachine):
         pool = self.world.core._pools["pool"]
         if not pool.built or not pool.shards.states[plane.index].connected:
             return
-        for run in pool.native.all_publications(3):
+        for run in pool.primary.all_publications(3):
             for index, known in publications_of(publish_message(run).publish.publications).items():
                 assert plane.published[index] == known
 

@@ -12,6 +12,7 @@ from random import Random
 
 import numpy as np
 import torch
+from kvplane_blocks import Pool
 
 from control_plane import queries
 from control_plane.config import CoreConfig
@@ -227,7 +228,8 @@ class World:
         self.executor.check_integrity()
         handle = self.of_session.handle
         for core in self.pool.groups[1:]:
-            assert not core.take_family_events(handle), "the first group tells for all"
+            events = Pool([core]).take_family_events(handle)
+            assert not events, "the first group tells for all"
         states = [core.states(handle, None) for core in self.pool.groups]
         assert all(other == states[0] for other in states), "the groups are out of step"
         for state in self.states():

@@ -151,7 +151,7 @@ class PlanningRig:
 
     def state(self, sequence_id: int, *, session: Session | None = None) -> State:
         session = session or self.session
-        tier, indices, *_ = session.native.table(session.handle, sequence_id)
+        tier, indices, *_ = session.pool.primary.table(session.handle, sequence_id)
         ids = columns.pack(INT64, [sequence_id])
         message = queries.states(session, ids)
 

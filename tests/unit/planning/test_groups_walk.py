@@ -7,6 +7,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from kvplane_blocks import Pool
 
 from kvplane import ops
 from kvplane.wire import columns
@@ -61,7 +62,7 @@ def test_a_hit_needs_of_a_window_group_only_what_its_window_sees() -> None:
     assert kept == [5, 4] or kept[1] < kept[0], kept  # the window group had to evict
     found = world.step(ops.admit(3, prompt)).results[0].admit.num_cached_tokens
     lengths = [
-        len(core.match(world.of_session.root, columns.pack(INT32, prompt))[2]) // 16
+        len(Pool([core]).match(world.of_session.root, columns.pack(INT32, prompt))[2]) // 16
         for core in world.pool.groups
     ]
     assert found == BLOCK * min(lengths)

@@ -71,7 +71,7 @@ class Pools:
     ) -> list[int]:
         """The blocks that a prompt finds."""
         root = root_of(LAYOUT.fingerprint, tenant, namespace)
-        self.pool.native.check_integrity()
+        self.pool.primary.check_integrity()
         return found(self.pool, root, tokens)
 
     def generations(self) -> list[int]:

@@ -215,7 +215,7 @@ class Walk:
         for process in held:
             for block, generation in process.generations.items():
                 assert known[block] >= generation
-        for run in pool.native.all_publications(1):
+        for run in pool.primary.all_publications(1):
             (block,) = columns.read(INT32, run[1], "indices")
             self.num_restored += 1
             for process in held:
