@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,8 +25,6 @@ from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
 from tests.helpers.data.unary_client import UnaryClient
 from tests.helpers.flaky_proxy import FlakyProxy
-
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
 @pytest.fixture
@@ -70,18 +65,6 @@ def num_published(data_plane: DataPlaneServer) -> int:
         for part in data_plane.executor.report()
         for publications in part.publications
     )
-
-
-async def test_the_quickstart_finds_its_prompt_cached(planes: Planes, capsys: Any) -> None:
-    spec = importlib.util.spec_from_file_location("quickstart", QUICKSTART)
-    assert spec is not None
-    assert spec.loader is not None
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
-    await quickstart.main(planes.control.address)
-    printed = capsys.readouterr().out
-    assert "cached before the receipt: 0 tokens" in printed
-    assert "cached after the receipt: 16 of 17 tokens" in printed
 
 
 async def test_the_data_plane_describes_itself(data: DataClient, planes: Planes) -> None:
