@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -265,11 +265,9 @@ class ShardKernels:
         """Return ``Kernels.step_memory()``."""
         return self._kernels.step_memory()
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Queue the work inside on the caller's stream, after all work queued before."""
-        with self._streams.computing():
-            yield
+        return self._streams.computing()
 
     def queue(
         self,

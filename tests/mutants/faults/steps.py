@@ -55,7 +55,7 @@ FAULTS = (
     Fault(
         "a_step_counts_as_run_whatever_it_ran",
         STEP,
-        *first("    def _finish(self, run: RunningPlan, num_tokens: int) -> None:", "return"),
+        *first("    def _check_all_called(self, num_tokens: int) -> None:", "return"),
         f"{TESTS}::test_a_plan_runs_once_and_only_if_all_of_its_layers_do",
     ),
 )

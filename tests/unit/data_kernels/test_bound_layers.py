@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.bound_layers import BoundLayers
@@ -188,5 +189,6 @@ def test_a_bound_layer_does_not_look_behind_what_was_trimmed() -> None:
         for layer in LAYERS:
             rig.executor.layer(1, layer, *given, options=wide, **of_latest(rig.executor))
     rig.start(4, changes=[trim(1, 1)], spans=[span(1, 15, 1)])
+    named = PlanLayer(1, 0, 4, field="in.")
     with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
-        rig.executor.layer(1, 0, *given, options=wide, field="in.", **of_latest(rig.executor))
+        rig.executor.layer_runner.run(named, given, wide)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -257,12 +258,12 @@ def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
     """Layer 0, asked for in each way, with as many tokens as the present pass has."""
     executor, parts = rig.executor, late_parts()
     options = AttentionOptions()
-    slices = executor.layer_slices
+    named = PlanLayer(1, 0, 2, of_pass)
     here: dict[str, Any] = {"plan_number": 2, "pass_index": of_pass}
     return [
         lambda: executor.layer(1, 0, *parts, **here),
         lambda: executor.layer(1, 0, None, *parts[1:], **here),
-        lambda: run_to_end(slices(1, 0, parts, options, 2, of_pass, "", None)),
+        lambda: run_to_end(executor.layer_runner.run_slices(named, parts, options)),
         lambda: executor.layer(1, 0, parts[0], None, None, **here),
     ]
 

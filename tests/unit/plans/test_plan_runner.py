@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data_plane.execution.counters import ExecutorCounters
-from data_plane.execution.plan_runner import PlanRunner, StartedPlan
+from data_plane.execution.plan_runner import PlanLayer, PlanRunner, StartedPlan
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory.pool import Pools
@@ -90,7 +90,7 @@ class Bench:
     def write(self, layer: int, num_tokens: int) -> None:
         """Write a layer, in any order."""
         number = self.runner.latest(1, None)[1].number
-        run, _ = self.runner.check_may_run(1, number, None, 0, writes=True, attends=False)
+        run, _ = self.runner.check_may_run(PlanLayer(1, 0, number), 0, writes=True, attends=False)
         key, value = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
         self.compute.write(self.compute.write_arguments(run.attention[0], layer, key, value))
         run.progress.finish_layer(layer)
