@@ -114,10 +114,9 @@ class Executor:
             layers=self.layers,
             check_device=self.device_watch.check,
         )
-        self._blocks = TableBlocks(
-            layout, shard, self._tables, self._sessions, self._plans, self._compute
+        self.blocks = TableBlocks(
+            layout, shard, self._tables, self._sessions, self._plans, self._compute, self._command
         )
-        self.published = self._blocks.published(self._command)
         self.layer_runner = LayerRunner(self._plans, self._compute, self.layers, self._command)
 
     @property
@@ -345,14 +344,12 @@ class Executor:
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
-        only_written: bool = False,
     ) -> tuple[torch.Tensor, pb.Blocks]:
         """Copy whole blocks out of a sequence's table: ``entries`` of it, counted from 0, in any
         order. Returns the data, and the blocks' tier, indices and generations.
 
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
-        on; 0 for all. ``only_written``: refuse blocks that the session's latest plan computes and
-        has not written. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
+        on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
         head_size] of the layout's kv_dtype (``BlockService`` says what it is where values are
         smaller than keys), on the device for the device tier and on the CPU for the host tier.
         Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
@@ -361,8 +358,7 @@ class Executor:
         the latest plan's transfers have not all run.
         """
         place = BlockRange(sequence_id, 0, len(entries), group, first_layer, num_layers)
-        with self._command.lock, self._command("read_blocks"):
-            return self._blocks.read(session_id, place, entries, only_written=only_written)
+        return self.blocks.read(session_id, place, entries)
 
     def write_blocks(
         self,
@@ -385,16 +381,7 @@ class Executor:
         ``layer`` does.
         """
         place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
-        with self._command.lock, self._command("write_blocks"):
-            return self._blocks.write(session_id, place, blocks, plan_number)
-
-    def span_blocks(self, session_id: int, sequence_id: int, plan_number: int) -> range:
-        """Return the table entries that ``write_blocks`` writes for a sequence, the same in each
-        layer group. Raises SessionExpiredError, PlanOutOfOrderError, and InvalidRequestError when
-        the plan computes nothing for it.
-        """
-        with self._command.lock, self._command("span_blocks"):
-            return self._blocks.of_span(session_id, sequence_id, plan_number)
+        return self.blocks.write(session_id, place, blocks, plan_number)
 
     def check_integrity(self) -> None:
         """Raise InternalError unless tables, counts, generations and publications agree."""

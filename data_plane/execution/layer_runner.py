@@ -70,6 +70,7 @@ class LayerRunner:
         self.slice_s = SLICE_S
         self._plans = plans
         self._compute = compute
+        self._bound = compute.bound
         self._layers = layers
         self._command = command
 
@@ -118,13 +119,14 @@ class LayerRunner:
             named, index, writes=key is not None, attends=query is not None
         )
         batch = self._plans.batch(run, compute.group_of_layer(index))
-        if may_write and query is not None:
-            bound = compute.bound_layer(batch, index, tensors, options, out)
+        if may_write and query is not None and self._bound is not None:
+            bound = self._bound.find(batch, index, tensors, options, out)
             if bound is None and query.dim() == 4:
                 tensors = _of_tokens(tensors)
-                bound = compute.bound_layer(batch, index, tensors, options, out)
+                bound = self._bound.find(batch, index, tensors, options, out)
             if bound is not None:
-                attended = compute.write_and_attend(bound, run, batch, tensors, out)
+                attended, *seconds = self._bound.run(bound, batch, tensors, out)
+                compute.count(bound, run, seconds)
                 run.progress.finish_layer(index)
                 return _like(query, attended)
         to_write, to_attend = self._check(batch, index, _of_tokens(tensors), options, named.field)
@@ -183,7 +185,8 @@ class LayerRunner:
             if query is None or key is None:
                 return None
             self._check(batch, index, tensors, options, named.field)
-            return self._compute.bound_layer(batch, index, tensors, options, None)
+            bound = self._bound
+            return None if bound is None else bound.find(batch, index, tensors, options, None)
 
     def queue(
         self,
@@ -252,7 +255,7 @@ class LayerRunner:
         take_ran: Callable[[], Sequence[RanLayer]],
     ) -> Sequence[RanLayer]:
         index, end = layer_index(self._layers, named.layer), len(self._layers) - 1
-        if index >= end:
+        if index >= end or self._bound is None:
             return ()
         plans, compute = self._plans, self._compute
         run, may_write = plans.check_may_run(named, index, writes=True, attends=True)
@@ -260,7 +263,7 @@ class LayerRunner:
         if not may_write or any(compute.slices(batch.lengths, self.slice_s) for batch in batches):
             return ()
         try:
-            serve([*map(compute.native_batch, batches)], index, end, compute.num_threads)
+            serve([*map(self._bound.batch, batches)], index, end, self._bound.num_threads)
         finally:
             ran = take_ran()
             for each in ran:
@@ -293,8 +296,8 @@ class LayerRunner:
             to_write = compute.write_arguments(rows, index, key, value, field)
         if query is not None:
             to_attend = compute.attention_arguments(rows, index, query, options, field, of_heads)
-        if to_write is not None and to_attend is not None:
-            compute.bind(index, options, to_write, to_attend)
+        if self._bound is not None and to_write is not None and to_attend is not None:
+            self._bound.bind(index, options, to_write, to_attend)
         return to_write, to_attend
 
 

@@ -127,7 +127,7 @@ FAULTS = (
         BOUND,
         "write_and_attend(\n                self.batch(batch),",
         "write_and_attend(\n"
-        "                self.batch(self._batches.get(batch.group, (batch,))[0]),",
+        "                self.__dict__.setdefault('first', (self.batch(batch), batch))[0],",
         OF_BOUND,
     ),
     Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", OF_SESSIONS),

@@ -89,7 +89,7 @@ def test_a_refused_plan_undoes_the_changes_that_came_before_the_bad_part(
     ]
     with rig.refuses(InvalidRequestError):
         rig.start(2, **{**bad, "changes": [*good, *bad.get("changes", [])]})
-    assert rig.executor.published.num_blocks == 1
+    assert rig.executor.blocks.num_published == 1
     assert rig.run(2, changes=good).plan_number == 2, "the good part alone is a plan"
 
 

@@ -101,7 +101,7 @@ def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> Non
 def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
     rig.admit(1)
     assert rig.executor.publish(publications((0, 2), (1, 1))) == 1
-    assert rig.executor.published.num_blocks == 1
+    assert rig.executor.blocks.num_published == 1
 
 
 def test_a_fence_waits_for_the_command_that_runs() -> None:
@@ -172,7 +172,7 @@ def test_an_idle_session_outlives_as_many_others_as_may_come(rig: Rig) -> None:
     for ordinal in (2, 50_000, 70_001):
         with pytest.raises(SessionExpiredError):
             rig.open(ordinal)
-    assert rig.executor._sessions._ended.num_ranges == 1
+    assert rig.executor._sessions._ended._first == [2]
 
 
 def test_the_same_key_again_keeps_what_has_ended(rig: Rig) -> None:

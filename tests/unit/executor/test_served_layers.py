@@ -88,7 +88,9 @@ def native_batch(executing: Executing) -> Any:
     """Of the latest plan."""
     run = executing.executor._sessions.get(1).latest
     assert run is not None
-    return executing.executor._compute.native_batch(run.attention[0])
+    bound = executing.executor._compute.bound
+    assert bound is not None
+    return bound.batch(run.attention[0])
 
 
 @pytest.fixture

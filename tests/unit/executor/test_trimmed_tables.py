@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from data_plane.execution.plan_runner import PlanLayer
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from tests.helpers.data.data_rig import LAYERS, Rig
@@ -123,8 +124,8 @@ def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
         with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
             rig.executor.layer(1, 0, query, None, None, options=options, **of_latest(rig.executor))
         with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
-            rig.executor.layer(
-                1, 0, query, key, key, options=options, field="in.", **of_latest(rig.executor)
+            rig.executor.layer_runner.run(
+                PlanLayer(1, 0, **of_latest(rig.executor), field="in."), (query, key, key), options
             )
     poison(rig, [2, 3])
     options = AttentionOptions(sliding_window_tokens=most)

@@ -15,4 +15,4 @@ def test_they_are_a_set_in_the_fewest_ranges(ordinals: list[int]) -> None:
         ended.add(ordinal)
         known.add(ordinal)
         assert {n for n in range(42) if n in ended} == known
-        assert ended.num_ranges == sum(n - 1 not in known for n in known)
+        assert len(ended._first) == sum(n - 1 not in known for n in known)
