@@ -17,7 +17,7 @@ from data_plane.execution.layer_runner import LayerRunner, Result
 from data_plane.execution.layers import layer_index
 from data_plane.execution.shards.shard_kernels import ShardKernels, check_window
 from data_plane.kernels.arguments import NumbersOfHeads, numbers_of_heads, require
-from data_plane.kernels.step_memory import is_capturing
+from data_plane.kernels.backends.cuda import is_capturing
 from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
 from data_plane.plans.sessions import RunningPlan
 from kvplane.attention_options import AttentionOptions

@@ -26,7 +26,7 @@ from data_plane.execution.shards.row_slices import rows_of
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.arguments import AttentionArguments, NumbersOfHeads, WriteArguments
 from data_plane.kernels.backends.bound_layers import BoundLayer, LayerTensors
-from data_plane.kernels.step_memory import StepMemory
+from data_plane.kernels.backends.cuda import StepMemory
 from data_plane.kernels.step_rows import StepRows
 from data_plane.plans.batches.attention_batch import AttentionBatch
 from data_plane.plans.sessions import RunningPlan

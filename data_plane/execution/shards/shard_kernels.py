@@ -31,8 +31,8 @@ from data_plane.kernels.arguments import (
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.bound_layers import BoundLayer
 from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.backends.cuda import StepMemory
 from data_plane.kernels.device.cuda_streams import device_errors
-from data_plane.kernels.step_memory import StepMemory
 from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.plans.batches.attention_batch import AttentionBatch
