@@ -21,9 +21,12 @@ OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF
         *("streams", "device_failures", "latent_pools", "layer_runner"),
     )
 )
-ENDED, OF_PROGRESS, TRANSFERS, PUBLICATIONS = (
+ENDED, OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER, PLANS = (
     f"tests/unit/plans/test_{name}.py"
-    for name in ("ended_sessions", "progress", "transfers", "publications")
+    for name in (
+        *("ended_sessions", "progress", "transfers", "publications"),
+        *("verifier", "plan_order", "plan_runner"),
+    )
 )
 LAYOUTS = "tests/unit/client/test_layout.py"
 SCALES, OF_BOUND = (f"tests/unit/data_kernels/test_{n}.py" for n in ("kv_scales", "bound_layers"))
@@ -67,14 +70,14 @@ FAULTS = (
         VERIFIER,
         "if not oldest <= message.version <= newest:",
         "if False:",
-        REJECTIONS,
+        OF_VERIFIER,
     ),
     Fault(
         "unknown_fields_ignored",
         VERIFIER,
         "message = whole(message, signed.payload, field=f",
         "whole(cls(), b'', field=f",
-        REJECTIONS,
+        OF_VERIFIER,
     ),
     Fault(
         "published_write_allowed",
@@ -150,7 +153,7 @@ FAULTS = (
         PROGRESS,
         "return all(self._written)",
         "return self._written[0]",
-        INVARIANTS,
+        OF_PROGRESS,
     ),
     Fault(
         "spans_written_shrink",
@@ -174,7 +177,7 @@ FAULTS = (
         "        if session.running is not None:\n"
         "            session.running.num_batches_queued = 0\n"
         f"            session.running.transferred = False\n{STARTS}",
-        OF_EXECUTOR,
+        PLANS,
     ),
     Fault(  # A receipt is forgotten at once, and its plan runs again.
         "receipted_plan_writes_again",
@@ -204,7 +207,7 @@ FAULTS = (
         SESSIONS,
         "return i >= 0 and ordinal <= self._last[i]",
         "return False",
-        OF_SESSIONS,
+        ORDER,
     ),
     Fault(
         "ended_ranges_grow_together",
@@ -217,7 +220,7 @@ FAULTS = (
         "ended_sessions_forgotten_under_the_same_key",
         SESSIONS,
         *first(END_ALL, "self._ended_by_key.pop(key_id, None)"),
-        OF_SESSIONS,
+        ORDER,
     ),
     Fault(
         "ended_sessions_forgotten_under_another_key",

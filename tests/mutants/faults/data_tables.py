@@ -38,7 +38,7 @@ FAULTS = (
         CHANGES,
         "    _check_generations(tables, changes, allocated)\n",
         "",
-        INVARIANTS,
+        "tests/unit/plans/test_table_changes.py",
     ),
     Fault(  # A table may go on referring to a block that its session allocates for another.
         "stale_references_unchecked",

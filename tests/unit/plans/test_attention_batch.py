@@ -24,6 +24,7 @@ from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
 
 NUM_BLOCKS = 16
+HUGE = 2**31 - 1
 
 
 def tables_of(lists: dict[int, list[int]], tier: pb.Tier = DEVICE) -> BlockTables:
@@ -95,7 +96,11 @@ BAD: dict[str, tuple[Any, type[KvplaneError], str]] = {
     "a negative position": ([span(1, -1, 1)], InvalidRequestError, "first_positions[0]"),
     "no slot for the first": ([span(1, 16, 1)], InvalidRequestError, "first_positions[0]"),
     "no slot for the last": ([span(1, 9, 8)], InvalidRequestError, "num_tokens[0]"),
+    "no slot at all": ([span(3, 0, 1)], InvalidRequestError, "first_positions[0]"),
+    "a huge position": ([span(1, HUGE, 1)], InvalidRequestError, "first_positions[0]"),
+    "a huge number": ([span(1, 0, HUGE)], InvalidRequestError, "num_tokens[0]"),
     "no tokens": ([span(1, 0, 0)], InvalidRequestError, "num_tokens[0]"),
+    "negative tokens": ([span(1, 0, -1)], InvalidRequestError, "num_tokens[0]"),
 }
 
 
@@ -103,7 +108,7 @@ BAD: dict[str, tuple[Any, type[KvplaneError], str]] = {
 def test_a_span_that_the_tables_do_not_have_is_refused_by_its_field(reason: str) -> None:
     spans, error, field = BAD[reason]
     with pytest.raises(error) as refused:
-        prepare_batch(tables_of({1: [0, 1], 2: [2]}), 1, pack_spans(spans))
+        prepare_batch(tables_of({1: [0, 1], 2: [2], 3: []}), 1, pack_spans(spans))
     assert refused.value.field == f"plan.spans.{field}"
 
 

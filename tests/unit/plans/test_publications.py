@@ -134,6 +134,12 @@ BAD: dict[str, tuple[Callable[[], plan_pb2.Publications], str]] = {
     "generation 0": (wrong(generations=int64(3, 0)), "generations[1]"),
     "fewer generations": (wrong(generations=int64(3)), "generations"),
     "no such parent": (wrong(parent_indices=int32(-2, 2)), "parent_indices[0]"),
+    "no parent below the last block": (wrong(parent_indices=int32(-1, 6)), "parent_indices[1]"),
+    "a cut column": (wrong(indices=bytes(7)), "indices"),
+    "a parent of a negative generation": (
+        wrong(parent_generations=int64(0, -1)),
+        "parent_generations[1]",
+    ),
     "a parent of no generation": (wrong(parent_generations=int64(0, 0)), "parent_generations[1]"),
     "no parent of a generation": (wrong(parent_generations=int64(1, 3)), "parent_generations[0]"),
     "a short hash": (wrong(hashes=bytes(31)), "hashes"),

@@ -44,13 +44,18 @@ def test_what_was_signed_for_this_process_is_read() -> None:
 BAD: dict[str, tuple[dict[str, Any], type[KvplaneError], str]] = {
     "another version": ({"version": 9}, ProtocolMismatchError, "version"),
     "another pool": ({"pool_id": "other"}, InvalidRequestError, "pool_id"),
+    "no shards": ({"shard_epochs": []}, InvalidRequestError, "shard_epochs"),
     "fewer shards": ({"shard_epochs": [6]}, InvalidRequestError, "shard_epochs"),
+    "more shards": ({"shard_epochs": [5, 6, 7]}, InvalidRequestError, "shard_epochs"),
     "another epoch": ({"shard_epochs": [6, 5]}, StaleEpochError, "shard_epochs[1]"),
-    "another incarnation": (
-        {"session": pb.SessionRef(incarnation=2, session_id=1)},
-        StaleIncarnationError,
-        "session.incarnation",
-    ),
+    **{
+        name: (
+            {"session": pb.SessionRef(incarnation=incarnation, session_id=1)},
+            StaleIncarnationError,
+            "session.incarnation",
+        )
+        for name, incarnation in (("an older incarnation", 2), ("a newer incarnation", 9))
+    },
 }
 
 
