@@ -18,7 +18,7 @@ OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF
     f"tests/unit/executor/test_{name}.py"
     for name in (
         *("executor", "executor_sessions", "executor_rejections", "invariants_data"),
-        *("streams", "device_failures", "latent_pools", "layer_runner"),
+        *("streams", "device_failures", "latent_pools", "layers"),
     )
 )
 ENDED, OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER, PLANS = (
@@ -29,7 +29,7 @@ ENDED, OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER, PLANS = (
     )
 )
 LAYOUTS = "tests/unit/client/test_layout.py"
-SCALES, OF_BOUND = (f"tests/unit/data_kernels/test_{n}.py" for n in ("kv_scales", "bound_layers"))
+SCALES = "tests/unit/data_kernels/test_kv_scales.py"
 
 STARTS = "        if plan.number not in session.receipts:\n            self._settle("
 SIGNS = "    return (\n        options,\n"
@@ -102,7 +102,7 @@ FAULTS = (
         "if False:",
         REJECTIONS,
     ),
-    Fault("signatures_ignored", BOUND, SIGNS, f"    return None\n{SIGNS}", OF_BOUND),
+    Fault("signatures_ignored", BOUND, SIGNS, f"    return None\n{SIGNS}", OF_LAYERS),
     Fault(
         "options_of_bound_layers_ignored",
         BOUND,
@@ -123,7 +123,7 @@ FAULTS = (
         SIGNS,
         "    num = len(query)\n"
         f"    key, value = key[:num], None if value is None else value[:num]\n{SIGNS}",
-        OF_BOUND,
+        OF_LAYERS,
     ),
     Fault(  # A layer group goes on with the batch that was bound first.
         "batches_kept",
@@ -131,7 +131,7 @@ FAULTS = (
         "write_and_attend(\n                self.batch(batch),",
         "write_and_attend(\n"
         "                self.__dict__.setdefault('first', (self.batch(batch), batch))[0],",
-        OF_BOUND,
+        OF_LAYERS,
     ),
     Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", OF_SESSIONS),
     Fault(
