@@ -143,14 +143,14 @@ FAULTS = (
         TENANTS,
         "        if not len(transfers):\n",
         "        if True:\n",
-        KEPT,
+        LAST_TENANTS,
     ),
     Fault(  # References of dropped tables stay counted.
         "ref_counts_not_kept",
         CHANGES,
         "self._of_place[table.tier_key][table] += num",
         "self._of_place[table.tier_key][table] += max(num, 0)",
-        CLEARED,
+        TABLES,
     ),
     Fault(
         "publication_survives_allocation",

@@ -220,22 +220,17 @@ LARGE = (1 << 20,)
 
 
 def test_a_large_tier_is_pinned_for_the_gpu_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = FakeDriver(monkeypatch, 0)
-    tensor, unpin = pool.empty_pinned(LARGE, torch.float32, GPU, "num_host_blocks")
-    unpin()
-    assert tensor.shape == LARGE
-    assert driver.asked == [("register", GPU), ("unregister", GPU)]
-    assert driver.memory == [(tensor.data_ptr(), tensor.nbytes)]
-
-
-def test_kernels_of_every_gpu_can_reach_a_pinned_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is registered without these flags cannot be reached by the kernel that swaps blocks, or
     not by every GPU.
     """
     portable, mapped = 1, 2  # as CUDA numbers cudaHostRegisterPortable and cudaHostRegisterMapped
     driver = FakeDriver(monkeypatch, 0)
-    pool.empty_pinned(LARGE, torch.float32, GPU, "num_host_blocks")
+    tensor, unpin = pool.empty_pinned(LARGE, torch.float32, GPU, "num_host_blocks")
+    unpin()
     assert driver.flags == portable | mapped
+    assert tensor.shape == LARGE
+    assert driver.asked == [("register", GPU), ("unregister", GPU)]
+    assert driver.memory == [(tensor.data_ptr(), tensor.nbytes)]
 
 
 def test_a_tier_that_can_not_be_pinned_leaves_no_error_to_others(

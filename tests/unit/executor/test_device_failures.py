@@ -16,7 +16,6 @@ from kvplane.errors import InternalError, PlanOutOfOrderError
 from tests.helpers.data.data_rig import Rig, embedded_backend, stored
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import HOST, fork, ref, set_blocks, span, tokens, transfer
 
 
@@ -72,8 +71,8 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
     whole, query, key = torch.zeros(2, 1, 2, 2, 8, 16), tokens(1, 4), tokens(1)
     users: list[Callable[[], object]] = [
         lambda: rig.layer(0, 1),
-        lambda: rig.executor.layer(1, 0, None, key, key, **of_latest(rig.executor)),
-        lambda: rig.executor.layer(1, 0, query, None, None, **of_latest(rig.executor)),
+        lambda: rig.run_layer(0, None, key, key),
+        lambda: rig.run_layer(0, query, None, None),
         lambda: rig.executor.write_blocks(1, 2, 1, whole),
         lambda: rig.executor.receipt(1),
     ]
@@ -153,7 +152,7 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     rig.admit(1)
     rig.runtime.set_stream(rig.runtime.new_stream())
     rig.runtime.early_share = 0.0
-    output = rig.executor.layer(1, 0, tokens(12, 4), None, None, **of_latest(rig.executor))
+    output = rig.run_layer(0, tokens(12, 4), None, None)
     assert output is not None
     assert rig.runtime.num_waiting == 1
     rig.runtime.set_stream(0)

@@ -61,9 +61,7 @@ def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
             rig.start(number, changes=grow, spans=[span(5, begin, end - begin)])
         for layer in (0, 1):
             own = slice(begin, end)
-            output = rig.executor.layer(
-                1, layer, queries[own], keys[own], values[own], **of_latest(rig.executor)
-            )
+            output = rig.run_layer(layer, queries[own], keys[own], values[own])
         assert output is not None
         outputs.append(output)
     want = dense_attention(queries, keys, values)
@@ -81,7 +79,7 @@ def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) ->
     rig.start(1, changes=changes, spans=spans)
     total = sum(lens.values())
     key, value, query = tokens(total, seed=1), tokens(total, seed=2), tokens(total, 4, seed=3)
-    output = rig.executor.layer(1, 0, query, key, value, **of_latest(rig.executor))
+    output = rig.run_layer(0, query, key, value)
     assert output is not None
     begin = 0
     for num in lens.values():
@@ -111,7 +109,7 @@ def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig)
         assert rig.executor.layer(1, layer, None, key, value, **named) is None
     assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
     want = dense_attention(query, key, value)
-    got = rig.executor.layer(1, 1, query, None, None, **of_latest(rig.executor))
+    got = rig.run_layer(1, query, None, None)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
@@ -340,20 +338,8 @@ def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig)
     before = rig.snapshot()
     for layer, output in enumerate(outputs):
         assert torch.equal(rig.layer(layer, 12), output)
-        assert (
-            rig.executor.layer(
-                1, layer, None, tokens(12, seed=8), tokens(12, seed=9), **of_latest(rig.executor)
-            )
-            is None
-        )
-        other = rig.executor.layer(
-            1,
-            layer,
-            tokens(12, 4),
-            tokens(12, seed=8),
-            tokens(12, seed=9),
-            **of_latest(rig.executor),
-        )
+        assert rig.run_layer(layer, None, tokens(12, seed=8), tokens(12, seed=9)) is None
+        other = rig.run_layer(layer, tokens(12, 4), tokens(12, seed=8), tokens(12, seed=9))
         assert other is not None
         assert torch.equal(other, output), "what was written first counts"
     assert rig.snapshot() == before

@@ -236,7 +236,7 @@ def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig
     with rig.refuses(BlockNotWritableError):
         rig.layer(0, 1)
     with rig.refuses(BlockNotWritableError):
-        rig.executor.layer(1, 0, None, tokens(1), tokens(1), **of_latest(rig.executor))
+        rig.run_layer(0, None, tokens(1), tokens(1))
     with rig.refuses(BlockNotWritableError):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
 
@@ -274,11 +274,11 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
 def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
     rig.start(2, spans=[span(1, 12, 1)])
     with rig.refuses(InvalidRequestError, "layer"):
-        rig.executor.layer(1, 0, Q, None, None, **of_latest(rig.executor))
+        rig.run_layer(0, Q, None, None)
     rig.layer(0, 1)
-    assert rig.executor.layer(1, 0, Q, None, None, **of_latest(rig.executor)) is not None
+    assert rig.run_layer(0, Q, None, None) is not None
     with rig.refuses(InvalidRequestError, "layer"):
-        rig.executor.layer(1, 1, Q, None, None, **of_latest(rig.executor))
+        rig.run_layer(1, Q, None, None)
 
 
 def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:

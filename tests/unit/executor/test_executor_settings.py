@@ -15,7 +15,6 @@ import torch
 
 from data_plane import Executor
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.memory import sizing as memory
 from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.server import build_executor, layout_from_json
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -92,25 +91,6 @@ def test_the_pool_is_measured_when_its_size_is_not_given(
     assert executor.pools.host_tier.shape[0] == 10
 
 
-def test_free_memory_is_what_the_machine_and_its_control_group_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    available = memory.free_bytes(CPU)
-    assert 0 < available < 2**50
-    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
-    limit.write_text("5000\n")
-    used.write_text("2000\n")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory.free_bytes(CPU) == 3000
-    limit.write_text("max\n")
-    assert memory.free_bytes(CPU) > 3000
-
-
-def test_memory_that_holds_no_block_is_never_enough() -> None:
-    with pytest.raises(NeverFitsError):
-        memory.measure_num_blocks(1000, lambda n: n // 1001, utilization=1.0, reserve_bytes=0)
-
-
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
@@ -166,17 +146,16 @@ def test_bad_settings_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("argument", "complaint"),
-    [([], "give either --model or --layout"), (["--layout=/nowhere.json"], "cannot be read")],
-)
-def test_the_program_refuses_a_layout_that_is_not_there_in_one_line(
-    argument: list[str], complaint: str
-) -> None:
-    command = [sys.executable, "-m", "data_plane", "--log-level=error", *argument]
+def test_a_layout_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        layout_from_json(Path("/nowhere.json"))
+
+
+def test_the_program_refuses_to_start_without_a_layout_in_one_line() -> None:
+    command = [sys.executable, "-m", "data_plane", "--log-level=error"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert complaint in result.stderr
+    assert "give either --model or --layout" in result.stderr
     assert result.stderr.count("\n") == 1
 
 

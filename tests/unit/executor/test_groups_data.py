@@ -17,7 +17,6 @@ from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.data.data_rig import Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -51,7 +50,7 @@ def run(rig: Rig, seed: int, num_tokens: int) -> dict[int, torch.Tensor]:
             torch.randn(num_tokens, heads, group.head_size, generator=made)
             for heads in (4, group.num_kv_heads, group.num_kv_heads)
         )
-        output = rig.executor.layer(1, layer, query, key, value, **of_latest(rig.executor))
+        output = rig.run_layer(layer, query, key, value)
         assert output is not None
         outputs[layer] = output.clone()
     return outputs

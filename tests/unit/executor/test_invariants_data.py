@@ -21,7 +21,6 @@ from kvplane.errors import (
 )
 from kvplane.wire import signing
 from tests.helpers.data.data_rig import LAYERS, Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     HOST,
     PlanAuthor,
@@ -126,7 +125,7 @@ def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> 
     again = rig.executor.start(1, plan)
     assert (again.receipt, again.had_run) == (receipt, True)
     other = tokens(2, seed=9)
-    rig.executor.layer(1, 0, None, other, other, **of_latest(rig.executor))
+    rig.run_layer(0, None, other, other)
     assert rig.executor.receipt(1) == receipt
     blocks = torch.ones(2, 1, 2, 2, 8, 16)
     assert rig.executor.write_blocks(1, 2, 1, blocks) == receipt
@@ -198,13 +197,8 @@ def test_11_attention_is_bit_for_bit_the_same_whatever_else_is_in_the_batch(rig:
         rig.start(2, changes=changes, spans=[*spans, span(1, 11, 1)])
         before = sum(neighbours)
         other_query, other = tokens(before, 4, seed=8), tokens(before, seed=9)
-        output = rig.executor.layer(
-            1,
-            0,
-            torch.cat([other_query, query]),
-            torch.cat([other, key]),
-            torch.cat([other, value]),
-            **of_latest(rig.executor),
+        output = rig.run_layer(
+            0, torch.cat([other_query, query]), torch.cat([other, key]), torch.cat([other, value])
         )
         assert output is not None
         return output[-1]

@@ -88,27 +88,6 @@ def test_a_block_is_saved_filled_and_read_again_by_one_plan(rig: Rig) -> None:
     assert torch.equal(rig.executor.pools.device_tier[0], second)
 
 
-def test_a_copy_is_its_sources_tenants_whoever_made_it(rig: Rig) -> None:
-    rig.run(1, 2, allocations=[ref(0, 1, HOST)], transfers=[transfer(ref(0), ref(0, 1, HOST))])
-    rig.run(2, 2, allocations=[ref(5)], transfers=[transfer(ref(0, 1, HOST), ref(5))])
-    num = rig.executor.counters.num_cleared_blocks
-    rig.run(1, 4, changes=[set_blocks(1, [(0, 2)], tier=HOST)])
-    assert rig.executor.counters.num_cleared_blocks == num, "it was Ann's"
-    rig.run(3, 2, changes=[set_blocks(1, [(5, 2)])])
-    assert not bool(read(rig, 2, 1, 1).any()), "the copy of the copy was Ann's too"
-
-
-def test_a_copy_of_an_own_block_within_a_plan_is_the_sources_tenants(rig: Rig) -> None:
-    rig.run(
-        1,
-        2,
-        allocations=[ref(6), ref(7)],
-        transfers=[transfer(ref(1), ref(6)), transfer(ref(6), ref(7))],
-    )
-    rig.run(2, 2, changes=[set_blocks(1, [(7, 2), (6, 2)])])
-    assert not bool(read(rig, 2, 1, 2).any())
-
-
 def test_what_is_allocated_for_no_table_forgets_its_publication_and_former_generation(
     rig: Rig,
 ) -> None:

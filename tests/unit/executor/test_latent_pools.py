@@ -50,10 +50,7 @@ def admit(rig: Rig) -> tuple[torch.Tensor, list[torch.Tensor]]:
     changes = [set_blocks(1, [(5, 1), (2, 1)])]
     rig.start(1, changes=changes, spans=[span(1, 0, NUM_TOKENS)])
     query, latent = rows(NUM_TOKENS, 6), rows(NUM_TOKENS, 1, seed=1)
-    outputs = [
-        rig.executor.layer(1, i, query, latent, None, options=OPTIONS, **of_latest(rig.executor))
-        for i in (0, 1)
-    ]
+    outputs = [rig.run_layer(i, query, latent, None, options=OPTIONS) for i in (0, 1)]
     assert rig.executor.receipt(1) is not None
     return latent, [out for out in outputs if out is not None]
 
@@ -135,9 +132,7 @@ def test_a_value_and_a_default_scale_are_refused_before_anything_is_written(rig:
         (None, AttentionOptions(), "options.scale"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            rig.executor.layer(
-                1, 0, query, latent, value, options=options, **of_latest(rig.executor)
-            )
+            rig.run_layer(0, query, latent, value, options=options)
         assert caught.value.field == field
     assert torch.equal(rig.executor.pools.device_tier.view(torch.uint8), before.view(torch.uint8))
 
@@ -146,7 +141,7 @@ def test_a_pool_of_keys_and_values_wants_both() -> None:
     rig = Rig()
     rig.start(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 2)])
     with rig.refuses(InvalidRequestError, "value"):
-        rig.executor.layer(1, 0, tokens(2, 4), tokens(2), None, **of_latest(rig.executor))
+        rig.run_layer(0, tokens(2, 4), tokens(2), None)
 
 
 class GpuKernels(CpuKernels):

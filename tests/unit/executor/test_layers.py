@@ -15,6 +15,7 @@ from data_plane.execution.layers import layer_index, layer_range
 from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
+from data_plane.kernels.backends.bound_layers import BoundLayers
 from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -54,7 +55,8 @@ class Counting:
     def __init__(self) -> None:
         self.num_checked = 0
         kernels = CpuKernels(1)
-        layers, attend = kernels.bound_layers(), kernels.paged_attention
+        layers: BoundLayers = kernels.bound_layers()
+        attend = kernels.paged_attention
 
         def counted(arguments: AttentionArguments, **there: Any) -> torch.Tensor:
             self.num_checked += 1

@@ -22,7 +22,6 @@ from kvplane.errors import (
 from kvplane.slices import run_to_end
 from tests.helpers.data.data_rig import LAYERS, Rig, embedded_backend, stored
 from tests.helpers.data.kernel_sets import late_kernels
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
@@ -59,14 +58,7 @@ def rows_of(index: int) -> list[int]:
 def run_layer(rig: Rig, layer: int, rows: list[int]) -> torch.Tensor:
     total = sum(COUNTS.values())
     key, value = tokens(total, seed=10 + layer), tokens(total, seed=20 + layer)
-    output = rig.executor.layer(
-        1,
-        layer,
-        tokens(total, 4, seed=layer)[rows],
-        key[rows],
-        value[rows],
-        **of_latest(rig.executor),
-    )
+    output = rig.run_layer(layer, tokens(total, 4, seed=layer)[rows], key[rows], value[rows])
     assert output is not None
     return output
 
