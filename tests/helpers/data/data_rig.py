@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from data_plane import Executor, StartedPlan
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.embedded_execution import EmbeddedExecution
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
 from kvplane.wire.plane.v1 import plan_pb2
+from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     LAYOUT,
@@ -135,6 +137,16 @@ class Rig:
             assert caught.value.field == field
         assert (self.snapshot(), self.executor.num_sequences) == before
         self.executor.check_integrity()
+
+
+class LateRig(Rig):
+    """Its kernels do nothing until somebody waits, but for what chance lets go earlier."""
+
+    runtime: LateRuntime
+
+    def __init__(self, seed: int = 0) -> None:
+        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
+        super().__init__(kernels=kernels)
 
 
 def embedded_backend(rig: Rig) -> EmbeddedBackend:

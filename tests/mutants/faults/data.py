@@ -21,10 +21,10 @@ OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF
         *("streams", "device_failures", "latent_pools", "layers"),
     )
 )
-ENDED, OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER, PLANS = (
+OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER, PLANS = (
     f"tests/unit/plans/test_{name}.py"
     for name in (
-        *("ended_sessions", "progress", "transfers", "publications"),
+        *("progress", "transfers", "publications"),
         *("verifier", "plan_order", "plan_runner"),
     )
 )
@@ -214,7 +214,7 @@ FAULTS = (
         SESSIONS,
         "return i >= 0 and ordinal <= self._last[i]",
         "return bool(self._first) and self._first[0] <= ordinal <= self._last[-1]",
-        ENDED,
+        ORDER,
     ),
     Fault(
         "ended_sessions_forgotten_under_the_same_key",
@@ -294,7 +294,7 @@ FAULTS = (
         "            self._compute.finish()\n        except InternalError as error:",
         "            self._compute.finish()\n        except InternalError as error:\n"
         "            return\n        except KeyError as error:",
-        STREAMS,
+        PLANS,
     ),
     Fault("layers_before_transfers", SESSIONS, "if not self.transferred:", "if False:", FAILURES),
     Fault(

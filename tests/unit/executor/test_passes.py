@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from data_plane.execution.plan_runner import PlanLayer
-from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
@@ -20,8 +19,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.slices import run_to_end
-from tests.helpers.data.data_rig import LAYERS, Rig, embedded_backend, stored
-from tests.helpers.data.kernel_sets import late_kernels
+from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend, stored
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
@@ -89,8 +87,7 @@ def test_passes_write_and_attend_as_the_whole_plan_does(rig: Rig) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_passes_on_a_device_that_works_late_write_the_same(seed: int) -> None:
-    kernels, _ = late_kernels(CpuKernels(1), seed)
-    late, soon = Rig(kernels=kernels), Rig()
+    late, soon = LateRig(seed), Rig()
     for rig in (late, soon):
         prompts(rig)
         start(rig)
@@ -102,12 +99,11 @@ def test_passes_on_a_device_that_works_late_write_the_same(seed: int) -> None:
 
 
 def test_a_device_that_fails_in_a_pass_is_noticed_at_its_end() -> None:
-    kernels, runtime = late_kernels(CpuKernels(1), 0)
-    rig = Rig(kernels=kernels)
+    rig = LateRig()
     prompts(rig)
     start(rig)
     run_pass(rig, 0)
-    runtime.failures.append(RuntimeError("the device failed"))
+    rig.runtime.failures.append(RuntimeError("the device failed"))
     with pytest.raises(InternalError):
         rig.executor.receipt(1)
     with pytest.raises(InternalError):

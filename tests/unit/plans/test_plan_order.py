@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data_plane.plans.batches.attention_batch import prepare_batch
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.progress import Progress
-from data_plane.plans.sessions import MAX_SESSION_ID, RunningPlan, Session, Sessions
+from data_plane.plans.sessions import MAX_SESSION_ID, EndedSessions, RunningPlan, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import (
     InvalidRequestError,
@@ -208,3 +208,13 @@ def test_plans_that_run_are_those_without_a_receipt() -> None:
     first.latest, second.latest = run_of(1), run_of(2)
     second.finish(second.latest, receipt(2))
     assert sessions.running() == [first.latest]
+
+
+@given(st.lists(st.integers(1, 40)))
+def test_ended_sessions_are_a_set_in_the_fewest_ranges(ordinals: list[int]) -> None:
+    ended, known = EndedSessions(), set[int]()
+    for ordinal in ordinals:
+        ended.add(ordinal)
+        known.add(ordinal)
+        assert {n for n in range(42) if n in ended} == known
+        assert len(ended._first) == sum(n - 1 not in known for n in known)
