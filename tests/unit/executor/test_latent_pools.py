@@ -26,6 +26,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.refusals import refused
 
 NUM_TOKENS, BLOCK_SIZE, LATENT_SIZE, VALUE_SIZE = 12, 8, 24, 16
 GROUP = LayerGroup("latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE)
@@ -131,9 +132,8 @@ def test_a_value_and_a_default_scale_are_refused_before_anything_is_written(rig:
         (latent[..., :VALUE_SIZE], OPTIONS, "value"),
         (None, AttentionOptions(), "options.scale"),
     ):
-        with pytest.raises(InvalidRequestError) as caught:
+        with refused(InvalidRequestError, field):
             rig.run_layer(0, query, latent, value, options=options)
-        assert caught.value.field == field
     assert torch.equal(rig.executor.pools.device_tier.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -153,6 +153,7 @@ class GpuKernels(CpuKernels):
 
 def test_kernels_that_do_not_serve_the_kind_are_refused_before_memory_is_taken() -> None:
     layout = replace(LAYOUT, groups=(GROUP,))
-    with pytest.raises(InvalidRequestError, match="for the cuda kernels, is latent") as caught:
+    with refused(
+        InvalidRequestError, "layout.groups[0].cache_kind", match="for the cuda kernels, is latent"
+    ):
         Executor(layout, pool_id=POOL_ID, num_device_blocks=2**40, kernels=GpuKernels(1))
-    assert caught.value.field == "layout.groups[0].cache_kind"

@@ -22,6 +22,7 @@ from kvplane.errors import (
 )
 from kvplane.wire.plane.v1 import plan_pb2 as plans
 from kvplane.wire.v1 import types_pb2 as pb
+from tests.helpers.refusals import refused
 
 NUM_KEPT = 2
 
@@ -113,17 +114,14 @@ def test_a_refusal_of_a_plan_names_what_is_out_of_order() -> None:
     session.latest = run_of(3)
     wrong = ((-5, "number"), (0, "number"), (2, "number"), (2**63 - 1, "number"), (4, "previous"))
     for number, field in wrong:
-        with pytest.raises((InvalidRequestError, PlanOutOfOrderError)) as refused:
+        with refused((InvalidRequestError, PlanOutOfOrderError), f"plan.{field}"):
             session.continued(plans.Plan(number=number), b"")
-        assert refused.value.field == f"plan.{field}"
     session.finish(session.latest, receipt(3))
-    with pytest.raises(PlanOutOfOrderError, match="last plan to finish here is 3") as refused:
+    with refused(PlanOutOfOrderError, "plan.previous", match="last plan to finish here is 3"):
         session.continued(plans.Plan(number=5, previous=4), b"")
-    assert refused.value.field == "plan.previous"
     assert session.continued(plans.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
-    with pytest.raises(PlanOutOfOrderError, match="call AbortPlans with whole_tables") as refused:
+    with refused(PlanOutOfOrderError, "plan.finished", match="call AbortPlans with whole_tables"):
         session.continued(plans.Plan(number=5, previous=4, resync=True, finished=4), b"")
-    assert refused.value.field == "plan.finished"
 
 
 @pytest.mark.parametrize("has_run", [False, True])
@@ -160,9 +158,8 @@ def test_a_plan_is_complete_when_all_it_asks_for_was_given() -> None:
     ],
 )
 def test_a_grant_out_of_range_is_refused_by_its_field(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
+    with refused(InvalidRequestError, f"grant.{field}"):
         Sessions().open(grant(**fields))
-    assert refused.value.field == f"grant.{field}"
 
 
 def test_a_session_that_ended_is_not_opened_again_by_any_id() -> None:

@@ -38,6 +38,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.refusals import refused
 
 
 class Bench:
@@ -220,9 +221,8 @@ def test_layers_are_for_the_latest_plan_and_no_other(bench: Bench) -> None:
     for number in (None, 1):
         session, run = bench.runner.latest(1, number)
         assert (session, run.number) == (bench.session, 1)
-    with pytest.raises(PlanOutOfOrderError, match="the session's latest plan is 1") as refused:
+    with refused(PlanOutOfOrderError, "plan.number", match="the session's latest plan is 1"):
         bench.runner.latest(1, 2)
-    assert refused.value.field == "plan.number"
     with pytest.raises(SessionExpiredError):
         bench.runner.latest(9, None)
 
