@@ -69,7 +69,7 @@ async def test_a_sequence_lives_its_whole_life(
             assert hit.results[0].admit.num_cached_tokens == 16
             counters = data.executor.counters.num_transferred_blocks
             assert all(counters[direction] > 0 for direction in ("copy", "swap_out", "swap_in"))
-            assert data.executor.published.num_blocks == 2
+            assert data.executor.blocks.num_published == 2
         async with asyncio.timeout(20):
             while data.executor.num_sessions or data.executor.num_sequences:  # until it is fenced
                 await asyncio.sleep(0.01)
@@ -89,7 +89,7 @@ async def test_a_restarted_control_plane_finds_what_was_published(
         await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
         await engine.step(ops.append(1, [20], num_slots=1, first_positions=20), spans=[(20, 1)])
         async with asyncio.timeout(20):
-            while data.executor.published.num_blocks < 2:
+            while data.executor.blocks.num_published < 2:
                 await asyncio.sleep(0.01)
         await control.stop()
         successor = await ControlPlaneServer.start(

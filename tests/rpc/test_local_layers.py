@@ -318,7 +318,7 @@ async def test_a_bug_ends_the_connection_and_nothing_else(
 
     await rig.start()
     if where == "serve":
-        monkeypatch.setattr(rig.server.executor, "serve_layers", fail)
+        monkeypatch.setattr(rig.server.executor.layer_runner, "serve", fail)
     else:
         monkeypatch.setattr(rig.connection, "_admit", fail)
     rig.peer.send(packets.head_of(packets.LAYER, 0) + packets.named(**rig.peer.plan))

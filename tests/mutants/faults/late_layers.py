@@ -82,10 +82,8 @@ FAULTS = (
     Fault(
         "native_code_serves_a_plan_that_others_have_ended",
         "data_plane/execution/layer_runner.py",
-        """run, may_write = plans.check_may_run(
-            session_id, plan_number, pass_index, index, writes=True, attends=True
-        )""",
-        "may_write, run = True, plans.latest(session_id, None)[1]",
+        "run, may_write = plans.check_may_run(named, index, writes=True, attends=True)",
+        "may_write, run = True, plans.latest(named.session_id, None)[1]",
         "tests/rpc/test_plan_passes.py",
         "earlier_pass and native",
     ),

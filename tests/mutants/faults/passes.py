@@ -72,11 +72,10 @@ FAULTS = (
     ),
     Fault(
         "a_captured_step_runs_in_any_pass",
-        "data_plane/execution/fixed_step.py",
-        "self.session_id, plan_number, pass_index, 0, writes=True, attends=True",
-        "self.session_id,\n                plan_number,\n"
-        "                self._plans.latest(self.session_id, plan_number)[1].pass_index,\n"
-        "                0,\n                writes=True,\n                attends=True,",
+        "data_plane/execution/layer_runner.py",
+        "first = PlanLayer(session_id, self._layers[0], plan_number, pass_index)",
+        "pass_index = self._plans.latest(session_id, plan_number)[1].pass_index\n"
+        "            first = PlanLayer(session_id, self._layers[0], plan_number, pass_index)",
         STEPS,
         "another_pass",
     ),

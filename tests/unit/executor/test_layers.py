@@ -4,13 +4,17 @@ are one native call where tensors like these were checked, and are checked where
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from data_plane.execution.layers import layer_index, layer_range
+from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.arguments import AttentionArguments
+from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.bound_layers import BoundLayers
 from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
@@ -22,34 +26,55 @@ from kvplane.errors import (
     SessionExpiredError,
     StaleGenerationError,
 )
+from kvplane.layout import Layout
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.latest_plan import of_latest
-from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
+from tests.helpers.data.plan_author import (
+    LAYOUT,
+    publications,
+    set_blocks,
+    span,
+    tokens,
+    trim,
+)
 
 PLAIN = AttentionOptions()
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Twins:
-    """Two executors that are given the same plans: layers of the one are called as by an engine in
-    its process, and those of the other with kernels that bind no layers. ``num_checked``: layers of
-    the first that were checked, and not bound already.
-    """
+def apart() -> Kernels:
+    """Kernels that bind no layers."""
+    return with_operations(CpuKernels(1))
+
+
+class Counting:
+    """Kernels that count the layers that they check because they are not bound already."""
 
     def __init__(self) -> None:
+        self.num_checked = 0
         kernels = CpuKernels(1)
         layers: BoundLayers = kernels.bound_layers()
         attend = kernels.paged_attention
-        self.num_checked = 0
 
         def counted(arguments: AttentionArguments, **there: Any) -> torch.Tensor:
             self.num_checked += 1
             return attend(arguments, **there)
 
-        counting = with_operations(kernels, paged_attention=counted, bound_layers=lambda: layers)
-        self.rig, self.other = Rig(kernels=counting), Rig(kernels=with_operations(CpuKernels(1)))
+        self.kernels = with_operations(
+            kernels, paged_attention=counted, bound_layers=lambda: layers
+        )
+
+
+class Twins(Counting):
+    """Two executors that are given the same plans: layers of the one are called as by an engine in
+    its process, and those of the other with kernels that bind no layers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig, self.other = Rig(kernels=self.kernels), Rig(kernels=apart())
         self.rigs = self.rig, self.other
 
     def start(self, number: int, **plan: Any) -> None:
@@ -206,16 +231,25 @@ def refused(
     assert not twins.num_checked, "no kernel was called"
 
 
-def test_a_session_that_has_ended_computes_nothing(twins: Twins) -> None:
-    tensors = bound(twins)
-    twins.rig.fence(1)
-    refused(twins, tensors, SessionExpiredError)
+def take_block(rig: Rig) -> None:
+    rig.open(2)
+    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 3)])
 
 
-def test_nothing_is_written_to_a_block_that_was_published_since(twins: Twins) -> None:
+LATE: dict[str, tuple[Callable[[Rig], object], type[KvplaneError]]] = {
+    "a session that has ended": (lambda rig: rig.fence(1), SessionExpiredError),
+    "a block that was published since": (lambda rig: rig.publish(0), BlockNotWritableError),
+    "a table that another session has taken a block of": (take_block, StaleGenerationError),
+}
+
+
+@pytest.mark.parametrize("reason", LATE)
+def test_a_bound_layer_is_refused_for(twins: Twins, reason: str) -> None:
     tensors = bound(twins)
-    twins.rig.executor.publish(publications((0, 1)))
-    refused(twins, tensors, BlockNotWritableError)
+    happens, error = LATE[reason]
+    happens(twins.rig)
+    twins.num_checked = 0
+    refused(twins, tensors, error)
 
 
 def test_what_is_published_elsewhere_is_no_hindrance(twins: Twins) -> None:
@@ -225,14 +259,6 @@ def test_what_is_published_elsewhere_is_no_hindrance(twins: Twins) -> None:
     twins.step(1, 1, seed=40)
     twins.check()
     assert not twins.num_checked
-
-
-def test_a_table_that_another_session_has_taken_blocks_of_is_not_read(twins: Twins) -> None:
-    tensors = bound(twins)
-    twins.rig.open(2)
-    twins.rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 3)])
-    twins.num_checked = 0
-    refused(twins, tensors, StaleGenerationError)
 
 
 def test_layers_come_in_order(twins: Twins) -> None:
@@ -280,6 +306,9 @@ def other_tensors() -> dict[str, tuple[Tensors, AttentionOptions]]:
         ),
         "values on another device": ((query, key, value.to("meta")), PLAIN),
         "no columns": ((query[0], key[0], value[0]), PLAIN),
+        "more keys, of single tokens": ((tokens(1, 4), tokens(2), tokens(2)), PLAIN),
+        "more values, of single tokens": ((tokens(1, 4), tokens(1), tokens(2)), PLAIN),
+        "keys that are sparse": ((tokens(1, 4), tokens(1).to_sparse(), tokens(1)), PLAIN),
     }
 
 
@@ -314,3 +343,138 @@ def test_layers_are_counted_though_a_plan_ends_within(twins: Twins) -> None:
     twins.call(tensors)
     twins.rig.start(5, previous=4, resync=True, changes=[set_blocks(1, [(6, 1)])], spans=[])
     assert counters.num_written_tokens == before + 1
+
+
+LENGTHS = {1: 11, 2: 5}
+NUM_DECODED = 6
+
+
+def outputs(kernels: Kernels, layout: Layout, options: Sequence[AttentionOptions]) -> Any:
+    """Of a prompt of two sequences and of the tokens that follow; and the rig."""
+    rig = Rig(kernels=kernels, layout=layout)
+    made: list[torch.Tensor] = []
+    dtype = getattr(torch, layout.dtype)
+    for number in range(1, NUM_DECODED + 2):
+        changes, spans = [], [span(i, n + number - 2, 1) for i, n in LENGTHS.items()]
+        if number == 1:
+            changes = [set_blocks(i, [(4 * i - 4 + j, 1) for j in range(3)]) for i in LENGTHS]
+            spans = [span(i, 0, num) for i, num in LENGTHS.items()]
+        rig.start(number, changes=changes, spans=spans)
+        num = sum(LENGTHS.values()) if number == 1 else len(LENGTHS)
+        for layer in LAYERS:
+            seed = 100 * number + layer
+            query = tokens(num, 4, seed=seed).to(dtype)
+            key, value = (tokens(num, seed=seed + i).to(dtype) for i in (10, 20))
+            chosen = options[number % len(options)]
+            out = rig.executor.layer(
+                1, layer, query, key, value, options=chosen, **of_latest(rig.executor)
+            )
+            assert out is not None
+            made.append(out)
+        assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == number
+    rig.executor.check_integrity()
+    return made, rig
+
+
+LAYOUTS = {
+    "float32": LAYOUT,
+    "bfloat16": replace(LAYOUT, dtype="bfloat16", kv_dtype="bfloat16"),
+    "fp8": replace(
+        LAYOUT,
+        kv_dtype="float8_e4m3fn",
+        groups=(replace(LAYOUT.groups[0], key_scales=(0.5, 0.25), value_scales=(2.0, 1.0)),),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        [AttentionOptions()],
+        [AttentionOptions(sinks=(0.5, 1.0, 0.0, -1.0), scale=0.3)],
+        [AttentionOptions(), AttentionOptions(sliding_window_tokens=4)],
+    ],
+    ids=["plain", "sinks", "in turn"],
+)
+def test_one_call_gives_the_bits_of_two(layout: str, options: list[AttentionOptions]) -> None:
+    counting = Counting()
+    bound, rig = outputs(counting.kernels, LAYOUTS[layout], options)
+    wanted, other = outputs(apart(), LAYOUTS[layout], options)
+    assert all(torch.equal(a, b) for a, b in zip(bound, wanted, strict=True))
+    assert rig.snapshot() == other.snapshot()
+    for name in ("num_written_tokens", "num_attention_tokens", "kernel_bytes"):
+        assert getattr(rig.executor.counters, name) == getattr(other.executor.counters, name)
+    assert rig.executor.counters.kernel_s.keys() == {"write", "attention"}
+    # The prompt is checked, and what differs from the call before in more than its tokens' number.
+    num_checked = 1 if len(options) == 1 else NUM_DECODED + 1
+    assert counting.num_checked == num_checked * len(LAYERS)
+
+
+def test_a_layer_is_bound_for_one_token_and_for_several() -> None:
+    """The stride of a single token may be any number, and is of no use for several."""
+    counting = Counting()
+    rig = Rig(kernels=counting.kernels)
+    blocks = [set_blocks(i, [(4 * i - 4, 1)]) for i in LENGTHS]
+    for number in range(1, 7):
+        spans = [span(i, number - 1, 1) for i in LENGTHS]
+        is_single = number % 2 == 0
+        changes = blocks if number == 1 else []
+        if is_single:
+            spans = spans[:1]
+        elif number > 1:
+            spans = [span(1, number - 1, 1), span(2, (number - 1) // 2, 1)]
+        rig.start(number, changes=changes, spans=spans)
+        for layer in LAYERS:
+            query, key, value = (tokens(len(spans), n, seed=number) for n in (4, 2, 2))
+            if is_single:
+                query = query.as_strided(query.shape, (7, *query.stride()[1:]))
+            assert (
+                rig.executor.layer(1, layer, query, key, value, **of_latest(rig.executor))
+                is not None
+            )
+        assert rig.executor.receipt(1) is not None
+    assert counting.num_checked == 2 * len(LAYERS)
+    rig.executor.check_integrity()
+
+
+def test_a_bound_layer_does_not_look_behind_what_was_trimmed() -> None:
+    """The options are those that were bound when nothing was trimmed yet."""
+    group = replace(LAYOUT.groups[0], sliding_window_tokens=8)
+    rig = Rig(layout=replace(LAYOUT, groups=(group,)))
+    wide = AttentionOptions(sliding_window_tokens=16)
+    given = (tokens(1, 4), tokens(1), tokens(1))
+    rig.admit(num_tokens=10)
+    for number in (2, 3):
+        rig.start(number, spans=[span(1, 8 + number, 1)])
+        for layer in LAYERS:
+            rig.executor.layer(1, layer, *given, options=wide, **of_latest(rig.executor))
+    rig.start(4, changes=[trim(1, 1)], spans=[span(1, 15, 1)])
+    named = PlanLayer(1, 0, 4, field="in.")
+    with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
+        rig.executor.layer_runner.run(named, given, wide)
+
+
+HELD = (4, 5, 6)
+
+
+def test_layers_are_counted_in_the_shard() -> None:
+    assert layer_index(HELD, 5) == 1
+    assert list(layer_range(HELD, 0, 0)) == [0, 1, 2]
+    assert list(layer_range(HELD, 5, 2)) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("first", "num", "field"),
+    [(5, 0, "first_layer"), (3, 1, "first_layer"), (5, 3, "num_layers"), (5, -1, "num_layers")],
+)
+def test_a_range_that_the_shard_does_not_hold_is_refused(first: int, num: int, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        layer_range(HELD, first, num)
+    assert refused.value.field == field
+
+
+def test_a_layer_that_the_shard_does_not_hold_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        layer_index(HELD, 7, "attend.")
+    assert refused.value.field == "attend.layer"
