@@ -172,7 +172,10 @@ def test_there_is_a_completion_for(shell: str, capfd: pytest.CaptureFixture[str]
     assert "_KVPLANE_COMPLETE" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("program", ["kvplane", "control_plane", "data_plane", "engine"])
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("data_plane", "engine")]
+
+
+@pytest.mark.parametrize("program", ["kvplane", "control_plane", *NIGHTLY])
 def test_every_program_tells_its_version(program: str) -> None:
     command = [sys.executable, "-m", program, "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -60,15 +60,6 @@ async def test_a_plans_receipts_are_the_sessions_once(
             assert given == execution.receipts
 
 
-async def test_a_prompt_is_cached_once_its_receipts_are_submitted(control: ControlClient) -> None:
-    async with control.open_session(POOL) as session:
-        execution = await session.open_execution()
-        await compute(session, execution)
-        await session.submit_receipts()
-        (found,) = await control.find_prefix(PROMPT, pool_ids=[POOL])
-        assert found.num_cached_tokens == 8
-
-
 @pytest.mark.parametrize("ends", ["session", "client"])
 async def test_executions_are_closed_with_their_session_and_its_client(
     planes: Planes, ends: str

@@ -13,8 +13,6 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, StepResult, ops
 from kvplane.errors import (
-    PoolNotFoundError,
-    PoolNotReadyError,
     SessionExpiredError,
 )
 from kvplane.session import AbortResult
@@ -65,26 +63,6 @@ async def lose_the_answer(
 def fingerprint(control_server: ControlPlaneServer) -> object:
     core = control_server.core
     return core.observe_pool(POOL).num_sequences, core.get_pool(POOL).usage
-
-
-async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready(
-    control_server: ControlPlaneServer, stub: object, client: ControlClient
-) -> None:
-    with pytest.raises(PoolNotFoundError):
-        await client.open_session(POOL, LAYOUT)
-    with pytest.raises(PoolNotReadyError):
-        await client.wait_ready(POOL, 0.3)
-    shard = RawShard(stub)  # type: ignore[arg-type]
-    await shard.register()
-    with pytest.raises(PoolNotReadyError) as not_ready:
-        await client.open_session(POOL, LAYOUT, timeout_s=0.3)
-    assert not_ready.value.retry_delay_s is not None
-    opening = asyncio.ensure_future(client.open_session(POOL, LAYOUT))
-    await asyncio.sleep(0.1)
-    await shard.report()
-    session = await opening
-    await session.close()
-    shard.hang_up()
 
 
 async def test_the_client_knows_its_plane_and_its_sessions_terms(
