@@ -44,11 +44,10 @@ class Peer:
         self.dtype = TORCH_DTYPES[layout.kv_dtype]
 
 
-@pytest.fixture(params=["float8_e4m3fn", "float8_e5m2"])
-async def peer(
-    tmp_path: Path, request: pytest.FixtureRequest, shared_memory: bool
-) -> AsyncIterator[Peer]:
-    layout = replace(LAYOUT, kv_dtype=request.param, groups=(GROUP,))
+@pytest.fixture(params=[("float8_e4m3fn", True), ("float8_e5m2", False)])
+async def peer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
+    kv_dtype, shared_memory = request.param
+    layout = replace(LAYOUT, kv_dtype=kv_dtype, groups=(GROUP,))
     path = tmp_path / "fp8.json"
     path.write_text(json.dumps(asdict(layout)))
     async with serving(tmp_path, layout=path) as (server, side):

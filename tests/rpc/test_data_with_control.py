@@ -41,11 +41,10 @@ async def data(tmp_path: Path, control: ControlPlaneServer) -> AsyncIterator[Dat
     server.executor.check_integrity()
 
 
-@pytest.mark.parametrize("begins", [True, False], ids=["at once", "one by one"])
 async def test_a_sequence_lives_its_whole_life(
-    control: ControlPlaneServer, data: DataPlaneServer, shared_memory: bool, begins: bool
+    control: ControlPlaneServer, data: DataPlaneServer, shared_memory: bool
 ) -> None:
-    prompt = list(range(20))
+    prompt, begins = list(range(20)), shared_memory
     async with (
         ControlClient(control.address) as client,
         UnaryClient(data.address, shared_memory=shared_memory) as remote,
@@ -76,12 +75,12 @@ async def test_a_sequence_lives_its_whole_life(
 
 
 async def test_a_restarted_control_plane_finds_what_was_published(
-    tmp_path: Path, control: ControlPlaneServer, data: DataPlaneServer, shared_memory: bool
+    control: ControlPlaneServer, data: DataPlaneServer
 ) -> None:
     prompt = list(range(20))
     async with (
         ControlClient(control.address) as client,
-        UnaryClient(data.address, shared_memory=shared_memory) as remote,
+        UnaryClient(data.address) as remote,
     ):
         session = await client.open_session(POOL, LAYOUT)
         execution = await remote.open(session.grant)

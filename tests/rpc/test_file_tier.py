@@ -153,8 +153,8 @@ async def test_only_what_is_used_twice_is_written(tmp_path: Path) -> None:
         here.plane.executor.check_integrity()
 
 
-@pytest.mark.parametrize("bad", range(NUM_FULL))
-async def test_a_file_that_is_wrong_is_computed_again(tmp_path: Path, bad: int) -> None:
+async def test_a_file_that_is_wrong_is_computed_again(tmp_path: Path) -> None:
+    bad = 1
     async with machine(tmp_path) as peers:
         async with peers.plane() as first:
             before = await use_twice(first)
@@ -267,7 +267,7 @@ async def test_what_is_forgotten_once_it_is_read_has_no_file(
         assert num_files(here.plane) == 0
 
 
-@pytest.mark.parametrize("what", [PROMPT[:16], *ForgetScope], ids=["prefix", "namespace", "tenant"])
+@pytest.mark.parametrize("what", [PROMPT[:16], ForgetScope.TENANT], ids=["prefix", "tenant"])
 async def test_what_is_forgotten_is_in_no_file(
     tmp_path: Path, what: list[int] | ForgetScope
 ) -> None:
@@ -360,7 +360,11 @@ async def test_a_load_that_is_aborted_publishes_nothing(tmp_path: Path) -> None:
             assert await second.num_cached() == 0
 
 
-@pytest.mark.parametrize("call", range(4), ids=["admit", "receipts", "free", "receipt_of_free"])
+# Each starts three planes; the first call is that which leaves the most behind.
+CALLS = [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in (1, 2, 3))]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=["admit", "receipts", "free", "receipt_of_free"])
 async def test_a_load_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, call: int) -> None:
     other = [token + 1000 for token in PROMPT]
     async with machine(tmp_path) as peers:

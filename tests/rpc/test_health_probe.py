@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import sys
 
 import pytest
 
 from kvplane.serving import server as serving
-from kvplane.transport.health import check
+from kvplane.transport.health import check, main
 
 SERVICE = "kvplane.v1.SessionService"
 
@@ -22,42 +23,30 @@ async def server():
     await server.stop(0)
 
 
-async def probe(*args: str) -> tuple[int, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvplane.transport.health", *args, stdout=-1, stderr=-1
-    )
-    out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode().strip(), err.decode().strip()
+async def test_the_exit_code_says_whether_a_server_serves(server, capsys) -> None:
+    async def probe(*words: str) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(main, words)
+        said = capsys.readouterr()
+        return code, said.out.strip(), said.err.strip()
 
-
-async def test_a_serving_server_is_exit_code_0(server) -> None:
     assert await probe(server.address) == (0, "SERVING", "")
-
-
-async def test_a_server_that_is_not_ready_is_exit_code_1(server) -> None:
     await server.set_serving(SERVICE, False)
     assert await check(server.address) == "SERVING"
     assert await probe(server.address, "--service", SERVICE) == (1, "NOT_SERVING", "")
-
-
-async def test_a_service_that_is_not_there_is_exit_code_1_with_one_line(server) -> None:
-    code, out, err = await probe(server.address, "--service", "no.such.Service")
-    assert (code, out) == (1, "")
-    assert err.startswith(server.address)
-    assert "\n" not in err
-
-
-async def test_no_server_at_all_is_exit_code_1_with_one_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # bound and never listening: nobody answers
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-        code, out, err = await probe(address, "--timeout-s", "0.5")
-    assert (code, out) == (1, "")
-    assert err.startswith(address)
-    assert "\n" not in err
-
-
-async def test_bad_arguments_are_exit_code_2() -> None:
+        absent = f"127.0.0.1:{free.getsockname()[1]}"
+        for address, *words in (
+            (server.address, "--service", "no.such.Service"),
+            (absent, "--timeout-s", "0.5"),
+        ):
+            code, out, err = await probe(address, *words)
+            assert (code, out, "\n" in err) == (1, "", False)
+            assert err.startswith(address)
     assert (await probe("127.0.0.1:1", "--timeout-s", "-1"))[0] == 2
     assert (await probe("127.0.0.1:1", "--tls-cert", "no-such.pem"))[0] == 2
+
+
+def test_it_is_a_program() -> None:
+    command = [sys.executable, "-m", "kvplane.transport.health", "127.0.0.1:1", "--timeout-s=-1"]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 2

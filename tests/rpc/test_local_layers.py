@@ -26,7 +26,6 @@ from kvplane.errors import (
     BlockNotWritableError,
     DeadlineExceededError,
     InvalidRequestError,
-    SessionExpiredError,
     UnauthenticatedError,
 )
 from kvplane.execution.execution import shards_of
@@ -160,11 +159,6 @@ def publish(rig: Rig) -> type[Exception]:
     return BlockNotWritableError
 
 
-def fence(rig: Rig) -> type[Exception]:
-    rig.server.executor.fence(rig.author.session(1), 1)
-    return SessionExpiredError
-
-
 def revoke(rig: Rig) -> type[Exception]:
     def admit() -> None:
         raise UnauthenticatedError("is not on the list")
@@ -180,7 +174,7 @@ def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unswept")
-@pytest.mark.parametrize("happens", [publish, fence, revoke])
+@pytest.mark.parametrize("happens", [publish, revoke])
 async def test_what_others_did_since_the_plan_began_refuses_a_bound_layer(
     rig: Rig, happens: Callable[[Rig], type[Exception]]
 ) -> None:
@@ -277,16 +271,6 @@ async def test_what_is_bound_is_checked(rig: Rig) -> None:
     rig.bound.discard(0)
     assert (await rig.layer(0)).output.layer == 0
     rig.check_output()
-
-
-async def test_a_layer_is_run_in_its_turn(rig: Rig) -> None:
-    await rig.run()
-    await rig.start()
-    num_native, before = await rig.num_native(), rig.tier
-    assert getattr(error_of(await rig.layer(1)), "field", "") == "layer.layer"
-    assert torch.equal(rig.tier, before)
-    assert (await rig.layer(0)).output.layer == 0
-    assert await rig.num_native() == num_native + 1
 
 
 async def test_a_number_is_bound_again_for_another_layer(rig: Rig) -> None:

@@ -141,7 +141,7 @@ async def test_the_shape_of_keys_is_the_layouts(planes: Planes, control: Control
             lone.key_shape(0)
 
 
-@pytest.mark.parametrize("shards", [by_heads(1), by_heads(2), BY_BOTH], ids=["1", "2", "both"])
+@pytest.mark.parametrize("shards", [by_heads(1), BY_BOTH], ids=["1", "both"])
 async def test_blocks_that_are_read_are_written_elsewhere(tmp_path: Path, shards: list) -> None:
     """Of all shards, to another sequence, whose prompt is cached then."""
     async with (

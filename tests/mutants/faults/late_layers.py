@@ -87,7 +87,7 @@ FAULTS = (
         )""",
         "may_write, run = True, plans.latest(session_id, None)[1]",
         "tests/rpc/test_plan_passes.py",
-        "earlier_pass and native",
+        "earlier_pass",
     ),
     Fault(
         "what_a_packet_names_is_absent",

@@ -29,9 +29,7 @@ StartEngine = Callable[..., Awaitable[tuple[Engine, DataPlaneServer]]]
 
 @pytest.fixture
 async def start_engine(
-    tmp_path: Path,
-    start_control_plane: Callable[..., Awaitable[ControlPlaneServer]],
-    shared_memory: bool,
+    tmp_path: Path, start_control_plane: Callable[..., Awaitable[ControlPlaneServer]]
 ) -> AsyncIterator[StartEngine]:
     """An engine of both planes, with eight device and four host blocks."""
     async with AsyncExitStack() as stack:
@@ -46,8 +44,7 @@ async def start_engine(
             stack.callback(data.executor.check_integrity)
             await asyncio.wait_for(data.registered.wait(), 20)
             client = await stack.enter_async_context(ControlClient(control.address))
-            client_of_data = DataClient(data.address, shared_memory=shared_memory)
-            remote = await stack.enter_async_context(client_of_data)
+            remote = await stack.enter_async_context(DataClient(data.address))
             session = await stack.enter_async_context(await client.open_session(POOL, layout))
             execution = await stack.enter_async_context(await remote.open(session.grant))
             return Engine(session, execution, window_tokens), data
