@@ -13,7 +13,6 @@ from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ops
 from kvplane.clients.control_client import ControlClient
-from kvplane.errors import StaleError
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT
@@ -72,37 +71,3 @@ async def test_a_sequence_lives_its_whole_life(
         async with asyncio.timeout(20):
             while data.executor.num_sessions or data.executor.num_sequences:  # until it is fenced
                 await asyncio.sleep(0.01)
-
-
-async def test_a_restarted_control_plane_finds_what_was_published(
-    control: ControlPlaneServer, data: DataPlaneServer
-) -> None:
-    prompt = list(range(20))
-    async with (
-        ControlClient(control.address) as client,
-        UnaryClient(data.address) as remote,
-    ):
-        session = await client.open_session(POOL, LAYOUT)
-        execution = await remote.open(session.grant)
-        engine = Engine(session, execution)
-        await engine.step(ops.admit(1, prompt), spans=[(0, 20)])
-        await engine.step(ops.append(1, [20], num_slots=1, first_positions=20), spans=[(20, 1)])
-        async with asyncio.timeout(20):
-            while data.executor.published.num_blocks < 2:
-                await asyncio.sleep(0.01)
-        await control.stop()
-        successor = await ControlPlaneServer.start(
-            ControlPlaneSettings(bind=control.address, metrics_port=-1, grace_s=1.0)
-        )
-        try:
-            await client.wait_ready(POOL, timeout_s=20)
-            with pytest.raises(StaleError):
-                await remote.read_blocks(session.grant, 1)
-            session = await client.open_session(POOL, LAYOUT)
-            async with await remote.open(session.grant) as execution:
-                engine = Engine(session, execution)
-                hit = await engine.step(ops.admit(1, prompt), spans=[(16, 4)])
-                assert hit.results[0].admit.num_cached_tokens == 16
-            await session.close()
-        finally:
-            await successor.stop()

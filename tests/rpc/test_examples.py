@@ -99,7 +99,10 @@ def unpaged(model: Any, tokens: list[int]) -> int:
     return int(model.answers(hidden[-1:])[0])
 
 
-@pytest.mark.parametrize("num_prompts", [3, 16], ids=["with_room", "without_room"])
+FULL = pytest.param(16, id="without_room", marks=pytest.mark.nightly)  # takes several seconds
+
+
+@pytest.mark.parametrize("num_prompts", [pytest.param(3, id="with_room"), FULL])
 async def test_an_engine_with_the_adapter_answers_as_without_pages(
     two_pools: ControlClient, capsys: pytest.CaptureFixture[str], num_prompts: int
 ) -> None:

@@ -87,54 +87,5 @@ async def test_a_large_plan_is_answered_on_a_stream_too(
     assert not (await session.step(ops.free([1]))).results[0].failures, "its receipt is taken"
 
 
-async def test_the_sessions_own_requests_wait_and_keep_their_order(
-    lingering: Lingering, session: RawSession, other: RawSession
-) -> None:
-    first = asyncio.create_task(call(session.stub.Step(long(session))))
-    await lingering.began.wait()
-    again = long(session)
-    again.number = 1
-    receipts = pb.StepRequest(session=session.ref, number=2)
-    later = [asyncio.create_task(call(session.stub.Step(again)))]
-    later.append(asyncio.create_task(call(session.stub.Step(receipts))))
-    await other.admit(1, [1] * 3)
-    assert not any(task.done() for task in [first, *later])
-    lingering.is_enough = True
-    answers = [await asyncio.wait_for(task, PATIENCE_S) for task in [first, *later]]
-    assert answers[1] == answers[0], "the same number, the same answer"
-
-
-async def test_a_request_runs_to_its_end_though_its_caller_goes(
-    lingering: Lingering, session: RawSession, other: RawSession
-) -> None:
-    request = long(session)
-    gone = session.stub.Step(request)
-    await lingering.began.wait()
-    gone.cancel()
-    await other.admit(1, [1] * 3)
-    lingering.is_enough = True
-    answer = await asyncio.wait_for(call(session.stub.Step(request)), PATIENCE_S)
-    assert not answer.results[0].failures
-    assert session.ran(answer)
-    await session.step(ops.free([1]))
-
-
-async def test_long_requests_take_turns(
-    lingering: Lingering, session: RawSession, other: RawSession
-) -> None:
-    first = asyncio.create_task(call(session.stub.Step(long(session))))
-    await lingering.began.wait()
-    second = asyncio.create_task(call(other.stub.Step(long(other))))
-    before = lingering.num_slices
-    third = await RawSession.open(session.stub, session.shard)
-    await third.admit(1, [1] * 3)
-    assert lingering.num_slices > before
-    assert not second.done()
-    lingering.is_enough = True
-    for task in (first, second):
-        result = await asyncio.wait_for(task, PATIENCE_S)
-        assert len(result.results) == 5
-
-
 async def call(pending: Any) -> Any:
     return await pending
