@@ -67,16 +67,6 @@ def command(run: Callable[..., Coroutine[Any, Any, int]]) -> Callable[..., Any]:
     return cli.command(name=run.__name__.replace("_", "-"))(click.pass_obj(call))
 
 
-class _Tokens(click.ParamType):
-    """Token ids, as ``read_tokens`` takes them."""
-
-    name = "tokens"
-
-    def convert(self, value: Any, *_: object) -> list[int]:
-        return read_tokens(value)
-
-
-TOKENS: Final = _Tokens()
-with_tokens = click.argument("tokens", type=TOKENS)
+with_tokens = click.argument("tokens", type=read_tokens)
 with_pool = click.option("--pool", default="", help="The pool; needed where there are several.")
 with_namespace = click.option("--namespace", default="", help="Of the cached prefixes.")

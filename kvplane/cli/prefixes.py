@@ -7,8 +7,8 @@ from typing import Final
 
 import click
 
-from kvplane.cli.group import POSITIVE, TOKENS, command, with_namespace, with_pool, with_tokens
-from kvplane.cli.values import Context, only_pool, print_json
+from kvplane.cli.group import POSITIVE, command, with_namespace, with_pool, with_tokens
+from kvplane.cli.values import Context, only_pool, print_json, read_tokens
 from kvplane.prefixes import (
     DEFAULT_PRIORITY,
     BlocksRemoved,
@@ -125,7 +125,7 @@ async def retain(
 
 
 @command
-@click.argument("tokens", type=TOKENS, required=False)
+@click.argument("tokens", type=read_tokens, required=False)
 @click.option("--all-of", type=click.Choice(list(_SCOPES)), help="In place of TOKENS.")
 @with_pool
 @with_namespace
