@@ -200,9 +200,7 @@ async def test_a_process_that_is_silent_gives_way_to_its_successor(
     start_control_plane: Any, connect: Connect
 ) -> None:
     stub = connect(await start_control_plane(heartbeat_s=0.4))
-    silent = RawShard(stub)
-    await silent.register()
-    await silent.report()
+    silent = await RawShard.joined(stub)
     await asyncio.sleep(0.7)
     successor = RawShard(stub, epoch=12)
     assert (await successor.register()).key != silent.key
@@ -214,9 +212,7 @@ async def test_a_data_plane_is_not_gone_when_the_control_plane_was_held_up(
     start_control_plane: Any, connect: Connect
 ) -> None:
     server = await start_control_plane(heartbeat_s=0.2)
-    shard = RawShard(connect(server))
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(connect(server))
 
     async def beat() -> None:
         while True:

@@ -148,9 +148,7 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
 ) -> None:
     control_server = await start_control_plane(metrics_port=0)
     stub = connect(control_server)
-    shard = RawShard(stub)
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(stub)
     session = await RawSession.open(stub, shard)
     prompt = list(range(1, 21))
     await session.admit(1, prompt)
@@ -215,9 +213,7 @@ async def test_a_call_tells_the_numbers_of_a_pools_metrics(
 ) -> None:
     control_server = await start_control_plane(metrics_port=0)
     stub = connect(control_server)
-    shard = RawShard(stub)
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(stub)
     session = await RawSession.open(stub, shard)
     await session.admit(1, list(range(1, 21)))
     await session.submit()
@@ -256,9 +252,7 @@ async def test_an_expired_session_is_counted(
     start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
 ) -> None:
     server = await start_control_plane(lease_s=0.1, metrics_port=0)
-    shard = RawShard(connect(server))
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(connect(server))
     await RawSession.open(connect(server), shard)
     async with asyncio.timeout(PATIENCE_S):
         while (await scrape(server))['kvplane_sessions_expired_total{pool="pool"}'] != 1:
@@ -271,9 +265,7 @@ async def test_stopping_answers_what_is_in_flight_and_ends_idle_streams_at_once(
 ) -> None:
     server = await start_control_plane(grace_s=30.0)
     stub = connect(server)
-    shard = RawShard(stub)
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(stub)
     session = await RawSession.open(stub, shard)
     call: Any = stub.StreamSteps()
     step = pb.StepRequest(operations=[ops.admit(1, [1, 2])], **session.next())
@@ -413,9 +405,7 @@ async def test_a_control_plane_that_slept_past_a_lease_does_not_end_it(tmp_path:
             f"127.0.0.1:{port_file.read_text().strip()}"
         ) as channel:
             stub = stub_of(channel)
-            shard = RawShard(stub)
-            await shard.register()
-            await shard.report()
+            shard = await RawShard.joined(stub)
             session = await RawSession.open(stub, shard)
             process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(2.3)  # longer than the lease, by less than half of it

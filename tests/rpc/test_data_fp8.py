@@ -12,7 +12,7 @@ import torch
 
 from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from kvplane.errors import InvalidRequestError, LayoutMismatchError
+from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.tensor import Tensor
 from tests.helpers.data.data_server import author_of, serving
@@ -134,10 +134,3 @@ async def test_8_bits_are_no_type_of_keys_and_values_that_arrive(peer: Peer) -> 
     with pytest.raises(InvalidRequestError) as caught:
         await peer.client.reshape_and_cache(peer.author.grant(), plan, 0, key, key)
     assert caught.value.field == "key"
-
-
-async def test_a_session_with_other_scales_is_refused(peer: Peer) -> None:
-    other = replace(GROUP, key_scales=(0.5, 0.02))
-    peer.author.layout = replace(peer.layout, groups=(other,))
-    with pytest.raises(LayoutMismatchError):
-        await peer.client.open(peer.author.grant())

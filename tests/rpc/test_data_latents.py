@@ -18,8 +18,8 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from examples.load import Load
 from kvplane import ControlClient
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import LATENT, LayerGroup
 from kvplane.tensor import Tensor
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.plan_author import (
@@ -123,25 +123,3 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
     assert data.executor.counters.num_attention_tokens > 0
     await data.stop()
     await control.stop()
-
-
-async def test_a_layer_without_a_value_is_refused_where_values_are_stored(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, side), UnaryClient(server.address) as client:
-        author = author_of(server, side)
-        plan = author.plan(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 4)])
-        async with await client.open(author.grant()) as execution:
-            await execution.start(plan)
-            key = wire(torch.zeros(4, 2, 16))
-            with pytest.raises(InvalidRequestError, match="must be given") as caught:
-                await execution.layer(0, None, key, None)
-            assert caught.value.field == "layer.value"
-
-
-async def test_a_session_of_the_same_sizes_as_keys_and_values_is_refused(
-    peer: tuple[PlanAuthor, UnaryClient],
-) -> None:
-    author, client = peer
-    same = replace(GROUP, head_size=512, value_head_size=448, cache_kind=KEYS_AND_VALUES)
-    author.layout = replace(LATENTS, groups=(same,))
-    with pytest.raises(LayoutMismatchError):
-        await client.open(author.grant())

@@ -89,9 +89,7 @@ class World:
 
     async def register(self, layout: Layout = LAYOUT, **hello: Any) -> RawShard:
         """Register a data plane's pool, ``POOL`` unless ``hello`` says otherwise."""
-        shard = RawShard(self.stub, layout=layout.to_proto(), **hello)
-        await shard.register()
-        await shard.report()
+        shard = await RawShard.joined(self.stub, layout=layout.to_proto(), **hello)
         if shard.hello.pool_id == POOL:
             self.shard, self.layout = shard, layout
         return shard

@@ -162,9 +162,7 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
     start_control_plane: StartServer, connect: Callable[[ControlPlaneServer], object]
 ) -> None:
     server = await start_control_plane(lease_s=0.5)
-    shard = RawShard(connect(server))  # type: ignore[arg-type]
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(connect(server))  # type: ignore[arg-type]
     async with ControlClient(server.address) as client:
         session = await client.open_session(POOL, LAYOUT)
         await session.run(ops.admit(1, [1]))
