@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
@@ -40,16 +39,16 @@ Command = Callable[..., Awaitable[Done]]
 
 
 @pytest.fixture
-async def planes(tmp_path: Path) -> AsyncIterator[tuple[ControlPlaneServer, DataPlaneServer]]:
-    control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
+async def planes(
+    tmp_path: Path, control_server: ControlPlaneServer
+) -> AsyncIterator[tuple[ControlPlaneServer, DataPlaneServer]]:
+    data = await DataPlaneServer.start(
+        config_of(tmp_path, control_server.address, num_device_blocks=64)
     )
-    data = await DataPlaneServer.start(config_of(tmp_path, control.address, num_device_blocks=64))
-    async with ControlClient(control.address) as client:
+    async with ControlClient(control_server.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)
-    yield control, data
+    yield control_server, data
     await data.stop()
-    await control.stop()
 
 
 @pytest.fixture

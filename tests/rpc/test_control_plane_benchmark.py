@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.control_plane.report import GOALS, GOALS_P99, goal_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,6 +48,7 @@ def test_every_case_gives_a_row_and_every_goal_belongs_to_one(tmp_path: Path) ->
     assert rows["grpc/steps_per_s_64_engines_paced"]["p50"] < 5_500
 
 
+@pytest.mark.nightly  # measures at full size, for a minute
 def test_no_slice_holds_the_event_loop_for_long(tmp_path: Path) -> None:
     """With the sizes of the measurements, as far as one message of the default size goes."""
     out = tmp_path / "out.json"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -102,18 +101,15 @@ async def test_unary_calls_take_one_tensor_too(peer: tuple[PlanAuthor, UnaryClie
 
 
 async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, control_server: ControlPlaneServer
 ) -> None:
     full = LayerGroup("full", (2, 5), 2, 16, value_head_size=8)
     layout = replace(LAYOUT, groups=(replace(GROUP, layers=(0, 1, 3)), full))
     path = tmp_path / "both.json"
     path.write_text(json.dumps(asdict(layout)))
-    control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
-    )
-    config = config_of(tmp_path, control.address, layout=path, num_device_blocks=64)
+    config = config_of(tmp_path, control_server.address, layout=path, num_device_blocks=64)
     data = await DataPlaneServer.start(config)
-    async with ControlClient(control.address) as client:
+    async with ControlClient(control_server.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)
         pool = await client.get_pool(POOL_ID)
         assert pool.layout == layout
@@ -122,4 +118,3 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
         assert load.num_steps > 0 and load.num_lost_sessions == 0
     assert data.executor.counters.num_attention_tokens > 0
     await data.stop()
-    await control.stop()

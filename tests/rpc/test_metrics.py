@@ -10,9 +10,7 @@ import grpc
 import pytest
 from prometheus_client import Metric
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
-from control_plane.server.server import ControlPlaneServer
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
@@ -22,6 +20,7 @@ from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from scripts.metrics_page import page
+from tests.helpers.both_planes import StartServer
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
 from tests.helpers.scrapes import checked
@@ -38,11 +37,11 @@ Families = dict[str, Metric]
 
 
 @pytest.fixture
-async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
+async def scraped(
+    tmp_path: Path, start_control_plane: StartServer
+) -> AsyncIterator[tuple[Families, Families]]:
     """What both planes tell after some traffic, refusals among it."""
-    control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=0, grace_s=1.0)
-    )
+    control = await start_control_plane(metrics_port=0)
     data = await DataPlaneServer.start(
         config_of(
             tmp_path,
@@ -64,7 +63,6 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
         yield await checked(control.metrics_port), await checked(data.metrics_port)
     finally:
         await data.stop()
-        await control.stop()
 
 
 async def refusals(address: str) -> None:

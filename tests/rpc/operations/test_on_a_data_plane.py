@@ -34,7 +34,9 @@ async def start_engine(
     """An engine of both planes, with eight device and four host blocks."""
     async with AsyncExitStack() as stack:
 
-        async def start(window_tokens: int = 0) -> tuple[Engine, DataPlaneServer]:
+        async def start(
+            window_tokens: int = 0, *, shared_memory: bool = True, begins: bool = False
+        ) -> tuple[Engine, DataPlaneServer]:
             control = await start_control_plane(watermark=0.0)
             layout = windowed(window_tokens)
             file = tmp_path / "windowed.json"
@@ -44,10 +46,12 @@ async def start_engine(
             stack.callback(data.executor.check_integrity)
             await asyncio.wait_for(data.registered.wait(), 20)
             client = await stack.enter_async_context(ControlClient(control.address))
-            remote = await stack.enter_async_context(DataClient(data.address))
+            remote = await stack.enter_async_context(
+                DataClient(data.address, shared_memory=shared_memory)
+            )
             session = await stack.enter_async_context(await client.open_session(POOL, layout))
             execution = await stack.enter_async_context(await remote.open(session.grant))
-            return Engine(session, execution, window_tokens), data
+            return Engine(session, execution, window_tokens, begins=begins), data
 
         yield start
 
@@ -61,6 +65,30 @@ async def grow(engine: Engine, first: int, last: int) -> None:
     for position in range(first, last + 1):
         append = ops.append(1, [position], 1, first_positions=position)
         await engine.step(append, spans=[(position, 1)])
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["at once", "one by one"])
+async def test_a_sequence_lives_its_whole_life(start_engine: StartEngine, begins: bool) -> None:
+    """Over each transport, whether plans are waited for or not."""
+    engine, data = await start_engine(shared_memory=begins, begins=begins)
+    await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
+    await engine.step(ops.append(1, [20], 1, first_positions=20), spans=[(20, 1)])
+    await engine.step(ops.fork(1, 2), spans=[])
+    both = [ops.append(i, [21], 1, first_positions=21) for i in (2, 1)]
+    await engine.step(*both, spans=[(21, 1), (21, 1)])
+    await engine.step(ops.swap([1, 2], "host"), spans=[])
+    await engine.step(ops.swap([1, 2], "device"), spans=[])
+    last = ops.append(2, [22], 1, first_positions=22)
+    await engine.step(last, ops.free([1]), spans=[(22, 1)])
+    hit = await engine.step(ops.admit(3, range(20)), spans=[(16, 4)])
+    assert hit.results[0].admit.num_cached_tokens == 16
+    counters = data.executor.counters.num_transferred_blocks
+    assert all(counters[direction] > 0 for direction in ("copy", "swap_out", "swap_in"))
+    assert data.executor.published.num_blocks == 2
+    await engine.session.close()
+    async with asyncio.timeout(20):
+        while data.executor.num_sessions or data.executor.num_sequences:  # until it is fenced
+            await asyncio.sleep(0.01)
 
 
 async def test_rejected_tokens_are_written_over(start_engine: StartEngine) -> None:
