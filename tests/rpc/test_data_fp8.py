@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,9 +47,7 @@ class Peer:
 async def peer(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Peer]:
     kv_dtype, shared_memory = request.param
     layout = replace(LAYOUT, kv_dtype=kv_dtype, groups=(GROUP,))
-    path = tmp_path / "fp8.json"
-    path.write_text(json.dumps(asdict(layout)))
-    async with serving(tmp_path, layout=path) as (server, side):
+    async with serving(tmp_path, layout=layout) as (server, side):
         author = author_of(server, side)
         author.layout = layout
         async with UnaryClient(server.address, shared_memory=shared_memory) as client:

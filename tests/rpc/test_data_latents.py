@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,7 @@ OPTIONS = AttentionOptions(scale=192**-0.5)
 
 @pytest.fixture
 async def peer(tmp_path: Path) -> AsyncIterator[tuple[PlanAuthor, UnaryClient]]:
-    path = tmp_path / "latents.json"
-    path.write_text(json.dumps(asdict(LATENTS)))
-    async with serving(tmp_path, layout=path) as (server, side):
+    async with serving(tmp_path, layout=LATENTS) as (server, side):
         author = author_of(server, side)
         author.layout = LATENTS
         async with UnaryClient(server.address) as client:
@@ -105,9 +102,7 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
 ) -> None:
     full = LayerGroup("full", (2, 5), 2, 16, value_head_size=8)
     layout = replace(LAYOUT, groups=(replace(GROUP, layers=(0, 1, 3)), full))
-    path = tmp_path / "both.json"
-    path.write_text(json.dumps(asdict(layout)))
-    config = config_of(tmp_path, control_server.address, layout=path, num_device_blocks=64)
+    config = config_of(tmp_path, control_server.address, layout, num_device_blocks=64)
     data = await DataPlaneServer.start(config)
     async with ControlClient(control_server.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)

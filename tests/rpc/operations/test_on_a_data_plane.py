@@ -5,10 +5,9 @@ was truncated, trimmed, shared or brought back from the host tier is where the p
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,7 @@ async def start_engine(
         ) -> tuple[Engine, DataPlaneServer]:
             control = await start_control_plane(watermark=0.0)
             layout = windowed(window_tokens)
-            file = tmp_path / "windowed.json"
-            file.write_text(json.dumps(asdict(layout)))
-            data = await DataPlaneServer.start(config_of(tmp_path, control.address, layout=file))
+            data = await DataPlaneServer.start(config_of(tmp_path, control.address, layout))
             stack.push_async_callback(data.stop)
             stack.callback(data.executor.check_integrity)
             await asyncio.wait_for(data.registered.wait(), 20)
