@@ -65,7 +65,7 @@ def mistake(error: type[KvplaneError], message: str) -> Callable[[Run], Run]:
 
 @mistake(PlaneUnavailableError, "...127.0.0.1:9...")
 async def nobody_listens(_: Newcomer) -> None:
-    async with ControlClient("127.0.0.1:9", timeout_s=0.3) as control:
+    async with ControlClient("127.0.0.1:9", timeout_s=1.0) as control:
         await control.get_server_info()
 
 

@@ -47,6 +47,11 @@ NUM_LAYERS = 2
 OTHER_UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
+# An engine in a process of its own imports torch, which takes seconds. On push, layers of one, its
+# death and its session's end stand for all.
+another_process = pytest.mark.nightly
+
+
 @pytest.fixture(autouse=True)
 def few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NUM_LOCAL_DEVICE_REGIONS", NUM_REGIONS)
@@ -173,6 +178,7 @@ async def test_layers_of_another_process_are_computed_in_the_gpus_memory(
     assert await engine.soon("num_maps") == 0
 
 
+@another_process
 async def test_an_answer_comes_once_the_gpu_has_done_the_layer(
     tmp_path: Path, engine: GpuEngine
 ) -> None:
@@ -200,6 +206,7 @@ async def test_a_region_on_another_gpu_is_refused(rig: Rig) -> None:
     peer.close()
 
 
+@another_process
 async def test_an_engine_on_another_gpu_goes_through_main_memory(
     rig: Rig, engine: GpuEngine
 ) -> None:
@@ -250,6 +257,7 @@ async def test_regions_are_bounded_and_given_once_to_a_connection(rig: Rig) -> N
     await rig.num_regions(0)
 
 
+@another_process
 async def test_a_gpu_without_memory_leaves_main_memory(rig: Rig, engine: GpuEngine) -> None:
     rig.native.set_gpu_bytes(0)
     try:
@@ -386,17 +394,21 @@ async def test_an_engine_that_dies_takes_no_memory_with_it(rig: Rig, engine: Gpu
     await rig.num_regions(0)
 
 
+UNUSABLE = (
+    ({"cuda_ipc_handle": b"x" * 64}, "cudaIpcOpenMemHandle"),
+    ({"cuda_ipc_handle": b"x" * 63}, "64 bytes"),
+    ({"cuda_ipc_handle": b""}, "64 bytes"),
+    ({"size_bytes": 4 * REGION_BYTES}, "bytes, not"),
+    ({"size_bytes": 2**41}, "not what was asked for"),
+    ({"size_bytes": 0}, "above 0"),
+    ({"cuda_device_uuid": OTHER_UUID}, "not what was asked for"),
+)
+
+
+# Each starts a process that imports torch.
 @pytest.mark.parametrize(
     ("fields", "why"),
-    [
-        ({"cuda_ipc_handle": b"x" * 64}, "cudaIpcOpenMemHandle"),
-        ({"cuda_ipc_handle": b"x" * 63}, "64 bytes"),
-        ({"cuda_ipc_handle": b""}, "64 bytes"),
-        ({"size_bytes": 4 * REGION_BYTES}, "bytes, not"),
-        ({"size_bytes": 2**41}, "not what was asked for"),
-        ({"size_bytes": 0}, "above 0"),
-        ({"cuda_device_uuid": OTHER_UUID}, "not what was asked for"),
-    ],
+    [UNUSABLE[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in UNUSABLE[1:])],
 )
 async def test_an_engine_that_cannot_open_the_region_gives_it_back(
     rig: Rig, engine: GpuEngine, fields: dict[str, Any], why: str
@@ -413,6 +425,7 @@ async def test_an_engine_that_cannot_open_the_region_gives_it_back(
     await engine.soon("leave")
 
 
+@another_process
 async def test_a_data_plane_that_stops_frees_nothing_that_an_engine_has(
     tmp_path: Path, engine: GpuEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +448,7 @@ async def test_a_data_plane_that_stops_frees_nothing_that_an_engine_has(
     assert native.num_early_frees() == early
 
 
+@another_process
 async def test_a_gpu_that_fails_in_a_layer_is_not_answered_with_an_output(
     tmp_path: Path, engine: GpuEngine
 ) -> None:
