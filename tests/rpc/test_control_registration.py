@@ -1,6 +1,4 @@
-"""A data plane's connection: what it is told and asked, who may follow whom, and what a lost one
-brings about.
-"""
+"""A data plane's connection: what it is told and asked, and what a lost one brings about."""
 
 from __future__ import annotations
 
@@ -105,6 +103,16 @@ async def test_a_hello_is_refused_when(
     await shard.send(hello=shard.hello)
     assert await shard_failure(shard) == (code, reason, field)
     assert list((await stub.ListPools(pool_pb2.ListPoolsRequest())).pool_ids) == []
+
+
+async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
+    early = RawShard(stub)
+    await early.send(heartbeat=rpb.Heartbeat())
+    assert await shard_failure(early) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "hello")
+    twice = RawShard(stub)
+    await twice.register()
+    await twice.send(hello=twice.hello)
+    assert await shard_failure(twice) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "hello")
 
 
 async def test_what_is_published_is_sent_to_the_data_plane(

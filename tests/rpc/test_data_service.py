@@ -239,6 +239,17 @@ async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) 
         call.cancel()
 
 
+async def test_a_layer_without_a_query_answers_an_empty_output(peer: Peer) -> None:
+    call = await peer.opened()
+    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    await ask(call, plan=plan)
+    request = layer_input(0, 2)
+    request.ClearField("query")
+    answer = await ask(call, layer=request)
+    assert answer.output.layer == 0
+    assert answer.output.output.data == b""
+
+
 async def test_a_layer_without_a_key_attends_in_one_that_was_written(peer: Peer) -> None:
     call = await peer.opened()
     plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])

@@ -1,5 +1,5 @@
-"""The client against a real control plane, over a network that loses messages, and through the
-ends of pools, leases and control planes.
+"""The client against a real control plane, over a network that loses messages, and through the end
+of a lease.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Each call of the control plane but the steps: pools, sessions, their numbers and receipts. Each
-refusal has a status that names the reason and the field.
+"""Each call of the control plane but the steps: pools and sessions. Each refusal has a status that
+names the reason and the field.
 """
 
 from __future__ import annotations

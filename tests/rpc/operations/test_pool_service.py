@@ -45,6 +45,20 @@ async def test_pages_that_cannot_be_are_refused(
     assert caught.value.field == field
 
 
+async def test_a_token_serves_the_list_of_its_pool_alone(stub: Stub, shard: RawShard) -> None:
+    (other,) = await registered(stub, "pool2")
+    for _ in range(2):
+        await RawSession.open(stub, shard)
+    page = await stub.ListSessions(pool_pb2.ListSessionsRequest(pool_id="pool", page_size=1))
+    token = page.next_page_token
+    for call in (
+        stub.ListPools(pool_pb2.ListPoolsRequest(page_token=token)),
+        stub.ListSessions(pool_pb2.ListSessionsRequest(pool_id="pool2", page_token=token)),
+    ):
+        await refused(call, "INVALID_ARGUMENT", "INVALID_REQUEST", "page_token")
+    other.hang_up()
+
+
 async def test_the_client_reads_all_pages(
     control_server: ControlPlaneServer,
     stub: Stub,
