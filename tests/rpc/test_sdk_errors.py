@@ -11,11 +11,9 @@ import pytest
 from kvplane import ControlClient
 from kvplane.errors import (
     CODES,
-    DeadlineExceededError,
     InternalError,
     KvplaneError,
     PoolNotFoundError,
-    UnavailableError,
 )
 from kvplane.serving import server as serving
 from kvplane.transport.connection import typed_errors
@@ -128,9 +126,3 @@ def test_an_error_in_a_stream_names_the_call_that_it_answers() -> None:
         REQUEST_ID.reset(token)
     assert (wire.request_id, from_wire(wire).request_id) == ("one", "one")
     assert to_wire(PoolNotFoundError("not here")).request_id == ""
-
-
-async def test_an_error_of_the_network_has_a_place_in_the_tree_too() -> None:
-    async with ControlClient("127.0.0.1:1", timeout_s=0.2) as client:
-        with pytest.raises((UnavailableError, DeadlineExceededError)):
-            await client.get_pool("p")

@@ -12,7 +12,7 @@ import pytest
 from control_plane import limits
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, ops
-from kvplane.errors import PoolNotFoundError, RevisionTooOldError
+from kvplane.errors import RevisionTooOldError
 from kvplane.prefixes import (
     BlocksRemoved,
     BlocksStored,
@@ -147,8 +147,3 @@ async def test_a_follower_outlives_its_control_plane(
                 await asyncio.sleep(0.01)
         assert follower.num_snapshots >= 2
         shard.hang_up()
-
-
-async def test_what_is_not_there_cannot_be_followed(world) -> None:
-    with pytest.raises(PoolNotFoundError):
-        await anext(world.client.watch_prefixes("nowhere"))
