@@ -32,6 +32,7 @@ from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
+from tests.helpers.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
@@ -398,9 +399,7 @@ async def test_a_control_plane_that_slept_past_a_lease_does_not_end_it(tmp_path:
     argv = ["--bind=127.0.0.1:0", "--metrics-port=-1", f"--port-file={port_file}", "--lease-s=2"]
     process = subprocess.Popen([sys.executable, "-m", "control_plane", *argv], cwd=ROOT)
     try:
-        async with asyncio.timeout(60):
-            while not port_file.exists():
-                await asyncio.sleep(0.02)
+        await until(lambda: port_file.exists())
         async with grpc.aio.insecure_channel(
             f"127.0.0.1:{port_file.read_text().strip()}"
         ) as channel:

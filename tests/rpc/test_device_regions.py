@@ -40,6 +40,7 @@ from tests.helpers.local_peer import (
     num_mapped,
     plan_of_two_tokens,
 )
+from tests.helpers.waiting import until
 
 REGION_BYTES = 3 << 20
 NUM_REGIONS = 2
@@ -90,9 +91,8 @@ class Rig:
 
     async def num_regions(self, wanted: int) -> None:
         """Wait until the data plane has so many on its GPU, and no more memory of it."""
-        async with asyncio.timeout(10):
-            while self.server.local.num_device_regions != wanted or num_gpu_maps() > wanted:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.server.local.num_device_regions == wanted)
+        await until(lambda: num_gpu_maps() <= wanted)
 
 
 def noting(kernels: Kernels, outs: list[int | None]) -> Kernels:
@@ -365,9 +365,7 @@ async def test_a_session_that_ends_takes_the_region_from_its_engine(
     check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
     await engine.soon("hold")
     rig.server.executor.fence(rig.author.session(1), 1)
-    async with asyncio.timeout(10):
-        while rig.server.local.num_regions:
-            await asyncio.sleep(0.01)
+    await until(lambda: not rig.server.local.num_regions)
     await asyncio.sleep(1.2)  # two sweeps
     assert rig.server.local.num_device_regions == 1 == num_gpu_maps()
     held = await engine.soon("held_bytes")

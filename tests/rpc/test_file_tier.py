@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from tests.helpers.planes_in_process import (
     write_layout,
 )
 from tests.helpers.tier_files import in_order
+from tests.helpers.waiting import until
 
 POOL = "files"
 PATIENCE_S = 30.0
@@ -50,12 +51,6 @@ WINDOWED = Layout(
     "float32",
     (LayerGroup("window", (0, 1, 2), 1, 8, sliding_window_tokens=16),),
 )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 class Machine:

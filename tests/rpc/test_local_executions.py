@@ -47,6 +47,7 @@ from tests.helpers.local_peer import (
     plan_of_two_tokens,
     regions,
 )
+from tests.helpers.waiting import until
 
 REGION_BYTES = 1 << 20
 
@@ -343,9 +344,7 @@ async def test_regions_are_bounded_for_a_session_and_for_all(rig: Rig) -> None:
 
 
 async def regions_left(rig: Rig, wanted: int) -> None:
-    async with asyncio.timeout(10):
-        while rig.server.local.num_regions != wanted:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.server.local.num_regions == wanted)
 
 
 async def test_a_client_that_takes_no_answers_is_cut_off_and_others_go_on(rig: Rig) -> None:

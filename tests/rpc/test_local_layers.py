@@ -38,6 +38,7 @@ from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, span, tokens
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
+from tests.helpers.waiting import until
 
 NUM_PLANS = 4  # of two tokens, in one block
 NUM_LAYERS = 2
@@ -133,9 +134,7 @@ async def test_bound_layers_are_computed_and_counted_like_others(rig: Rig) -> No
     num_packets = NUM_PLANS * (1 + NUM_LAYERS) + NUM_LAYERS
     assert local.num_packets == num_packets
     rig.peer.close()
-    async with asyncio.timeout(10):
-        while local.num_regions:
-            await asyncio.sleep(0.01)
+    await until(lambda: not local.num_regions)
     assert local.num_packets == num_packets
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from tests.helpers.sdk_peers import (
     plan_of,
     serving,
 )
+from tests.helpers.waiting import until
 
 
 @pytest.fixture
@@ -39,12 +40,6 @@ async def session(plane: ScriptedControlPlane) -> AsyncIterator[Session]:
         await client.open_session("p", LAYOUT) as session,
     ):
         yield session
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.005)
 
 
 async def while_idle() -> None:

@@ -25,6 +25,7 @@ from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.control_wire import Stub
 from tests.helpers.planning.operations_world import DEVICE, POOL, Caller, World, prompt
+from tests.helpers.waiting import until
 
 Held = dict[tuple[bytes, int], StoredBlock]
 
@@ -53,9 +54,7 @@ class Follower:
             self.revision = event.revision
 
     async def until(self, revision: int) -> None:
-        async with asyncio.timeout(10):
-            while self.revision < revision:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.revision >= revision)
 
 
 @asynccontextmanager
@@ -142,8 +141,6 @@ async def test_a_follower_outlives_its_control_plane(
             shard = await fresh.register()
         again = await fresh.caller()
         await again.admit(1, prompt(1, seed=1))
-        async with asyncio.timeout(10):
-            while len(follower.held) != 1:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(follower.held) == 1)
         assert follower.num_snapshots >= 2
         shard.hang_up()

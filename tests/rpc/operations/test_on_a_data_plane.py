@@ -20,6 +20,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT
+from tests.helpers.waiting import until
 
 POOL = "pool"
 BLOCK = LAYOUT.block_size_tokens
@@ -83,9 +84,8 @@ async def test_a_sequence_lives_its_whole_life(start_engine: StartEngine, begins
     assert all(counters[direction] > 0 for direction in ("copy", "swap_out", "swap_in"))
     assert data.executor.published.num_blocks == 2
     await engine.session.close()
-    async with asyncio.timeout(20):
-        while data.executor.num_sessions or data.executor.num_sequences:  # until it is fenced
-            await asyncio.sleep(0.01)
+    await until(lambda: data.executor.num_sessions == 0)  # it is fenced
+    await until(lambda: data.executor.num_sequences == 0)
 
 
 async def test_rejected_tokens_are_written_over(start_engine: StartEngine) -> None:
