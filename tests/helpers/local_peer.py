@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from data_plane.server.server import DataPlaneServer
+from kvplane.errors import KvplaneError
 from kvplane.transport.local import packets
+from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -189,6 +191,12 @@ class LocalPeer:
                 await ready.wait()
         finally:
             loop.remove_reader(self.peer.fileno())
+
+
+def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
+    """Return the error in an answer."""
+    assert answer.WhichOneof("message") == "error", answer
+    return from_wire(answer.error)
 
 
 def plan_of_two_tokens(author: PlanAuthor, number: int = 1, session_id: int = 1) -> Any:

@@ -25,7 +25,6 @@ from data_plane.server.local import device_regions
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, QuotaExceededError
-from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -36,6 +35,7 @@ from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, tokens
 from tests.helpers.local_peer import (
     LocalPeer,
+    error_of,
     forget_regions_of_others,
     num_mapped,
     plan_of_two_tokens,
@@ -135,11 +135,6 @@ def engine() -> Iterator[GpuEngine]:
     engine = GpuEngine()
     yield engine
     engine.kill()
-
-
-def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
-    assert answer.WhichOneof("message") == "error", answer
-    return from_wire(answer.error)
 
 
 def check_outputs(outputs: list[torch.Tensor], number: int) -> None:

@@ -26,7 +26,6 @@ from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import DataClient, Execution
 from kvplane.errors import (
     InvalidRequestError,
-    KvplaneError,
     QuotaExceededError,
     SessionExpiredError,
     UnauthenticatedError,
@@ -35,13 +34,13 @@ from kvplane.execution import shard_execution
 from kvplane.execution.execution import shards_of
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
-from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 from tests.helpers.local_peer import (
     LocalPeer,
+    error_of,
     forget_regions_of_others,
     num_mapped,
     plan_of_two_tokens,
@@ -89,11 +88,6 @@ async def peer(rig: Rig) -> AsyncIterator[LocalPeer]:
     yield peer
     peer.close()
     peer.memory = None
-
-
-def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
-    assert answer.WhichOneof("message") == "error", answer
-    return from_wire(answer.error)
 
 
 async def test_a_layer_is_computed_in_the_region_and_the_last_brings_the_receipt(

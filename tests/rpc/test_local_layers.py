@@ -32,12 +32,11 @@ from kvplane.execution.execution import shards_of
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
 from kvplane.transport.local import packets
-from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, span, tokens
-from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
+from tests.helpers.local_peer import LocalPeer, error_of, plan_of_two_tokens
 from tests.helpers.waiting import until
 
 NUM_PLANS = 4  # of two tokens, in one block
@@ -116,11 +115,6 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         peer.close()
         peer.memory = None
         server.executor.check_integrity()
-
-
-def error_of(answer: pb.ExecuteResponse) -> Exception:
-    assert answer.WhichOneof("message") == "error", answer
-    return from_wire(answer.error)
 
 
 async def test_bound_layers_are_computed_and_counted_like_others(rig: Rig) -> None:
