@@ -277,7 +277,7 @@ async def test_an_address_that_does_not_serve_the_control_plane_is_named(
             server = await DataPlaneServer.start(config_of(tmp_path, address))
             try:
                 async with asyncio.timeout(20):
-                    while len(told := registrations_ended(caplog)) < 6:
+                    while len(told := registrations_ended(caplog)) < 3:
                         await asyncio.sleep(0.01)
             finally:
                 await server.stop()

@@ -59,8 +59,8 @@ FAULTS = (
         "data_plane/server/execute_stream.py",
         'self.run(layer, number or started.plan_number, pass_index, "")',
         'self.run(layer, number or started.plan_number, self.begun.pass_index, "")',
-        RPC,
-        "single_call",
+        "tests/rpc/test_data_service.py",
+        "its_plan_and_its_pass",
     ),
     Fault(
         "an_embedded_engine_forgets_its_pass",

@@ -43,14 +43,14 @@ FAULTS = (
     ),
     Fault(
         "a_router_keeps_the_first_authority",
-        "kvplane/transport/renewed.py",
+        "integrations/router/engine_tls.py",
         "return self._renewed.get().wrap_bio(",
         "return self._renewed._value.wrap_bio(",
         TESTS,
     ),
     Fault(
         "a_router_trusts_former_authorities",
-        "kvplane/transport/renewed.py",
+        "integrations/router/engine_tls.py",
         "self._renewed = Renewed(lambda: ssl.create_default_context(cafile=ca), [ca])",
         "kept = ssl.create_default_context()\n"
         "        self._renewed = Renewed(lambda: kept.load_verify_locations(ca) or kept, [ca])",
