@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from control_plane.sessions.session import Session
 from kvplane.layout import LayerGroup, Layout
-from kvplane.wire import columns
+from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -91,6 +92,20 @@ class Published(NamedTuple):
     token_ids: bytes
 
 
+def receipt_of(session: Session, number: int) -> tpb.SignedPayload:
+    """Return the receipt of a session's plan in flight, of the pool's only shard."""
+    payload = plan_pb2.Receipt(
+        version=session.payload_version,
+        session=session.ref,
+        pool_id=session.pool.id,
+        epoch=session.epochs[0],
+        plan_number=number,
+        plan_digest=session.plans[number].digest,
+    ).SerializeToString(deterministic=True)
+    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
+    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+
+
 def changes_of(plan: plan_pb2.Plan) -> list[Change]:
     """Yield a plan's changes, one by one."""
     message = plan.changes
@@ -121,6 +136,16 @@ def changes_of(plan: plan_pb2.Plan) -> list[Change]:
     assert not list(entries)
     assert not list(parents)
     return changes
+
+
+def allocated_of(plan: plan_pb2.Plan) -> list[Block]:
+    """Return the blocks that a plan allocates for tables."""
+    return [
+        block
+        for change in changes_of(plan)
+        for block, is_new in zip(change.blocks, change.allocated, strict=True)
+        if is_new
+    ]
 
 
 def allocations_of(plan: plan_pb2.Plan) -> list[Block]:

@@ -506,6 +506,12 @@ class Engine:
         self.queue.append(made)
 
 
+def only(answer: cpb.StepResponse) -> cpb.OperationResult:
+    """Return the result of a step's only operation."""
+    (result,) = answer.results
+    return result
+
+
 def status_of(result: cpb.OperationResult) -> int:
     """Return the status of an operation's only item."""
     return result.failures[0].status if result.failures else OK

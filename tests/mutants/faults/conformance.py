@@ -250,6 +250,6 @@ FAULTS = (
         "control_plane/steps/requests.py",
         "        admission.apply(session)\n",
         "",
-        "tests/unit/planning/test_groups_walk.py",
+        "tests/unit/core/test_groups_walk.py",
     ),
 )

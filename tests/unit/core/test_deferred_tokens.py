@@ -9,7 +9,7 @@ from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import POOL, pack
-from tests.helpers.core.core_model import World
+from tests.helpers.core.core_model import Engine, World
 
 
 def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> None:
@@ -51,17 +51,26 @@ def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behi
 
 
 def test_slots_reserved_without_tokens_are_published_when_the_tokens_come() -> None:
-    world = World()
-    engine = world.engine()
-    engine.admit(1, range(7))
-    engine.step(engine.growth(1, num_slots=1))
-    engine.run_all()
-    engine.submit(engine.receipts)
+    engine = written_without_tokens()
     prompt = [*range(7), 1, 9]
     assert engine.lookup(prompt) == 0
     engine.submit(deferred=True)
     assert engine.lookup(prompt) == 8
     engine.submit(deferred=ops.deferred_tokens([1], [1], [7], [1], [1]))  # again: nothing new
+    engine = written_without_tokens()
+    engine.step(engine.growth(1, [7]), ops.free([1]))
+    assert engine.lookup(range(9)) == 8, "an append may bring them, in the step that frees it"
+
+
+def written_without_tokens() -> Engine:
+    """Sequence 1 knows tokens 0 to 6, and a slot more of it is written."""
+    engine = World().engine()
+    engine.admit(1, range(7))
+    engine.step(engine.growth(1, num_slots=1))
+    engine.run_all()
+    receipts, engine.receipts = engine.receipts, []
+    engine.submit(receipts)
+    return engine
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ import pytest
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.registration.registration import begin_if_complete
+from control_plane.sessions.device_blocks import DeviceBlocks
+from control_plane.sessions.news import PoolNews
+from control_plane.sessions.session import QueuedAdmission
 from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
@@ -22,11 +25,12 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.wire import signing
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_messages import DEVICE, LAYOUT, POOL, TIERS
+from tests.helpers.core.core_messages import DEVICE, HOST, LAYOUT, POOL
 from tests.helpers.core.core_model import World
 
 
@@ -46,29 +50,6 @@ def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:
         world.engine()
     with pytest.raises(PoolNotFoundError):
         core.get_pool("other")
-
-
-def test_a_pool_has_as_many_blocks_as_its_smallest_shard() -> None:
-    world = World(num_shards=2, num_device=9)
-    world.shards[1].restart()
-    world.shards[1].sizes = dict.fromkeys(TIERS, 5)
-    world.shards[1].join()
-    world.pump()
-    usage = world.core.get_pool(POOL).usage[0]
-    assert (usage.tier, usage.num_blocks) == (tpb.TIER_DEVICE, 5)
-
-
-def test_a_shard_that_comes_back_hears_all_it_may_have_missed() -> None:
-    world = World()
-    engine, other = world.engine(), world.engine()
-    engine.admit(1, range(16))
-    other.close()
-    world.shards[0].leave()
-    assert world.shards[0].join(), "same epoch, incarnation and key: resumed"
-    world.pump()
-    assert other.id in world.shards[0].quit
-    assert len(world.shards[0].published) == 2
-    assert engine.append(1, 16).HasField("plan"), "sessions go on"
 
 
 def test_an_ended_sessions_callers_hear_why() -> None:
@@ -196,53 +177,6 @@ def test_a_request_of_another_incarnation_touches_no_session() -> None:
     assert new.everything() == before
 
 
-def test_namespaces_of_a_tenant_share_nothing_also_after_a_restart() -> None:
-    world = World()
-    world.engine("ann", "one").admit(1, range(17))
-    world.pump()
-    for _ in range(2):
-        assert world.engine("ann", "two").lookup(range(17)) == 0
-        assert world.engine("ann", "one").lookup(range(17)) == 16
-        world.restart_control_plane()
-
-
-def test_a_second_equal_block_keeps_a_prefix_that_loses_its_first_one() -> None:
-    world = World(num_device=9)
-    one, two, filler = world.engine(), world.engine(), world.engine()
-    prompt = range(16)
-    # Both compute the same first block; the second engine's stays private, and its second block is
-    # published after the first engine's block.
-    one.step(ops.admit(1, prompt[:8]))
-    two.step(ops.admit(1, prompt))
-    for engine in (one, two):
-        engine.run_all()
-        engine.settle()
-    world.pump()
-    head, tail = one.table(1)[0][1], two.table(1)[1][1]
-    assert world.shards[0].published[tail].parent == (head, 1)
-    one.send(ops.free([1]))
-    one.settle()
-    filler.admit(1, range(100, 156))  # takes the head, which no table refers to
-    assert two.lookup([*prompt, 0]) == 16, "the second engine's own block has taken its place"
-    world.pump()
-    assert world.shards[0].published[tail].parent == (two.table(1)[0][1], 1)
-    world.restart_control_plane()
-    assert world.engine().lookup([*prompt, 0]) == 16
-
-
-def test_a_report_is_believed_only_where_shards_agree_and_chains_are_whole() -> None:
-    world = World(num_shards=2)
-    engine = world.engine()
-    engine.admit(1, range(32))
-    world.pump()
-    second = engine.table(1)[1][1]
-    del world.shards[1].published[second]
-    world.restart_control_plane()
-    engine = world.engine()
-    assert engine.cached(1, range(32)) == 8
-    world.core.check_integrity()
-
-
 def test_a_pool_that_is_built_is_not_built_again() -> None:
     world = World()
     engine = world.engine()
@@ -252,18 +186,6 @@ def test_a_pool_that_is_built_is_not_built_again() -> None:
     begin_if_complete(pool)
     assert pool.native is native
     assert engine.lookup(range(9)) == 8
-
-
-def test_a_generation_is_never_given_twice_though_a_shard_comes_back_smaller_for_a_while() -> None:
-    world = World(num_shards=2, num_device=4)
-    world.engine().admit(1, range(32))
-    for num_blocks in (2, 4):
-        world.shards[1].restart()
-        world.shards[1].sizes[DEVICE] = num_blocks
-        world.shards[1].join()
-        world.pump()
-    world.engine().admit(1, range(32))  # the shard that went on refuses generations it has seen
-    world.core.check_integrity()
 
 
 def test_a_control_plane_that_slept_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -294,3 +216,79 @@ def test_sessions_that_expire_together_end_a_few_at_a_time() -> None:
         assert len(world.core.sessions.by_id) == num_left
         assert num_left == 0 or due_s <= 0
     assert len({engine.id for engine in engines}) == 5
+
+
+# What is kept of a session that ended
+
+
+def test_a_fence_of_a_session_of_an_earlier_build_touches_no_later_one() -> None:
+    world = World()
+    before = world.engine()
+    before.admit(1, range(20))
+    before.close()
+    world.core._pools[POOL].set_tiers({DEVICE: 8, HOST: 4})
+    world.shards[0].quit_all()
+    world.engine().admit(1, range(20))
+    world.pump()
+    assert before.id in world.shards[0].quit
+    assert world.usage()["held"] == 3
+    world.core.check_integrity()
+
+
+def test_why_a_session_ended_is_told_to_its_tenant_and_forgotten_in_order() -> None:
+    world = World()
+    ended = world.core.sessions
+    ended._max_remembered = 2
+    first, _, last = (world.engine("ann") for _ in range(3))
+    for session in [*ended.by_id.values()]:
+        ended.end(session, SessionExpiredError)
+    assert not ended.admission_of(world.core._pools[POOL]).sessions
+    for engine, tenant, error in (
+        (last, "ann", SessionExpiredError),
+        (last, "bob", SessionNotFoundError),
+        (first, "ann", SessionNotFoundError),
+    ):
+        assert ended.has_ended(engine.id, tenant) == (error is SessionExpiredError)
+        told = ended.error(engine.id, tenant)
+        assert type(told) is error
+        assert told.field == "session.session_id"
+
+
+# Its part of the queue
+
+
+def test_the_queue_sees_what_sequences_hold() -> None:
+    world = World()
+    engine = world.engine()
+    engine.admit(1, range(19))
+    engine.step(ops.fork(1, 2))
+    session = world.core.sessions.by_id[engine.id]
+    pool = world.core._pools[POOL]
+    blocks = DeviceBlocks(pool, world.core.sessions.by_id)
+    key = session.native.family_of(session.handle, 1)
+    assert blocks.num_blocks == pool.num_blocks(DEVICE)
+    assert blocks.num_held(engine.id, key) >= 3, "it may be too high, but never too low"
+    assert blocks.num_obtainable(engine.id) == blocks.num_blocks - 3
+    assert blocks.num_pending(engine.id) == 0
+    assert blocks.retired_since(engine.id) is None
+
+
+def test_news_are_told_once_and_stay_for_the_answer() -> None:
+    world = World()
+    session = world.core.sessions.by_id[world.engine().id]
+    news = PoolNews()
+    news.cut(session, 1, cpb.CUT_REASON_TURN)
+    ((session_id, told),) = news.take_notices()
+    assert (session_id, news.take_notices()) == (session.id, [])
+    assert news.take(session) == told
+    news.asked(session, columns.pack(INT64, [1]), 3, 0.5)
+    assert news.take(session) is not None
+    assert (news.take_notices(), session.news) == ([], None)
+
+
+def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
+    forks = columns.pack(INT64, [5, 6])
+    waiting = QueuedAdmission(1, cpb.Admit(sequence_id=4, fork_sequence_ids=forks), 3, 0.0)
+    assert [waiting.names(i) for i in (4, 5, 6, 7)] == [True, True, True, False]
+    assert [waiting.is_of(i) for i in (4, 5)] == [True, False]
+    assert not QueuedAdmission(2, None, 3, 0.0).names(4), "a swap-in has none"
