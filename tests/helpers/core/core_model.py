@@ -115,6 +115,17 @@ class World:
                 for shard in self.shards:
                     shard.cut[session_id, i] = last_plan
 
+    def pass_time(self, seconds: float, *engines: Engine) -> None:
+        """Pass time in ticks so short that the core doesn't conclude that it slept; the leases of
+        these engines are renewed.
+        """
+        self.tick()
+        for _ in range(round(seconds / 0.25)):
+            self.clock.now += 0.25
+            self.tick()
+            for engine in engines:
+                engine.renew()
+
     def engine(self, tenant: str = "tenant", namespace: str = "") -> Engine:
         """Return a new engine with an open session."""
         return Engine(self, tenant, namespace)
@@ -266,6 +277,12 @@ class Engine:
         (result,) = self.admit(sequence_id, tokens).results
         assert status_of(result) == OK, result
         return result.admit.num_cached_tokens
+
+    def cache(self, tokens: Sequence[int]) -> None:
+        """Leave a prompt's full blocks cached, and no sequence of it."""
+        self.admit(1, tokens)
+        self.send(ops.free([1]))
+        self.settle()
 
     def append(
         self, sequence_id: int, *tokens: int, num_slots: int | None = None

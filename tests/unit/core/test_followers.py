@@ -9,7 +9,6 @@ import pytest
 
 from control_plane import limits
 from control_plane.watching import Follower
-from kvplane import ops
 from kvplane.errors import BlockInUseError, InvalidRequestError, RevisionTooOldError
 from kvplane.wire import columns
 from kvplane.wire.v1 import prefix_pb2 as pb
@@ -69,10 +68,7 @@ class Copy:
 
 
 def write(engine: Engine, tokens: range) -> None:
-    engine.admit(1, tokens)
-    engine.settle()
-    engine.send(ops.free([1]))
-    engine.settle()
+    engine.cache(tokens)
     engine.world.core.take_notified()
 
 

@@ -1,4 +1,4 @@
-"""Retaining and forgetting without a session: what the core does between requests of sessions."""
+"""Prefixes are found, retained and forgotten without a session; forgotten ones do not come back."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from kvplane.prefixes import ForgetScope
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL
-from tests.helpers.core.core_model import Engine, World
-
-
-def write(engine: Engine, tokens: range) -> None:
-    engine.admit(1, tokens)
-    engine.settle()
-    engine.send(ops.free([1]))
-    engine.settle()
+from tests.helpers.core.core_model import World
 
 
 def retain(world: World, tenant: str, namespace: str, *, time_to_live_s: int = 60) -> int:
@@ -37,7 +30,7 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
     world = World(num_device=16, config=CoreConfig(watermark=0.0, max_retained_share=0.125))
     owners = [("tenant", ""), ("tenant", "lora"), ("other", "")]
     for owner in owners:
-        write(world.engine(*owner), range(17))
+        world.engine(*owner).cache(range(17))
     assert retain(world, *owners[0]) == 2
     with pytest.raises(QuotaExceededError) as refused:
         retain(world, *owners[1])
@@ -51,7 +44,7 @@ def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 1)
     world = World()
     engine = world.engine()
-    write(engine, range(17))
+    engine.cache(range(17))
     for pool_id in ("a", "z"):
         other = world.shards[0].hello()
         other.pool_id = pool_id
@@ -71,7 +64,7 @@ def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_forgotten_before_all_shards_have_reported(scope: ForgetScope) -> None:
     world = World()
     engine = world.engine()
-    write(engine, range(17))
+    engine.cache(range(17))
     world.pump()
     world.shards[0].restart()
     world.core.register(world.shards[0].hello())
@@ -82,3 +75,80 @@ def test_nothing_is_forgotten_before_all_shards_have_reported(scope: ForgetScope
         retain(world, "tenant", "")
     world.shards[0].join()
     assert retain(world, "tenant", "") == 0
+
+
+# Withdrawals
+
+
+def cached_world(num_shards: int = 1) -> World:
+    """Two blocks of one prompt are cached, and every data plane knows it."""
+    world = World(num_shards=num_shards, config=CoreConfig(watermark=0.0))
+    world.engine().cache(range(17))
+    world.pump()
+    assert [len(shard.published) for shard in world.shards] == [2] * num_shards
+    return world
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten(num_shards: int) -> None:
+    world = cached_world(num_shards)
+    world.engine().forget(range(8, 16), force=True)  # of no cached prefix
+    world.engine().forget(range(8))
+    world.pump()
+    assert [len(shard.published) for shard in world.shards] == [0] * num_shards
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 0
+
+
+def test_what_is_published_again_under_the_same_tokens_stays() -> None:
+    world = cached_world()
+    engine = world.engine()
+    engine.forget(range(8))
+    engine.admit(1, range(17))
+    engine.settle()
+    world.pump()
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 16
+
+
+def test_a_data_plane_that_was_away_withdraws_when_it_resumes() -> None:
+    world = cached_world()
+    engine = world.engine()
+    engine.admit(1, range(100, 117))
+    engine.settle()
+    world.pump()
+    engine.forget(range(8))
+    world.shards[0].leave()
+    assert world.shards[0].join(), "it is resumed"
+    world.pump()
+    assert len(world.shards[0].published) == 2, "the other prompt's"
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 0
+    assert world.engine().lookup(range(100, 117)) == 16
+
+
+def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
+    world = cached_world()
+    engine = world.engine()
+    engine.admit(1, range(17))
+    engine.settle()
+    engine.forget(range(8), force=True)
+    world.pump()
+    assert not world.shards[0].published
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 0
+
+
+def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.pools.pool._SLICE_ENTRIES", 1)
+    world = cached_world()
+    engine = world.engine()
+    engine.forget(range(8))
+    assert engine.lookup(range(17)) == 0, "it is not found at once"
+    world.core.take_notified()
+    assert world.core.has_work()
+    while world.core.work():
+        world.core.check_integrity()
+    assert world.usage()["cached"] == 0
+    world.pump()
+    assert not world.shards[0].published

@@ -292,3 +292,35 @@ def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
     assert [waiting.names(i) for i in (4, 5, 6, 7)] == [True, True, True, False]
     assert [waiting.is_of(i) for i in (4, 5)] == [True, False]
     assert not QueuedAdmission(2, None, 3, 0.0).names(4), "a swap-in has none"
+
+
+# What metrics tell of them
+
+
+def test_ends_of_sessions_tell_why_and_what_they_held() -> None:
+    world = World()
+    closed, expired = world.engine(), world.engine()
+    closed.admit(1, range(16))
+    expired.admit(1, range(100, 124))
+    closed.close()
+    world.pass_time(120)
+    assert world.observed().statistics.reclaimed_blocks == {"closed": 2, "expired": 3}
+    assert world.observed().statistics.num_expired_sessions == 1
+    assert world.observed().oldest_release_s > 0, "the data plane was not asked to fence them yet"
+    world.clock.now += 1
+    world.pump()
+    fence = world.observed().statistics.fence_s
+    assert sum(fence.counts) == 2
+    assert fence.sum > 2
+
+
+def test_plans_without_receipts_age_and_new_epochs_are_counted() -> None:
+    world = World()
+    engine = world.engine()
+    assert world.observed().oldest_plan_s == 0
+    engine.step(ops.admit(1, range(16)))
+    world.clock.now += 3
+    assert (world.observed().num_plans_in_flight, world.observed().oldest_plan_s) == (1, 3)
+    world.shards[0].restart()
+    world.shards[0].join()
+    assert world.observed().statistics.num_epoch_changes == 1

@@ -225,12 +225,8 @@ def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
     request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
     left = world.core.run(request, "tenant")
     next(left)
-    for _ in range(160):  # 40 s in steps so short that nothing concludes that the process slept
-        world.clock.now += 0.25
-        world.core.tick()
-        engine.renew()
-        other.renew()
-        assert session.native.has_sequence(session.handle, 1)
+    world.pass_time(40, engine, other)
+    assert session.native.has_sequence(session.handle, 1)
     run_to_end(left)
     assert not session.native.has_sequence(session.handle, 1), "before its next request"
     world.core.check_integrity()
