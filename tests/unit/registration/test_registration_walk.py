@@ -10,51 +10,42 @@ from random import Random
 
 import pytest
 
-from control_plane.config import CoreConfig
 from control_plane.pools.pool import Pool
-from control_plane.pools.publications import root_of
-from control_plane.registration.registration import Registration
-from control_plane.sessions.sessions import Sessions
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
-from kvplane.wire import columns, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.pool_writer import NativeSession, generations
+from tests.helpers.planning.pool_writer import generations
 from tests.helpers.planning.registration_messages import (
     LAYOUT,
     Prefix,
     blocks,
     half,
-    hello,
     publications,
 )
+from tests.helpers.planning.registration_world import Plane, World
 
 NUM_SHARDS, NUM_BLOCKS = 2, 6
-ROOT = root_of(LAYOUT.fingerprint, "default", "")
 
 
-class Process:
+class Process(Plane):
     """A data plane's run: what it holds, and what is on its way to it."""
 
-    def __init__(self, index: int, epoch: int) -> None:
-        self.hello = hello(shard=half(index, NUM_SHARDS), epoch=epoch, num_device_blocks=NUM_BLOCKS)
+    def __init__(self, world: World, index: int, epoch: int) -> None:
+        shard = half(index, NUM_SHARDS)
+        super().__init__(world, shard=shard, epoch=epoch, num_device_blocks=NUM_BLOCKS)
         self.inbox: deque[rpb.RegisterResponse] = deque()
         self.connected = False
         self.generations: dict[int, int] = {}
         self.published: dict[int, Prefix] = {}
 
-    @property
-    def key(self) -> tuple[str, int, int]:
-        return "pool", self.hello.shard.index, self.hello.epoch
-
     def break_off(self) -> None:
         self.connected = False
         self.inbox.clear()
 
-    def report(self) -> rpb.BlockReport:
+    def held(self) -> rpb.BlockReport:
         held = [p for p in self.published.values() if self.generations[p.block[0]] == p.block[1]]
         return rpb.BlockReport(
             blocks=[blocks(self.generations)], publications=[publications(held)], last=True
@@ -83,8 +74,8 @@ class Walk:
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
-        self.ids = itertools.count(1)
-        self.incarnation = 0
+        self.epochs = itertools.count(1)
+        self.world = World(0)
         self.num_rebuilds = self.num_restored = 0
         self.processes: dict[int, Process] = {}  # by epoch; those that were replaced go on
         for index in range(NUM_SHARDS):
@@ -92,31 +83,18 @@ class Walk:
         self.restart_control_plane()
 
     def restart_control_plane(self) -> None:
-        self.incarnation += 1
-        self.pools: dict[str, Pool] = {}
-        config = CoreConfig(watermark=0.0)
-        self.sessions = Sessions(
-            config,
-            incarnation=self.incarnation,
-            clock=lambda: 0.0,
-            new_session_id=lambda: next(self.ids),
-        )
-        self.it = Registration(
-            self.pools,
-            self.sessions,
-            config=config,
-            new_key=lambda: next(self.ids).to_bytes(32),
-        )
+        self.world = World(self.world.incarnation + 1)
         for process in self.processes.values():
+            process.world = self.world
             process.break_off()
 
     def start_process(self, index: int) -> None:
-        epoch = next(self.ids)
-        self.processes[epoch] = Process(index, epoch)
+        epoch = next(self.epochs)
+        self.processes[epoch] = Process(self.world, index, epoch)
 
     def registered(self) -> list[Process]:
         """By shard index."""
-        return [self.processes[epoch] for epoch in self.pools["pool"].epochs]
+        return [self.processes[epoch] for epoch in self.world.pool.epochs]
 
     def connected(self) -> list[Process]:
         return [process for process in self.processes.values() if process.connected]
@@ -129,25 +107,23 @@ class Walk:
         was_built = self.is_built()
         self.rng.choice(actions)()
         for process in self.connected():
-            process.inbox.extend(self.it.take_outgoing(*process.key[:2]))
+            process.inbox.extend(self.world.it.take_outgoing(*process.key[:2]))
             if self.rng.random() < 0.5:
-                process.inbox.extend(self.it.take_missed(*process.key[:2]) or [])
+                process.inbox.extend(self.world.it.take_missed(*process.key[:2]) or [])
         if self.is_built() and not was_built:
-            self.check_rebuilt(self.pools["pool"])
+            self.check_rebuilt(self.world.pool)
 
     def is_built(self) -> bool:
-        return "pool" in self.pools and self.pools["pool"].built
+        return bool(self.world.pools) and self.world.pool.built
 
     def connect(self) -> None:
         """Mostly the latest processes; now and then one that was replaced."""
         process = self.rng.choice([*self.processes.values()][-4:])
         index = process.hello.shard.index
-        states = self.pools["pool"].shards.states if self.pools else {}
+        states = self.world.pool.shards.states if self.world.pools else {}
         known = states[index].hello.epoch if index in states else 0
-        said = rpb.Hello()
-        said.CopyFrom(process.hello)
         try:
-            welcome = self.it.register(said)
+            process.register()
         except StaleEpochError:
             assert known > process.hello.epoch
             return
@@ -156,10 +132,8 @@ class Walk:
             if other.hello.shard.index == index:
                 other.break_off()  # superseded
         process.connected = True
-        if not welcome.resumed:
-            process.hello.incarnation = welcome.incarnation
-            process.hello.key_id = signing.key_id(welcome.key)
-            self.it.report(*process.key, process.report())
+        if not process.welcome.resumed:
+            process.report(process.held())
 
     def deliver(self) -> None:
         waiting = [process for process in self.connected() if process.inbox]
@@ -168,20 +142,21 @@ class Walk:
         process = self.rng.choice(waiting)
         message = process.inbox.popleft()
         if message.HasField("fence"):
-            self.it.fence_done(*process.key, rpb.FenceDone(session=message.fence.session))
+            done = rpb.FenceDone(session=message.fence.session)
+            self.world.it.fence_done(*process.key, done)
         elif message.HasField("report_request"):
-            self.it.report(*process.key, process.report())
+            process.report(process.held())
         else:
             process.publish(message.publish.publications)
 
     def work(self) -> None:
         """A session allocates a few blocks, all shards write them, and they are published."""
-        pool = self.pools.get("pool")
-        if pool is None or not pool.ready:
+        world = self.world
+        if not world.pools or not world.pool.ready:
             return
-        if not self.sessions.of(pool):
-            opened = self.sessions.open(pool, cpb.OpenSessionRequest(), "default")
-            self.session = NativeSession(opened)
+        pool = world.pool
+        if not world.open_sessions():
+            self.session = world.open_writer()
         num, first = self.rng.randint(1, 3), self.rng.randrange(3)
         if pool.native.num_obtainable(self.session.handle, tpb.TIER_DEVICE) < num:
             return
@@ -199,15 +174,15 @@ class Walk:
         if processes := self.connected():
             process = self.rng.choice(processes)
             process.break_off()
-            self.it.disconnect(*process.key)
+            process.leave()
 
     def restart_process(self) -> None:
         """Another process of a shard starts while the old one may still be there."""
         self.start_process(self.rng.randrange(NUM_SHARDS))
 
     def end_all(self) -> None:
-        if self.pools:
-            self.sessions.end_all(self.pools["pool"])
+        if self.world.pools:
+            self.world.sessions.end_all(self.world.pool)
 
     def check_rebuilt(self, pool: Pool) -> None:
         self.num_rebuilds += 1
