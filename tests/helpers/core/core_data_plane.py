@@ -1,13 +1,10 @@
-"""A model of a data plane that keeps content, and asserts the checks of a real one.
-
-Instead of keys and values a slot holds the hash of the whole prefix that it was computed from. So a
-span that reads its context sees whether every slot before it holds its own prefix. A wrong plan is
-an AssertionError, never a refusal.
+"""A data plane as the core sees it: it registers, reports, keeps tables and publications, and signs
+receipts. It holds no contents: those of the native core's plans are checked by
+``tests/helpers/native/native_plane.py``, and in real memory by ``tests/helpers/planes``.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from kvplane.wire import columns, protocol, signing
@@ -16,7 +13,6 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import (
-    BLOCK,
     DEVICE,
     HOST,
     NUM_HEADS,
@@ -25,23 +21,14 @@ from tests.helpers.core.core_messages import (
     Block,
     BlockId,
     Published,
-    Span,
     allocations_of,
     changes_of,
-    prefix_values,
     publications_of,
-    root_value,
-    spans_of,
-    transfers_of,
-    unpack,
 )
 from tests.helpers.planning.registration_messages import all_outgoing
 
 if TYPE_CHECKING:
     from tests.helpers.core.core_model import World
-
-# In the table of a sequence that was cut: a block that was allocated again.
-_TAKEN: BlockId = (0, -1)
 
 
 class DataPlane:
@@ -61,17 +48,15 @@ class DataPlane:
             num_kv_heads=num_heads,
         )
         self.sizes = {DEVICE: num_device, HOST: num_host}
-        self.check_values = True  # whether each published hash is of one prefix only
         self.restart()
 
     def restart(self) -> None:
-        """Begin another process: all content is lost."""
+        """Begin another process, which holds nothing."""
         self.world.epoch += 1
         self.epoch = self.world.epoch
         self.incarnation = 0
         self.key = b""
         self.generation: dict[BlockId, int] = {}
-        self.content: dict[BlockId, list[int | None]] = {}
         self.published: dict[int, Published] = {}
         self.quit_all()
 
@@ -79,12 +64,6 @@ class DataPlane:
         """Drop every table, as for a new incarnation."""
         self.tables: dict[int, dict[int, list[BlockId]]] = {}
         self.finished: dict[int, int] = {}
-        self.running: dict[int, tuple[int, dict[int, list[BlockId]]]] = {}
-        # By session: generation and content of the blocks that its latest plan allocated, before
-        # it. Transfers run once in a real data plane, so other sessions' plans change nothing here.
-        self.former: dict[int, dict[tuple[BlockId, int], list[int | None]]] = {}
-        # (session, sequence) that was cut -> the last plan before; the next one drops the table.
-        self.cut: dict[tuple[int, int], int] = {}
         self.quit: set[int] = set()
 
     # Registration
@@ -187,34 +166,12 @@ class DataPlane:
             self.report()
 
     def _publish(self, index: int, published: Published) -> None:
-        block_id = (DEVICE, index)
-        known = self.generation.get(block_id, 0)
-        assert known >= published.generation, f"{block_id} was published before it was allocated"
-        if known != published.generation:
-            return
-        content = self.content[block_id]
-        if self.check_values:
-            value = self.world.values[(published.owner, published.hash)]
-            assert content[-1] == value, f"{block_id} was published before it was written"
-        parent, generation = published.parent
-        start: int | None = None
-        if parent == -1:
-            assert generation == 0
-            start = root_value(published.owner)
-        elif self.generation.get((DEVICE, parent)) == generation:
-            start = self.content[(DEVICE, parent)][-1]
-            assert start is not None, f"the parent of {block_id} is not written"
-        if start is not None:
-            values = prefix_values(unpack(published.token_ids), start)
-            assert content == values, f"{block_id} does not hold what was published of it"
-        self.published[index] = published
+        known = self.generation.get((DEVICE, index), 0)
+        assert known >= published.generation, f"{index} was published before it was allocated"
+        if known == published.generation:
+            self.published[index] = published
 
     # Plans
-
-    def started(self, session_id: int) -> int:
-        """Return the session's latest plan that ran, or began to."""
-        running = self.running[session_id][0] if session_id in self.running else 0
-        return max(running, self.finished.get(session_id, 0))
 
     def receipt(self, plan: plan_pb2.Plan, digest: bytes) -> tpb.SignedPayload:
         """Return the signed statement that the plan ran."""
@@ -235,13 +192,8 @@ class DataPlane:
         signature = signing.sign(self.key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
-    def run(
-        self, signed: tpb.SignedPayload, expected: dict[int, list[int]], *, halfway: bool = False
-    ) -> bool:
-        """Run a plan from its start; return False when it was refused, or stopped ``halfway``.
-
-        ``expected[sequence]``: the values of all positions up to the end of its span.
-        """
+    def run(self, signed: tpb.SignedPayload) -> bool:
+        """Run a plan; return False when it was refused."""
         if signed.signature != signing.sign(self.key, signed.type, signed.payload):
             return False
         plan = plan_pb2.Plan.FromString(signed.payload)
@@ -258,130 +210,38 @@ class DataPlane:
             return plan.number == last
         if not plan.resync and plan.previous != last:
             return False
-        assert plan.finished <= last, "tables of a plan that has not run are kept"
-        again = self.running.get(session_id, (0, {}))
-        if again[0] > plan.number:
-            return False
-        if again[0] == plan.number:
-            before = again[1]
-        else:
-            before = {i: list(t) for i, t in self.tables.get(session_id, {}).items()}
-        self.running[session_id] = (plan.number, before)
-        self.tables[session_id] = {} if plan.resync else {i: list(t) for i, t in before.items()}
-        if again[0] != plan.number:
-            self.former[session_id] = {}
-        self._apply(plan, before, again=again[0] == plan.number)
-        for source, destination in transfers_of(plan):
-            self._copy(session_id, source, destination)
-        spans = spans_of(plan)
-        for span in spans[: len(spans) // 2] if halfway else spans:
-            self._compute(plan, span, expected[span.sequence_id])
-        if halfway:
-            return False
+        self._change_tables(plan)
         self.finished[session_id] = plan.number
         return True
 
-    def _apply(self, plan: plan_pb2.Plan, before: dict[int, list[BlockId]], *, again: bool) -> None:
-        session_id = plan.session.session_id
-        tables = self.tables[session_id]
-        for key, last_plan in list(self.cut.items()):
-            if key[0] == session_id and last_plan < plan.number:
-                del self.cut[key]
+    def _change_tables(self, plan: plan_pb2.Plan) -> None:
+        before = self.tables.get(plan.session.session_id, {})
+        tables = {} if plan.resync else {i: list(table) for i, table in before.items()}
         for change in changes_of(plan):
+            i = change.sequence_id
             if change.kind == plan_pb2.TABLE_CHANGE_KIND_FORK:
-                assert change.sequence_id not in tables, "a fork over a live table"
-                parent = tables[change.parent_id]
-                assert change.num_blocks <= len(parent)
-                tables[change.sequence_id] = parent[: change.num_blocks]
+                tables[i] = tables[change.parent_id][: change.num_blocks]
             elif change.kind == plan_pb2.TABLE_CHANGE_KIND_KEEP:
-                assert plan.resync and change.sequence_id not in tables
-                kept = before[change.sequence_id]
-                assert change.num_blocks <= len(kept)
-                tables[change.sequence_id] = kept[: change.num_blocks]
+                tables[i] = before[i][: change.num_blocks]
             elif change.kind == plan_pb2.TABLE_CHANGE_KIND_DROP:
-                del tables[change.sequence_id]
+                del tables[i]
             elif change.kind == plan_pb2.TABLE_CHANGE_KIND_TRUNCATE:
-                assert change.num_blocks <= len(tables[change.sequence_id])
-                del tables[change.sequence_id][change.num_blocks :]
+                del tables[i][change.num_blocks :]
             else:
-                for block, allocated in zip(change.blocks, change.allocated, strict=True):
-                    self._check_block(session_id, block, allocated=allocated, again=again)
-                block_ids = [block.block_id for block in change.blocks]
                 replace = change.kind == plan_pb2.TABLE_CHANGE_KIND_REPLACE
-                table = [] if replace else tables.setdefault(change.sequence_id, [])
-                assert change.first_block <= len(table), "a table with a hole"
-                table[change.first_block : change.first_block + len(block_ids)] = block_ids
-                assert len({tier for tier, _ in table}) == 1, "a table in two tiers"
-                tables[change.sequence_id] = table
-
+                table = [] if replace else tables.setdefault(i, [])
+                table[change.first_block :] = [block.block_id for block in change.blocks]
+                tables[i] = table
+                for block, allocated in zip(change.blocks, change.allocated, strict=True):
+                    if allocated:
+                        self._allocate(block)
         for block in allocations_of(plan):
-            self._check_block(session_id, block, allocated=True, again=again)
+            self._allocate(block)
+        self.tables[plan.session.session_id] = tables
 
-    def _check_block(self, session_id: int, block: Block, *, allocated: bool, again: bool) -> None:
-        block_id = block.block_id
-        assert block.index < self.sizes[block.tier]
-        known = self.generation.get(block_id, 0)
-        if not allocated:
-            assert block.generation == known, f"{block_id} is of generation {known}: {block}"
-            return
-        if again and block.generation <= known:
-            return
-        assert block.generation > known, f"{block_id} is of generation {known}, not new: {block}"
-        for other, tables in self.tables.items():
-            for i, table in tables.items() if other != session_id else ():
-                if block_id not in table:
-                    continue
-                assert self.cut.get((other, i), math.inf) <= self.finished.get(other, 0), (
-                    f"{block_id} was allocated to session {session_id} while a table of session "
-                    f"{other} refers to it"
-                )
-                table[table.index(block_id)] = _TAKEN
-        if block_id in self.content:
-            self.former[session_id][block_id, known] = self.content[block_id]
-        self.generation[block_id] = block.generation
-        self.content[block_id] = [None] * BLOCK
+    def _allocate(self, block: Block) -> None:
+        known = self.generation.get(block.block_id, 0)
+        assert block.generation > known, f"{block} is not new: its generation is {known}"
+        self.generation[block.block_id] = block.generation
         if block.tier == DEVICE:
             self.published.pop(block.index, None)
-
-    def _copy(self, session_id: int, source: Block, destination: Block) -> None:
-        known = self.generation.get(destination.block_id)
-        assert known == destination.generation, f"a transfer to {destination}, which is {known}"
-        known = self.generation.get(source.block_id)
-        content = self.content[source.block_id]
-        if known != source.generation:
-            # Earlier contents of a block that this plan allocates: nothing has written it yet.
-            former = self.former[session_id].get((source.block_id, source.generation))
-            assert former is not None, f"a transfer of {source}, which is {known}"
-            content = former
-        if destination.tier == DEVICE:
-            assert destination.index not in self.published, "a copy over a published block"
-        self.content[destination.block_id] = list(content)
-
-    def _compute(self, plan: plan_pb2.Plan, span: Span, values: list[int]) -> None:
-        session_id, sequence_id = plan.session.session_id, span.sequence_id
-        table = self.tables[session_id][sequence_id]
-        for position in range(span.first_position):
-            block_id = table[position // BLOCK]
-            assert self.content[block_id][position % BLOCK] == values[position], (
-                f"session {session_id} sequence {sequence_id} reads a wrong position {position} "
-                f"of {block_id} in plan {plan.number}"
-            )
-        for position in range(span.first_position, span.first_position + span.num_tokens):
-            block_id = table[position // BLOCK]
-            assert block_id[0] == DEVICE, "a write to the host tier"
-            assert block_id[1] not in self.published, f"a write to published block {block_id}"
-            self._check_alone(plan, sequence_id, block_id)
-            self.content[block_id][position % BLOCK] = values[position]
-
-    def _check_alone(self, plan: plan_pb2.Plan, sequence_id: int, block_id: BlockId) -> None:
-        """Check that only sequences that this plan lets read the block, past its end, share it."""
-        session_id = plan.session.session_id
-        firsts = {span.sequence_id: span.first_position for span in spans_of(plan)}
-        for other, tables in self.tables.items():
-            for i, table in tables.items():
-                if (other, i) == (session_id, sequence_id) or block_id not in table:
-                    continue
-                end = (table.index(block_id) + 1) * BLOCK
-                assert other == session_id and firsts.get(i, end) >= end, (
-                    f"{block_id} is written while session {other} shares it"
-                )

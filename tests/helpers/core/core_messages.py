@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -34,20 +33,6 @@ def pack(tokens: Sequence[int]) -> bytes:
 def unpack(token_ids: bytes) -> list[int]:
     """Return the token ids of a column."""
     return list(struct.unpack(f"<{len(token_ids) // 4}i", token_ids))
-
-
-def root_value(owner: tuple[str, str]) -> int:
-    """Return the value from which, with its token, a tenant's first position is computed."""
-    return zlib.crc32(repr(owner).encode())
-
-
-def prefix_values(tokens: Sequence[int], start: int) -> list[int]:
-    """Return each position's value, computed from all tokens up to it, from ``start`` on."""
-    values, value = [], start
-    for token in tokens:
-        value = hash((value, token))
-        values.append(value)
-    return values
 
 
 class Block(NamedTuple):

@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvplane_blocks import chained_hash, root_hash
-
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.observing import PoolObservation
-from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
@@ -27,17 +24,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
 from tests.helpers.core.core_data_plane import DataPlane
-from tests.helpers.core.core_messages import (
-    BLOCK,
-    DEVICE,
-    LAYOUT,
-    POOL,
-    BlockId,
-    pack,
-    prefix_values,
-    root_value,
-    spans_of,
-)
+from tests.helpers.core.core_messages import DEVICE, LAYOUT, POOL, BlockId, pack
 from tests.helpers.core.core_prefixes import forget, num_cached
 from tests.helpers.outcomes import is_refused
 
@@ -74,8 +61,6 @@ class World:
         self.clock = Clock()
         self.config = config or CoreConfig(watermark=0.0)
         self.layout = layout
-        # The value of a prefix's last slot, by (tenant, namespace) and the prefix's hash.
-        self.values: dict[tuple[tuple[str, str], bytes], int] = {}
         self.incarnation = 1
         self._random = random.Random(1)
         self.core = self._core()
@@ -106,23 +91,14 @@ class World:
         for shard in self.shards:
             shard.pump()
 
-    def tick(self) -> None:
-        """Advance time: sequences may be cut, and their blocks allocated to others at once."""
-        self.core.tick()
-        for session_id, news in self.core.take_notices():
-            last_plan = self.core.sessions.by_id[session_id].last_plan
-            for i in columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids"):
-                for shard in self.shards:
-                    shard.cut[session_id, i] = last_plan
-
     def pass_time(self, seconds: float, *engines: Engine) -> None:
         """Pass time in ticks so short that the core doesn't conclude that it slept; the leases of
         these engines are renewed.
         """
-        self.tick()
+        self.core.tick()
         for _ in range(round(seconds / 0.25)):
             self.clock.now += 0.25
-            self.tick()
+            self.core.tick()
             for engine in engines:
                 engine.renew()
 
@@ -149,11 +125,10 @@ class World:
 
 @dataclass
 class MadePlan:
-    """A plan that an engine got, and the tokens that its spans compute."""
+    """A plan that an engine got, and the shards that have run it."""
 
     signed: tpb.SignedPayload
     plan: plan_pb2.Plan
-    expected: dict[int, list[int]] = field(default_factory=dict)
     ran_on: set[int] = field(default_factory=set)
 
     @property
@@ -397,20 +372,13 @@ class Engine:
 
     # Plans
 
-    def run_next(self, shard: int = 0, *, halfway: bool = False, skip: bool = False) -> None:
-        """Run the next plan of the queue on a shard; ``skip``: that of the next whole tables."""
+    def run_next(self, shard: int = 0) -> None:
+        """Run the next plan of the queue on a shard."""
         waiting = [made for made in self.queue if shard not in made.ran_on]
-        if skip:
-            resyncs = [i for i, made in enumerate(waiting) if made.plan.resync]
-            waiting = waiting[resyncs[0] :] if resyncs else waiting
-        if not waiting:
-            return
-        made, plane = waiting[0], self.world.shards[shard]
-        if plane.run(made.signed, made.expected, halfway=halfway):
-            made.ran_on.add(shard)
-            self.receipts.append(plane.receipt(made.plan, made.digest))
-        elif made.plan.number < plane.started(self.id):
-            made.ran_on.add(shard)  # superseded by whole tables
+        if waiting and self.world.shards[shard].run(waiting[0].signed):
+            waiting[0].ran_on.add(shard)
+            receipt = self.world.shards[shard].receipt(waiting[0].plan, waiting[0].digest)
+            self.receipts.append(receipt)
 
     def run_all(self) -> None:
         """Run every plan of the queue on every shard."""
@@ -474,21 +442,6 @@ class Engine:
             return False
         return session.last_plan == plane.finished.get(self.id)
 
-    def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
-        """Return the last plan that has run, as far as the core knows with these receipts."""
-        highest = list(self.world.core.sessions.by_id[self.id].receipted)
-        for signed in receipts:
-            receipt = plan_pb2.Receipt.FromString(signed.payload)
-            shard = receipt.shard_index
-            if receipt.plan_number in self.world.core.sessions.by_id[self.id].plans:
-                highest[shard] = max(highest[shard], receipt.plan_number)
-        return min(highest)
-
-    def believe_past(self) -> None:
-        """Believe that the last step failed as a whole, after its deferred tokens were taken."""
-        if self.sent[-1].request.HasField("deferred_tokens"):
-            self._believe_deferred()
-
     def _believe_deferred(self) -> None:
         for sequence in self.sequences.values():
             sequence.num_known = max(sequence.num_known, sequence.num_scheduled)
@@ -508,19 +461,8 @@ class Engine:
             sequence.tier = state.tier
 
     def _made(self, signed: tpb.SignedPayload | None) -> None:
-        if signed is None:
-            return
-        made = MadePlan(signed, plan_pb2.Plan.FromString(signed.payload))
-        fingerprint, start = self.world.layout.fingerprint, root_value(self.owner)
-        for span in spans_of(made.plan):
-            end = span.first_position + span.num_tokens
-            tokens = self.sequences[span.sequence_id].truth[:end]
-            made.expected[span.sequence_id] = values = prefix_values(tokens, start)
-            chained = root_hash(root_of(fingerprint, *self.owner))
-            for last in range(BLOCK - 1, end, BLOCK):
-                chained = chained_hash(chained, pack(tokens[last + 1 - BLOCK : last + 1]))
-                self.world.values[(self.owner, chained)] = values[last]
-        self.queue.append(made)
+        if signed is not None:
+            self.queue.append(MadePlan(signed, plan_pb2.Plan.FromString(signed.payload)))
 
 
 def only(answer: cpb.StepResponse) -> cpb.OperationResult:

@@ -158,24 +158,23 @@ def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
         assert number < 1 or "as 5" in refused.value.message
 
 
-REQUESTS: dict[str, Callable[[Engine], Any]] = {
-    "step": lambda engine: engine.step(),
-    "abort_plans": lambda engine: engine.abort(1),
-}
-
-
-@pytest.mark.parametrize("method", REQUESTS)
-def test_all_requests_share_one_numbering_and_methods_are_content(method: str) -> None:
+@pytest.mark.parametrize(
+    "send",
+    [lambda engine: engine.step(), lambda engine: engine.abort(1), lambda engine: engine.resync()],
+    ids=["step", "abort", "whole tables"],
+)
+def test_all_requests_share_one_numbering_and_methods_are_content(
+    send: Callable[[Engine], Any],
+) -> None:
     world = World()
     engine = world.engine()
     engine.step(ops.admit(1, range(8)))
-    REQUESTS[method](engine)
-    for other in set(REQUESTS) - {method}:
-        sent = engine.sent[-1].request
-        names = {"step": cpb.StepRequest, "abort_plans": cpb.AbortPlansRequest}
-        request = names[other](session=sent.session, number=sent.number)
-        with pytest.raises(StepConflictError):
-            getattr(world.core, other)(request, engine.tenant)
+    send(engine)
+    methods: dict[str, Any] = {"step": cpb.StepRequest, "abort_plans": cpb.AbortPlansRequest}
+    del methods[engine.sent[-1].method]
+    ((other, request),) = methods.items()
+    with pytest.raises(StepConflictError):
+        getattr(world.core, other)(request(session=engine.ref, number=engine.number), engine.tenant)
     engine.repeat(engine.sent[-1])
 
 

@@ -5,7 +5,9 @@ What the native core decides is tested in ``tests/unit/blocks``; here are the me
 
 from __future__ import annotations
 
-import random
+from collections.abc import Iterable
+from random import Random
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,6 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_machine import growth, joined
 from tests.helpers.core.core_messages import (
     BLOCK,
     DEVICE,
@@ -42,6 +43,7 @@ from tests.helpers.core.core_model import (
     LATER,
     NEVER,
     OK,
+    Engine,
     World,
     error_in,
     only,
@@ -202,6 +204,32 @@ def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
     world.core.check_integrity()
 
 
+def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
+    """Return an append, sometimes of tokens that cannot be known yet or at a wrong position."""
+    sequence = engine.sequences[sequence_id]
+    ahead = sequence.truth[sequence.num_known : sequence.num_scheduled]
+    tokens = ahead if rng.random() < 0.7 else []
+    if len(tokens) == len(ahead):
+        tokens = tokens + [rng.choice([0, 1])] * rng.choice([0, 1, 1, 2, 9])
+    operation = engine.growth(sequence_id, tokens, rng.choice([0, 1, 1, 1, 2, 8, 10]))
+    if rng.random() < 0.05:
+        wrong = sequence.num_scheduled + rng.choice([-1, 1])
+        operation.append.first_positions = columns.pack(INT32, [wrong])
+    return operation
+
+
+def joined(appends: Iterable[cpb.Operation]) -> cpb.Operation:
+    """Return all operations as one."""
+    columns_of: dict[str, bytes] = dict.fromkeys(
+        ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids"), b""
+    )
+    for operation in appends:
+        for name in columns_of:
+            columns_of[name] += getattr(operation.append, name)
+    fields: dict[str, Any] = columns_of
+    return ops.append(**fields)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_items_of_one_operation_do_what_operations_of_one_item_do(seed: int) -> None:
     together, apart = World(num_device=12).engine(), World(num_device=12).engine()
@@ -210,7 +238,7 @@ def test_items_of_one_operation_do_what_operations_of_one_item_do(seed: int) -> 
             engine.admit(i, [i] * (BLOCK - 2 + i), max_total_tokens=24)
         engine.send(ops.fork(1, 5))
         engine.settle()
-    rng = random.Random(seed)
+    rng = Random(seed)
     for _ in range(10):
         items = [growth(rng, together, i) for i in rng.choices(range(1, 6), k=4)]
         many = only(together.step(joined(items)))

@@ -26,6 +26,16 @@ def retain(world: World, tenant: str, namespace: str, *, time_to_live_s: int = 6
     return world.core.retain_prefix(request, tenant).num_blocks
 
 
+def test_a_prefix_is_found_by_its_very_tokens_and_by_its_tenant_alone() -> None:
+    world = World()
+    ann, bob = world.engine("ann"), world.engine("bob")
+    ann.admit(1, range(17))
+    assert ann.cached(2, range(17)) == 16
+    other = [*range(7), 99, *range(8, 17)]
+    assert ann.cached(3, other) == 0
+    assert bob.cached(1, range(17)) == 0
+
+
 def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() -> None:
     world = World(num_device=16, config=CoreConfig(watermark=0.0, max_retained_share=0.125))
     owners = [("tenant", ""), ("tenant", "lora"), ("other", "")]

@@ -188,6 +188,28 @@ def test_a_pool_that_is_built_is_not_built_again() -> None:
     assert engine.lookup(range(9)) == 8
 
 
+def test_a_lease_is_renewed_by_messages() -> None:
+    world = World()
+    silent, loud = world.engine(), world.engine()
+    silent.admit(1, range(8))
+    world.core.tick()
+    for _ in range(4):
+        world.clock.now += 10
+        loud.renew()
+        world.core.tick()
+    with pytest.raises(SessionExpiredError):
+        silent.renew()
+    assert world.usage()["retired"] == 1, "until the data plane has quit it"
+    world.pump()
+    assert world.usage()["held"] == world.usage()["retired"] == 0
+    for slept_s in (16, 31, 1000):  # more than half a lease between two ticks, and more than all
+        world.clock.now += slept_s
+        world.core.tick()
+        world.clock.now += 14.9
+        world.core.tick()
+        loud.renew()  # all leases ran anew from the tick after the sleep
+
+
 def test_a_control_plane_that_slept_says_so(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.core.tick()

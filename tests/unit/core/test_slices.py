@@ -243,7 +243,7 @@ def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool)
     world.clock.now += 8.0
     other.admit(1, range(3))
     world.clock.now += 4.0
-    world.tick()
+    world.core.tick()
     if is_fenced_first:
         world.pump()
     num_slices = 0
