@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from control_plane import queries
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.observing import PoolObservation
+from control_plane.sessions.session import Session
 from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.prefixes import ForgetScope
-from kvplane.results import SequenceState, error_of, news_of, sequence_states
+from kvplane.results import SequenceState, error_of, sequence_states
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
@@ -22,11 +24,10 @@ from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
 from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import DEVICE, LAYOUT, POOL, BlockId, pack
 from tests.helpers.core.core_prefixes import forget, num_cached
-from tests.helpers.outcomes import is_refused
+from tests.helpers.core.random_operations import deferred_of
 
 OK, LATER, NEVER, FAILED = (
     cpb.ITEM_STATUS_UNSPECIFIED,
@@ -123,17 +124,14 @@ class World:
         }
 
 
-@dataclass
 class MadePlan:
     """A plan that an engine got, and the shards that have run it."""
 
-    signed: tpb.SignedPayload
-    plan: plan_pb2.Plan
-    ran_on: set[int] = field(default_factory=set)
-
-    @property
-    def digest(self) -> bytes:
-        return signing.digest(self.signed.payload)
+    def __init__(self, signed: tpb.SignedPayload) -> None:
+        self.signed = signed
+        self.plan = plan_pb2.Plan.FromString(signed.payload)
+        self.digest = signing.digest(signed.payload)
+        self.ran_on: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,10 @@ class Sent:
 
 
 class Engine:
-    """One client: numbers its requests, runs its plans in order, keeps its receipts."""
+    """One client: numbers its requests, runs its plans in order, keeps its receipts.
+
+    A token whose slot is computed before it is known is ``position % 2``.
+    """
 
     def __init__(self, world: World, tenant: str, namespace: str = "") -> None:
         self.world = world
@@ -160,12 +161,14 @@ class Engine:
         self.ref = self.opened.session
         self.id = self.ref.session_id
         self.number = 0
-        self.sequences: dict[int, ModelSequence] = {}
-        self.waiting: dict[int, tuple[int, cpb.Admit]] = {}
-        self.num_learned = (0, 0)  # grants and cuts believed before an answer reported them
         self.queue: list[MadePlan] = []
         self.receipts: list[tpb.SignedPayload] = []
         self.sent: list[Sent] = []
+
+    @property
+    def session(self) -> Session:
+        """The core's state of the session."""
+        return self.world.core.sessions.by_id[self.id]
 
     # Requests
 
@@ -174,8 +177,6 @@ class Engine:
         self.number += 1
         request.session.CopyFrom(self.ref)
         request.number = self.number
-        if self.id in self.world.core.sessions.by_id:
-            self.learn()
         try:
             answer = getattr(self.world.core, method)(request, self.tenant)
         except KvplaneError as error:
@@ -184,6 +185,8 @@ class Engine:
             self.sent.append(Sent(method, request, None, error))
             raise
         self.sent.append(Sent(method, request, answer, None))
+        if answer.HasField("plan"):
+            self.queue.append(MadePlan(answer.plan))
         return answer
 
     def repeat(self, sent: Sent) -> None:
@@ -206,33 +209,24 @@ class Engine:
 
     def everything(self) -> tuple[Any, ...]:
         """Return all state that requests of this session could change."""
-        self.learn()
-        states = [self.state(i) for i in self.sequences]
-        session = self.world.core.sessions.by_id[self.id]
-        seen = self.world.observed()
+        session, seen = self.session, self.world.observed()
         counts = seen.counters, seen.num_sessions, seen.num_sequences
+        states = queries.states(session)
         return (self.world.pool(), counts, states, sorted(session.plans), session.resync_due)
 
     def step(
         self,
         *operations: cpb.Operation,
         receipts: Sequence[tpb.SignedPayload] = (),
-        deferred: bool = False,
+        deferred: bool | cpb.DeferredTokens = False,
     ) -> cpb.StepResponse:
-        """Send the next step, and believe its answer. ``deferred``: with all deferred tokens."""
+        """Send the next step. ``deferred``: with all deferred tokens, or these."""
         request = cpb.StepRequest(operations=operations, receipts=receipts)
         if deferred:
-            request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        result: cpb.StepResponse = self.call("step", request)
-        if deferred:
-            self._believe_deferred()
-        for operation, done in zip(operations, result.results, strict=True):
-            believe(self.sequences, self.number, operation, done)
-            self._believe_place(operation, done)
-        self._believe_news(result.news)
-        self.num_learned = (0, 0)
-        self._made(result.plan if result.HasField("plan") else None)
-        return result
+            message = self.deferred_tokens() if deferred is True else deferred
+            request.deferred_tokens.CopyFrom(message)
+        answer: cpb.StepResponse = self.call("step", request)
+        return answer
 
     def send(self, *operations: cpb.Operation) -> cpb.StepResponse:
         """Send a step with all receipts and deferred tokens at hand; then run its plan."""
@@ -272,7 +266,7 @@ class Engine:
         self, sequence_id: int, tokens: Sequence[int] = (), num_slots: int = 0
     ) -> cpb.Operation:
         """Return an append at the sequence's present position."""
-        first_position = self.sequences[sequence_id].num_scheduled
+        first_position = self.state(sequence_id).num_scheduled_tokens
         return ops.append(sequence_id, pack(tokens), num_slots, first_positions=first_position)
 
     def settle(self) -> None:
@@ -287,44 +281,26 @@ class Engine:
         deferred: bool | cpb.DeferredTokens = False,
     ) -> cpb.StepResponse:
         """Submit receipts. ``deferred``: also all deferred tokens, or these."""
-        request = cpb.StepRequest(receipts=receipts)
-        if deferred is True:
-            request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        elif deferred:
-            request.deferred_tokens.CopyFrom(deferred)
-        response: cpb.StepResponse = self.call("step", request)
-        if deferred is True:
-            self._believe_deferred()
-        return response
+        return self.step(receipts=receipts, deferred=deferred)
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
         """Return tokens of computed positions that the core was not given yet."""
-        reserved = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
-        tokens = [s.truth[s.num_known : s.num_scheduled] for s in reserved.values()]
-        return ops.deferred_tokens(
-            list(reserved),
-            [s.admitted_by for s in reserved.values()],
-            [s.num_known for s in reserved.values()],
-            list(map(len, tokens)),
-            pack([token for each in tokens for token in each]),
-        )
+        states = sequence_states(queries.states(self.session))
+        return deferred_of(states)
 
     def abort(
         self, plan_number: int, receipts: Sequence[tpb.SignedPayload] = ()
     ) -> cpb.AbortPlansResponse:
-        """Abort a plan and all in flight with it, and believe the rest."""
+        """Abort a plan and all in flight with it."""
         request = cpb.AbortPlansRequest(plan_number=plan_number, receipts=receipts)
-        response: cpb.AbortPlansResponse = self.call("abort_plans", request)
-        self._believe_states(response.sequences)
-        return response
+        answer: cpb.AbortPlansResponse = self.call("abort_plans", request)
+        return answer
 
     def resync(self, receipts: Sequence[tpb.SignedPayload] = ()) -> cpb.AbortPlansResponse:
         """Abort whatever is in flight, with a plan of whole tables."""
         request = cpb.AbortPlansRequest(whole_tables=True, receipts=receipts)
-        response: cpb.AbortPlansResponse = self.call("abort_plans", request)
-        self._believe_states(response.sequences)
-        self._made(response.plan)
-        return response
+        answer: cpb.AbortPlansResponse = self.call("abort_plans", request)
+        return answer
 
     # Requests without numbers
 
@@ -387,82 +363,17 @@ class Engine:
                 self.run_next(shard)
         self.queue = [m for m in self.queue if len(m.ran_on) < len(self.world.shards)]
 
-    # What it believes
-
     def check(self) -> None:
-        """Check that the core agrees with this engine's view, and up-to-date shards as well."""
-        self.learn()
-        for i, sequence in self.sequences.items():
-            state = self.state(i)
-            assert state.num_tokens == sequence.num_known
-            assert state.num_scheduled_tokens == sequence.num_scheduled
-            assert state.tier == sequence.tier
-            assert state.admitted_by == sequence.admitted_by
-        number = self.queue[-1].plan.number if self.queue else None
-        done = self.world.core.sessions.by_id[self.id].done
-        for plane in self.world.shards:
-            assert plane.finished.get(self.id, 0) >= done, "a shard has not run what counts as run"
-            if number is not None and plane.finished.get(self.id) == number:
-                tables = {i: self.table(i) for i in self.sequences if self.table(i)}
-                if self.is_current(plane):
-                    assert plane.tables[self.id] == tables
-
-    def _believe_place(self, operation: cpb.Operation, done: cpb.OperationResult) -> None:
-        """Believe whether an admission still waits."""
-        if operation.HasField("free") and not is_refused(done):
-            for i in columns.read(INT64, operation.free.sequence_ids, "ids"):
-                self.waiting.pop(i, None)
-        elif operation.HasField("admit"):
-            admit = operation.admit
-            if done.HasField("admit"):
-                self.waiting.pop(admit.sequence_id, None)
-            elif done.failures[0].shortage.queue_position:
-                self.waiting = {admit.sequence_id: (self.number, admit)}
-
-    def learn(self) -> None:
-        """Believe now the contents of the next answer."""
-        news = self.world.core.sessions.by_id[self.id].news
-        if news is not None:
-            self._believe_news(news)
-
-    def _believe_news(self, news: cpb.News) -> None:
-        num_granted, num_cut = self.num_learned
-        cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
-        granted = news_of(news).granted
-        believe_grants(self.sequences, self.waiting, granted[num_granted:])
-        for i in cut[num_cut:]:
-            self.sequences.pop(i, None)
-            self.waiting.pop(i, None)
-        self.num_learned = (len(granted), len(cut))
-
-    def is_current(self, plane: DataPlane) -> bool:
-        """Return whether the data plane has run the latest plan, and so knows of every abort."""
-        session = self.world.core.sessions.by_id[self.id]
+        """Check the core, and that shards which have run every plan have its tables."""
+        self.world.core.check_integrity()
+        session = self.session
         if session.resync_due or session.is_drafted:
-            return False
-        return session.last_plan == plane.finished.get(self.id)
-
-    def _believe_deferred(self) -> None:
-        for sequence in self.sequences.values():
-            sequence.num_known = max(sequence.num_known, sequence.num_scheduled)
-
-    def _believe_states(self, message: cpb.SequenceStates) -> None:
-        self.num_learned = (0, self.num_learned[1])  # grants are no news any more
-        states = sequence_states(message)
-        assert [state.sequence_id for state in states] == sorted(self.sequences)
-        for state in states:
-            sequence = self.sequences[state.sequence_id]
-            assert state.num_scheduled_tokens == state.num_written_tokens
-            # One that was granted since the plan was made has all its tokens.
-            assert state.num_tokens in (state.num_written_tokens, sequence.num_known)
-            sequence.num_known = state.num_tokens
-            sequence.num_scheduled = state.num_scheduled_tokens
-            del sequence.truth[state.num_tokens :]
-            sequence.tier = state.tier
-
-    def _made(self, signed: tpb.SignedPayload | None) -> None:
-        if signed is not None:
-            self.queue.append(MadePlan(signed, plan_pb2.Plan.FromString(signed.payload)))
+            return
+        live = columns.read(INT64, queries.states(session).sequence_ids, "sequence_ids")
+        tables = {i: self.table(i) for i in live if self.table(i)}
+        for plane in self.world.shards:
+            if plane.finished.get(self.id) == session.last_plan:
+                assert plane.tables[self.id] == tables
 
 
 def only(answer: cpb.StepResponse) -> cpb.OperationResult:

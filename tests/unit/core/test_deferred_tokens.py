@@ -19,12 +19,11 @@ def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> Non
     engine.step(engine.growth(1, num_slots=6))
     engine.step(ops.fork(1, 2))
     engine.run_all()
-    tokens = pack(engine.sequences[1].truth[10:])
+    tokens = [position % 2 for position in range(10, 16)]
     engine.submit(engine.receipts, deferred=ops.deferred_tokens([1], [1], [10], [6], tokens))
     assert world.observed().counters.num_publications == 2
     world.core.check_integrity()
     assert engine.table(2) == engine.table(1)
-    engine.sequences[1].num_known = 16
     engine.receipts.clear()
     engine.append(2, num_slots=1)
     assert engine.table(2)[:2] == engine.table(1)[:2]
@@ -115,7 +114,7 @@ def test_one_wrong_item_spoils_the_others_and_nothing_is_known() -> None:
     second = engine.number + 1
     engine.admit(2, range(6))
     engine.send(engine.growth(1, num_slots=2), engine.growth(2, num_slots=2))
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     message = ops.deferred_tokens([1, 2], [1, 9], [6, 6], [1, 1], [6, 6])
     with pytest.raises(SequenceNotFoundError):
         take_deferred_tokens(session, message, max_items=2)

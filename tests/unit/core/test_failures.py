@@ -26,7 +26,7 @@ AT = "operations[2].append"
 @pytest.fixture
 def session() -> Session:
     world = World()
-    return world.core.sessions.by_id[world.engine().id]
+    return world.engine().session
 
 
 @pytest.mark.parametrize(("field", "want"), [("num_slots", f"{AT}.num_slots"), ("", AT)])

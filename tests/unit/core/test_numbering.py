@@ -120,7 +120,7 @@ def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
 ) -> None:
     world = World()
     engine = world.engine()
-    numbers = world.core.sessions.by_id[engine.id].numbers
+    numbers = engine.session.numbers
     engine.step(ops.admit(1, range(8)))
     assert numbers._latest is not None, "the service settles it once the answer is sent"
     engine.abort(1)

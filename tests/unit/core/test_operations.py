@@ -49,6 +49,7 @@ from tests.helpers.core.core_model import (
     only,
     status_of,
 )
+from tests.helpers.core.random_operations import tokens_written
 
 
 def int32(column: bytes) -> list[int]:
@@ -206,14 +207,14 @@ def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
 
 def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
     """Return an append, sometimes of tokens that cannot be known yet or at a wrong position."""
-    sequence = engine.sequences[sequence_id]
-    ahead = sequence.truth[sequence.num_known : sequence.num_scheduled]
+    state = engine.state(sequence_id)
+    ahead = tokens_written(state)
     tokens = ahead if rng.random() < 0.7 else []
     if len(tokens) == len(ahead):
         tokens = tokens + [rng.choice([0, 1])] * rng.choice([0, 1, 1, 2, 9])
     operation = engine.growth(sequence_id, tokens, rng.choice([0, 1, 1, 1, 2, 8, 10]))
     if rng.random() < 0.05:
-        wrong = sequence.num_scheduled + rng.choice([-1, 1])
+        wrong = state.num_scheduled_tokens + rng.choice([-1, 1])
         operation.append.first_positions = columns.pack(INT32, [wrong])
     return operation
 

@@ -19,7 +19,7 @@ from tests.helpers.core.core_model import World
 def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     world = World()
     engine = world.engine()
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     begin = plan_pb2.Plan.FromString(session.plan_prefix)
     assert begin.SerializeToString() == session.plan_prefix
     engine.step(ops.admit(1, range(BLOCK)))
@@ -51,7 +51,7 @@ def test_a_plan_does_not_change_with_the_table_that_it_was_made_of() -> None:
 
 def test_an_answer_is_encoded_as_its_message_would_be() -> None:
     engine = World().engine()
-    session = engine.world.core.sessions.by_id[engine.id]
+    session = engine.session
     result = engine.step(ops.admit(2, range(9)), ops.free([3]))
     news = cpb.News(num_blocks_asked=7)
     results = cpb.StepResponse(results=result.results)
@@ -103,7 +103,7 @@ def test_the_first_operation_after_an_abort_brings_a_plan_of_all_tables() -> Non
     engine.admit(1, range(12))
     for first in (12, 13):
         engine.step(engine.growth(1, [first], 1))
-    session = engine.world.core.sessions.by_id[engine.id]
+    session = engine.session
     engine.abort(engine.number)
     assert session.plans == {}, "earlier ones in flight are aborted too"
     assert session.is_voided(engine.number - 2)
@@ -140,7 +140,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     engine.admit(1, range(8))
     engine.step(engine.growth(1, [8], 1))
     made = engine.number
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     engine.submit()
     for number in (-1, made + 1, 99):
         with pytest.raises(InvalidRequestError, match="plan_number: is not the number of a plan"):
@@ -162,7 +162,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
 
 def test_plans_that_were_aborted_are_remembered_a_thousand_of_them() -> None:
     engine = World().engine()
-    session = engine.world.core.sessions.by_id[engine.id]
+    session = engine.session
     for number in range(1, 2000):
         session.void(number)
     assert session.is_voided(1999)

@@ -24,7 +24,7 @@ def engine() -> Engine:
 
 
 def session_of(engine: Engine) -> Session:
-    return engine.world.core.sessions.by_id[engine.id]
+    return engine.session
 
 
 def _receipts(session: Session) -> None:

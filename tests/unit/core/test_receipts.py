@@ -30,7 +30,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     """Plans 1 and 2 have run: a prompt of 12 tokens, and 6 more."""
     engine = World().engine()
     engine.step(ops.admit(1, range(12)))
-    session = engine.world.core.sessions.by_id[engine.id]
+    session = engine.session
     if request.param:
         session.settle()
     engine.step(engine.growth(1, range(12, 18), 6))
@@ -100,7 +100,7 @@ def test_one_that_is_not_signed_or_can_not_be_read_is_refused(engine: Engine) ->
 
 
 def test_that_of_a_plan_stands_for_all_before_it_and_applies_once(engine: Engine) -> None:
-    session = engine.world.core.sessions.by_id[engine.id]
+    session = engine.session
     first, second = engine.receipts
     for receipts in ([second], [second, first, second]):
         engine.submit(receipts)
@@ -112,7 +112,7 @@ def test_that_of_a_plan_stands_for_all_before_it_and_applies_once(engine: Engine
 
 def test_receipts_are_expected_of_plans_in_flight_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = World().engine()
-    session = engine.world.core.sessions.by_id[engine.id]
+    session = engine.session
     engine.step(ops.admit(1, range(12)))
     session.settle()
     session.settle()

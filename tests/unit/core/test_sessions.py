@@ -284,7 +284,7 @@ def test_the_queue_sees_what_sequences_hold() -> None:
     engine = world.engine()
     engine.admit(1, range(19))
     engine.step(ops.fork(1, 2))
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     pool = world.core._pools[POOL]
     blocks = DeviceBlocks(pool, world.core.sessions.by_id)
     key = session.native.family_of(session.handle, 1)
@@ -297,7 +297,7 @@ def test_the_queue_sees_what_sequences_hold() -> None:
 
 def test_news_are_told_once_and_stay_for_the_answer() -> None:
     world = World()
-    session = world.core.sessions.by_id[world.engine().id]
+    session = world.engine().session
     news = PoolNews()
     news.cut(session, 1, cpb.CUT_REASON_TURN)
     ((session_id, told),) = news.take_notices()

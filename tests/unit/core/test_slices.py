@@ -117,7 +117,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
     def send(request: Any) -> None:
         request.session.CopyFrom(engine.ref)
         request.number = len(answers) + 1
-        session = world.core.sessions.by_id[engine.id]
+        session = engine.session
         if rng.random() < 0.5:
             ran = [*session.plans][: rng.randint(0, 4)]
             if isinstance(request, cpb.AbortPlansRequest):
@@ -138,7 +138,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
 
     send(cpb.StepRequest(operations=[ops.admit(i, range(4 * i)) for i in range(1, 6)]))
     for _ in range(SEVERAL):
-        session = world.core.sessions.by_id[engine.id]
+        session = engine.session
         states = queries.states(session)
         ids = columns.read(INT64, states.sequence_ids, "ids")
         ends = columns.read(INT32, states.num_scheduled_tokens, "ends")
@@ -199,10 +199,10 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
     other.admit(1, range(40))
     admits = [ops.admit(i, range(20 * i, 20 * i + 16)) for i in (2, 3)]
     engine.step(ops.admit(1, range(500, 540), wait=True))
-    assert engine.waiting
+    assert engine.session.queued is not None
 
     def between() -> None:
-        if other.sequences:
+        if other.session.native.has_sequence(other.session.handle, 1):
             other.send(ops.free([1]))
             other.settle()
         assert engine.id not in {i for i, _ in world.core.take_notices()}
@@ -220,7 +220,7 @@ def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
     engine, other = world.engine(), world.engine()
     engine.admit(1, range(40))
     other.step(ops.admit(5, range(1000, 1030), wait=True))
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     admits = [ops.admit(i, range(20 * i, 20 * i + 16)) for i in (2, 3)]
     request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
     left = world.core.run(request, "tenant")
@@ -269,7 +269,7 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     world = World(num_device=64)
     engine, other = world.engine(), world.engine()
     engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     found: list[int] = []
 
     def between() -> None:

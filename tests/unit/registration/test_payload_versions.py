@@ -148,7 +148,7 @@ def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
     plan, digest = verifier.plan(signed)
     assert plan.version == 1
     engine.submit([verifier.receipt(plan.session, plan.number, digest, version=plan.version)])
-    assert engine.world.core.sessions.by_id[engine.id].done == plan.number
+    assert engine.session.done == plan.number
     _, later = plan_for(monkeypatch, LaterSession, newest=2)
     assert LATER_FIELD in later.payload
     assert plan_pb2.Plan.FromString(later.payload).version == 2
