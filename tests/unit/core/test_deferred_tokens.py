@@ -13,34 +13,32 @@ from tests.helpers.core.core_model import Engine, World
 
 
 def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(10))
     engine.step(engine.growth(1, num_slots=6))
     engine.step(ops.fork(1, 2))
     engine.run_all()
     tokens = [position % 2 for position in range(10, 16)]
     engine.submit(engine.receipts, deferred=ops.deferred_tokens([1], [1], [10], [6], tokens))
-    assert world.observed().counters.num_publications == 2
-    world.core.check_integrity()
+    assert engine.world.observed().counters.num_publications == 2
+    engine.world.core.check_integrity()
     assert engine.table(2) == engine.table(1)
     engine.receipts.clear()
     engine.append(2, num_slots=1)
     assert engine.table(2)[:2] == engine.table(1)[:2]
-    world.core.check_integrity()
+    engine.world.core.check_integrity()
 
 
 def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behind() -> None:
     """One of both is wrong, and nobody knows which: only the first is published."""
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(10))
     engine.step(engine.growth(1, num_slots=6))
     engine.step(ops.fork(1, 2))
     engine.run_all()
     one = ops.deferred_tokens([1], [1], [10], [6], pack([50] * 6))
     engine.submit(engine.receipts, deferred=one)
-    native = world.core._pools[POOL].groups[0]
+    native = engine.world.core._pools[POOL].groups[0]
     *_, num_entries = native.memory()
     other = ops.deferred_tokens([2], [engine.state(2).admitted_by], [10], [6], pack([60] * 6))
     engine.submit(deferred=other)
@@ -108,8 +106,7 @@ def test_wrong_deferred_tokens_fail_the_request_and_name_their_column(
 
 
 def test_one_wrong_item_spoils_the_others_and_nothing_is_known() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(6))
     second = engine.number + 1
     engine.admit(2, range(6))

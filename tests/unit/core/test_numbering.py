@@ -118,8 +118,7 @@ def test_content_is_the_method_and_all_but_the_receipts() -> None:
 def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     numbers = engine.session.numbers
     engine.step(ops.admit(1, range(8)))
     assert numbers._latest is not None, "the service settles it once the answer is sent"
@@ -137,8 +136,7 @@ def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
 
 
 def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
-    world = World(config=CoreConfig(max_plans_in_flight=2))
-    engine = world.engine()
+    engine = World(config=CoreConfig(max_plans_in_flight=2)).engine()
     for _ in range(4):
         engine.submit()
     for sent in engine.sent:
@@ -153,7 +151,7 @@ def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
     ):
         request = cpb.StepRequest(session=engine.ref, number=number, operations=[ops.free([])])
         with pytest.raises(error) as refused:
-            world.core.step(request, engine.tenant)
+            engine.world.core.step(request, engine.tenant)
         assert (refused.value.field, refused.value.next_number) == ("number", 5)
         assert number < 1 or "as 5" in refused.value.message
 
@@ -166,21 +164,21 @@ def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
 def test_all_requests_share_one_numbering_and_methods_are_content(
     send: Callable[[Engine], Any],
 ) -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.step(ops.admit(1, range(8)))
     send(engine)
     methods: dict[str, Any] = {"step": cpb.StepRequest, "abort_plans": cpb.AbortPlansRequest}
     del methods[engine.sent[-1].method]
     ((other, request),) = methods.items()
     with pytest.raises(StepConflictError):
-        getattr(world.core, other)(request(session=engine.ref, number=engine.number), engine.tenant)
+        getattr(engine.world.core, other)(
+            request(session=engine.ref, number=engine.number), engine.tenant
+        )
     engine.repeat(engine.sent[-1])
 
 
 def test_a_request_that_fails_uses_its_number_and_keeps_its_error() -> None:
-    world = World(config=CoreConfig(max_plans_in_flight=1, watermark=0.0))
-    engine = world.engine()
+    engine = World(config=CoreConfig(max_plans_in_flight=1, watermark=0.0)).engine()
     engine.step(ops.admit(1, range(8)))
     failing: tuple[tuple[Callable[[], Any], type[KvplaneError]], ...] = (
         (lambda: engine.step(ops.admit(2, range(8))), TooManyPlansInFlightError),
@@ -213,8 +211,7 @@ def test_an_error_before_the_session_is_found_gives_no_number() -> None:
 
 
 def test_a_step_that_is_refused_has_applied_what_came_before() -> None:
-    world = World(config=CoreConfig(max_plans_in_flight=1, watermark=0.0))
-    engine = world.engine()
+    engine = World(config=CoreConfig(max_plans_in_flight=1, watermark=0.0)).engine()
     engine.admit(1, range(7))
     engine.step(engine.growth(1, num_slots=1))
     with pytest.raises(TooManyPlansInFlightError):
@@ -230,26 +227,24 @@ def test_a_step_that_is_refused_has_applied_what_came_before() -> None:
 
 
 def test_receipts_of_a_repeat_are_applied_and_do_not_change_its_answer() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.step(ops.admit(1, range(8)))
     engine.run_all()
     sent = engine.sent[-1]
     again = cpb.StepRequest()
     again.CopyFrom(sent.request)
     again.receipts.append(tpb.SignedPayload(type="forged"))
-    assert world.core.step(again, engine.tenant) == sent.answer
+    assert engine.world.core.step(again, engine.tenant) == sent.answer
     assert engine.state(1).num_written_tokens == 0, "one that is forged spoils the others"
     del again.receipts[:]
     again.receipts.extend(engine.receipts)
-    assert world.core.step(again, engine.tenant) == sent.answer
+    assert engine.world.core.step(again, engine.tenant) == sent.answer
     assert engine.state(1).num_written_tokens == 8
 
 
 def test_a_late_abort_changes_nothing() -> None:
     """Its caller gave up on the answer and went on: the plan ran, and more were made."""
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, [*[1] * 8, 2, 3, 4, 5])
     engine.step(engine.growth(1, [6, 7], 2))
     abort = cpb.AbortPlansRequest(session=engine.ref, number=4, plan_number=engine.number)
@@ -258,5 +253,5 @@ def test_a_late_abort_changes_nothing() -> None:
     assert engine.number == abort.number
     before = engine.everything()
     with pytest.raises(StepConflictError):
-        world.core.abort_plans(abort, engine.tenant)
+        engine.world.core.abort_plans(abort, engine.tenant)
     assert engine.everything() == before

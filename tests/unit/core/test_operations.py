@@ -169,8 +169,7 @@ def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None
 
 
 def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
-    world = World(config=CoreConfig(watermark=0.0, max_sequences=7))
-    engine = world.engine()
+    engine = World(config=CoreConfig(watermark=0.0, max_sequences=7)).engine()
     for i in range(1, 6):
         engine.admit(i, [i] * 6)
     append = ops.append(
@@ -202,7 +201,7 @@ def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
     engine.run_all()
     engine.settle()
     engine.check()
-    world.core.check_integrity()
+    engine.world.core.check_integrity()
 
 
 def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
@@ -338,8 +337,7 @@ def test_only_an_append_of_tokens_alone_makes_no_plan() -> None:
 
 
 def test_an_admission_shares_what_is_cached_and_computes_the_rest() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(12))
     prompt = [*range(8), *range(50, 60)]
     result = engine.step(ops.admit(2, prompt))
@@ -352,13 +350,12 @@ def test_an_admission_shares_what_is_cached_and_computes_the_rest() -> None:
     assert spans_of(plan) == [(2, 8, 10)]
     parts = only(engine.step(ops.admit(3, prompt, skip_prefix_lookup=True, num_compute_tokens=5)))
     assert (parts.admit.num_cached_tokens, parts.admit.num_scheduled_tokens) == (0, 5)
-    counters = world.observed().counters
+    counters = engine.world.observed().counters
     assert (counters.num_lookup_tokens, counters.num_hit_tokens) == (12 + 18, 8)
 
 
 def test_a_swap_moves_shared_blocks_once_and_comes_back() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(12))
     engine.send(ops.fork(1, 2))
     engine.settle()
@@ -366,38 +363,36 @@ def test_a_swap_moves_shared_blocks_once_and_comes_back() -> None:
     assert len(transfers_of(engine.queue[0].plan)) == 2
     assert engine.state(1).tier == HOST
     assert engine.table(1) == engine.table(2)
-    assert world.usage()["held"] == 2, "sources are held until the receipt"
+    assert engine.world.usage()["held"] == 2, "sources are held until the receipt"
     engine.run_all()
     engine.settle()
-    assert world.usage()["held"] == 0
+    assert engine.world.usage()["held"] == 0
     assert only(engine.send(ops.swap([2], "device"))).num_swapped_blocks == 2
     assert (engine.state(1).tier, engine.state(2).tier) == (HOST, DEVICE)
     engine.settle()
     engine.append(2, 12)
     engine.check()
-    counters = world.observed().counters
+    counters = engine.world.observed().counters
     assert (counters.num_swapped_out_blocks, counters.num_swapped_in_blocks) == (2, 2)
 
 
 def test_forks_copy_the_block_that_one_of_them_writes_and_a_free_says_what_it_releases() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(12))
     engine.send(ops.fork(1, 2))
     engine.append(2, 12)
-    assert world.observed().counters.num_copies_on_write == 1
+    assert engine.world.observed().counters.num_copies_on_write == 1
     assert engine.table(1)[0] == engine.table(2)[0]
     freed = only(engine.step(ops.free([2, 1])))
     assert int32(freed.num_released_blocks) == [1, 2]
     assert engine.queue
     engine.run_all()
     engine.settle()
-    world.core.check_integrity()
+    engine.world.core.check_integrity()
 
 
 def test_the_revision_counts_publications_and_evictions() -> None:
-    world = World(num_device=4)
-    engine = world.engine()
+    engine = World(num_device=4).engine()
     first = engine.step().revision
     assert first == 1, "0 stands for none"
     engine.admit(1, range(24))
@@ -406,7 +401,7 @@ def test_the_revision_counts_publications_and_evictions() -> None:
     engine.send(ops.free([1]))
     engine.settle()
     assert engine.step(ops.admit(2, range(50, 82))).revision == revision + 3
-    assert world.observed().counters.num_evictions == 3
+    assert engine.world.observed().counters.num_evictions == 3
 
 
 # OK, LATER or NEVER

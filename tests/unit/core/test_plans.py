@@ -17,8 +17,7 @@ from tests.helpers.core.core_model import World
 
 
 def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     session = engine.session
     begin = plan_pb2.Plan.FromString(session.plan_prefix)
     assert begin.SerializeToString() == session.plan_prefix
@@ -27,11 +26,11 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     engine.step(ops.admit(2, range(100, 109)))
     signed, plan = engine.queue[1].signed, engine.queue[1].plan
     payload = signed.payload
-    key = world.shards[0].key
+    key = engine.world.shards[0].key
     signing.verify(key, signing.PLAN, signed.type, payload, signed.signature, field="plan")
     for known in (begin, plan):
         assert (known.version, known.pool_id) == (protocol.NEWEST_PAYLOAD_VERSION, POOL)
-        assert (known.session, known.shard_epochs) == (engine.ref, [world.shards[0].epoch])
+        assert (known.session, known.shard_epochs) == (engine.ref, [engine.world.shards[0].epoch])
     assert (plan.number, plan.previous, plan.resync) == (3, 1, False)
     assert spans_of(plan) == [(2, 0, 9)]
     assert allocated_of(plan) == engine.blocks(2)
@@ -79,8 +78,7 @@ def test_an_answer_is_encoded_as_its_message_would_be() -> None:
 
 
 def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(20))
     engine.admit(2, range(100, 112))
     before = {i: engine.table(i) for i in (1, 2)}
@@ -92,7 +90,7 @@ def test_an_abort_undoes_swaps_and_copies_and_keeps_cached_hits() -> None:
     assert engine.table(3) == before[2]
     assert engine.state(4).num_tokens == 16
     assert engine.state(1).tier == DEVICE
-    world.core.check_integrity()
+    engine.world.core.check_integrity()
     engine.send(engine.growth(4, [16], 1))
     engine.settle()
     engine.check()
@@ -135,8 +133,7 @@ def test_receipts_that_an_abort_brings_count_before_it() -> None:
 
 
 def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(8))
     engine.step(engine.growth(1, [8], 1))
     made = engine.number

@@ -52,15 +52,14 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
 
 def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 1)
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.cache(range(17))
     for pool_id in ("a", "z"):
-        other = world.shards[0].hello()
+        other = engine.world.shards[0].hello()
         other.pool_id = pool_id
-        world.core.register(other)
+        engine.world.core.register(other)
     request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(17)))
-    slices = world.core.find_prefix(request, "tenant")
+    slices = engine.world.core.find_prefix(request, "tenant")
     next(slices)  # the first pool was searched
     engine.forget(ForgetScope.NAMESPACE)
     next(slices)

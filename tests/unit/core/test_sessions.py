@@ -178,10 +178,9 @@ def test_a_request_of_another_incarnation_touches_no_session() -> None:
 
 
 def test_a_pool_that_is_built_is_not_built_again() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(8))
-    pool = world.core._pools[POOL]
+    pool = engine.world.core._pools[POOL]
     native = pool.native
     begin_if_complete(pool)
     assert pool.native is native
@@ -280,13 +279,12 @@ def test_why_a_session_ended_is_told_to_its_tenant_and_forgotten_in_order() -> N
 
 
 def test_the_queue_sees_what_sequences_hold() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(19))
     engine.step(ops.fork(1, 2))
     session = engine.session
-    pool = world.core._pools[POOL]
-    blocks = DeviceBlocks(pool, world.core.sessions.by_id)
+    pool = engine.world.core._pools[POOL]
+    blocks = DeviceBlocks(pool, engine.world.core.sessions.by_id)
     key = session.native.family_of(session.handle, 1)
     assert blocks.num_blocks == pool.num_blocks(DEVICE)
     assert blocks.num_held(engine.id, key) >= 3, "it may be too high, but never too low"
