@@ -13,6 +13,7 @@ SESSIONS = "control_plane/sessions/sessions.py"
 NUMBERS = "tests/unit/core/test_numbering.py"
 FAILING = f"{NUMBERS}::test_a_request_that_fails_uses_its_number_and_keeps_its_error"
 ENDS = "tests/unit/core/test_sessions.py"
+OPERATIONS = "tests/unit/core/test_operations.py"
 APPEND = "        num_tokens = len(message.token_ids) // _TOKEN_BYTES\n        if step.check_as or"
 # An append goes where the sequence is, wherever its engine took it to be.
 ANYWHERE = f"""\
@@ -45,7 +46,7 @@ FAULTS = (
         "control_plane/steps/operations.py",
         APPEND,
         ANYWHERE,
-        "tests/unit/core/test_operations.py::test_a_wrong_operation_fails_alone_and_names_its_field",
+        f"{OPERATIONS}::test_a_wrong_operation_fails_alone_and_names_its_field",
     ),
     Fault(
         "headroom_in_an_empty_pool",

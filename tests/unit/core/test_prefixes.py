@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.config import CoreConfig
+from control_plane.pools import pool
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
@@ -165,7 +166,7 @@ def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
 
 
 def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.pools.pool._SLICE_ENTRIES", 1)
+    monkeypatch.setattr(pool, "_SLICE_ENTRIES", 1)
     world = cached_world()
     engine = world.engine()
     engine.forget(range(8))

@@ -11,6 +11,7 @@ from control_plane.core import ControlPlane
 from control_plane.registration.registration import begin_if_complete
 from control_plane.sessions.device_blocks import DeviceBlocks
 from control_plane.sessions.news import PoolNews
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import QueuedAdmission
 from kvplane import ops
 from kvplane.errors import (
@@ -263,7 +264,8 @@ def test_why_a_session_ended_is_told_to_its_tenant_and_forgotten_in_order() -> N
     first, _, last = (world.engine("ann") for _ in range(3))
     for session in [*ended.by_id.values()]:
         ended.end(session, SessionExpiredError)
-    assert not ended.admission_of(world.core._pools[POOL]).sessions
+    admission: PoolAdmission = ended.admission_of(world.core._pools[POOL])
+    assert not admission.sessions
     for engine, tenant, error in (
         (last, "ann", SessionExpiredError),
         (last, "bob", SessionNotFoundError),
