@@ -14,50 +14,45 @@ from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import (
     DEVICE,
-    HOST,
-    NUM_HEADS,
     POOL,
     TIERS,
     Block,
     BlockId,
-    Published,
     allocations_of,
     changes_of,
     publications_of,
 )
-from tests.helpers.planning.registration_messages import all_outgoing
+from tests.helpers.planning.registration_messages import Prefix, blocks, publications
+from tests.helpers.planning.registration_world import Plane
 
 if TYPE_CHECKING:
     from tests.helpers.core.core_model import World
 
 
-class DataPlane:
+class DataPlane(Plane):
     """One shard's blocks, tables and publications."""
 
-    def __init__(
-        self, world: World, index: int, num_shards: int, num_device: int, num_host: int
-    ) -> None:
-        self.world = world
-        self.index = index
-        num_heads = NUM_HEADS // num_shards
-        self.shard = tpb.Shard(
-            index=index,
-            num_shards=num_shards,
-            num_layers=2,
-            first_kv_head=index * num_heads,
-            num_kv_heads=num_heads,
+    def __init__(self, world: World, shard: tpb.Shard, num_device: int, num_host: int) -> None:
+        super().__init__(
+            world,
+            shard=shard,
+            layout=world.layout.to_proto(),
+            num_device_blocks=num_device,
+            num_host_blocks=num_host,
         )
-        self.sizes = {DEVICE: num_device, HOST: num_host}
+        self.index = shard.index
+        self.core_world = world
         self.restart()
 
     def restart(self) -> None:
         """Begin another process, which holds nothing."""
-        self.world.epoch += 1
-        self.epoch = self.world.epoch
-        self.incarnation = 0
-        self.key = b""
+        self.core_world.epoch += 1
+        # The core keeps the one that it was sent.
+        self.hello = rpb.Hello.FromString(self.hello.SerializeToString())
+        self.hello.epoch = self.core_world.epoch
+        self.hello.incarnation, self.hello.key_id, self.pool_key = 0, b"", b""
         self.generation: dict[BlockId, int] = {}
-        self.published: dict[int, Published] = {}
+        self.published: dict[int, tuple[tuple[str, str], Prefix]] = {}
         self.quit_all()
 
     def quit_all(self) -> None:
@@ -66,93 +61,61 @@ class DataPlane:
         self.finished: dict[int, int] = {}
         self.quit: set[int] = set()
 
+    @property
+    def epoch(self) -> int:
+        return self.hello.epoch
+
     # Registration
 
-    def hello(self) -> rpb.Hello:
-        return rpb.Hello(
-            version="test",
-            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
-            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
-            pool_id=POOL,
-            shard=self.shard,
-            epoch=self.epoch,
-            layout=self.world.layout.to_proto(),
-            num_device_blocks=self.sizes[DEVICE],
-            num_host_blocks=self.sizes[HOST],
-            address=f"shard{self.index}:1",
-            incarnation=self.incarnation,
-            key_id=signing.key_id(self.key),
-        )
-
-    def join(self) -> bool:
+    def come(self) -> bool:
         """Register, and report unless resumed. Returns whether it was resumed."""
-        welcome = self.world.core.register(self.hello())
-        self.incarnation = welcome.incarnation
+        welcome = self.register()
         if not welcome.resumed:
-            self.key = welcome.key
+            self.pool_key = welcome.key
             self.quit_all()
-            self.report()
+            self.report_all()
         return welcome.resumed
 
-    def report(self) -> None:
+    def report_all(self) -> None:
         """Report what every block holds, in two parts."""
-        owned: dict[tuple[str, str], list[int]] = {}
-        for index, published in self.published.items():
-            owned.setdefault(published.owner, []).append(index)
-        parts = [
-            rpb.BlockReport(blocks=map(self._reported, TIERS)),
-            rpb.BlockReport(
-                publications=[self._publications(owner, owned[owner]) for owner in owned],
-                last=True,
-            ),
+        owned: dict[tuple[str, str], list[Prefix]] = {}
+        for owner, prefix in self.published.values():
+            owned.setdefault(owner, []).append(prefix)
+        known = {
+            tier: {i: g for (of, i), g in self.generation.items() if of == tier} for tier in TIERS
+        }
+        self.report(rpb.BlockReport(blocks=[blocks(known[tier], tier) for tier in TIERS]))
+        told = [
+            publications(prefixes, tenant=tenant, namespace=namespace)
+            for (tenant, namespace), prefixes in owned.items()
         ]
-        for part in parts:
-            self.world.core.report(POOL, self.index, self.epoch, part)
-
-    def _reported(self, tier: tpb.Tier) -> tpb.Blocks:
-        known = {index: g for (of, index), g in self.generation.items() if of == tier}
-        return tpb.Blocks(
-            tier=tier,
-            indices=columns.pack(INT32, known.keys()),
-            generations=columns.pack(INT64, known.values()),
-        )
-
-    def _publications(self, owner: tuple[str, str], indices: list[int]) -> plan_pb2.Publications:
-        published = [self.published[index] for index in indices]
-        return plan_pb2.Publications(
-            tenant=owner[0],
-            namespace=owner[1],
-            hash_algorithm="xxh3-128",
-            indices=columns.pack(INT32, indices),
-            generations=columns.pack(INT64, [p.generation for p in published]),
-            parent_indices=columns.pack(INT32, [p.parent[0] for p in published]),
-            parent_generations=columns.pack(INT64, [p.parent[1] for p in published]),
-            hashes=b"".join(p.hash for p in published),
-            token_ids=b"".join(p.token_ids for p in published),
-        )
+        self.report(rpb.BlockReport(publications=told, last=True))
 
     def leave(self) -> None:
         """Break the registration stream; messages under way on it are lost."""
-        self.world.core.take_outgoing(POOL, self.index)
-        self.world.core.disconnect(POOL, self.index, self.epoch)
+        self.core_world.core.take_outgoing(POOL, self.index)
+        super().leave()
 
     def pump(self) -> None:
         """Receive all waiting messages of the registration stream."""
-        while messages := all_outgoing(self.world.core, POOL, self.index):
+        while messages := self.take():
             for message in messages:
-                self.take(message)
+                self.obey(message)
 
-    def take(self, message: rpb.RegisterResponse) -> None:
+    def obey(self, message: rpb.RegisterResponse) -> None:
         kind = message.WhichOneof("message")
         if kind == "fence":
             session = message.fence.session
             self.tables.pop(session.session_id, None)
             self.quit.add(session.session_id)
-            done = rpb.FenceDone(session=session)
-            self.world.core.fence_done(POOL, self.index, self.epoch, done)
+            self.fence_done(session.session_id, session.incarnation)
         elif kind == "publish":
-            for index, published in publications_of(message.publish.publications).items():
-                self._publish(index, published)
+            for owner, prefix in publications_of(message.publish.publications):
+                index, generation = prefix.block
+                known = self.generation.get((DEVICE, index), 0)
+                assert known >= generation, f"{index} was published before it was allocated"
+                if known == generation:
+                    self.published[index] = owner, prefix
         elif kind == "withdraw":
             withdraw = message.withdraw
             indices = columns.read(INT32, withdraw.indices, "indices")
@@ -163,13 +126,7 @@ class DataPlane:
                     self.published.pop(index, None)
         else:
             assert kind == "report_request", kind
-            self.report()
-
-    def _publish(self, index: int, published: Published) -> None:
-        known = self.generation.get((DEVICE, index), 0)
-        assert known >= published.generation, f"{index} was published before it was allocated"
-        if known == published.generation:
-            self.published[index] = published
+            self.report_all()
 
     # Plans
 
@@ -189,19 +146,19 @@ class DataPlane:
 
     def sign_receipt(self, receipt: plan_pb2.Receipt) -> tpb.SignedPayload:
         payload = receipt.SerializeToString(deterministic=True)
-        signature = signing.sign(self.key, signing.RECEIPT, payload)
+        signature = signing.sign(self.pool_key, signing.RECEIPT, payload)
         return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
     def run(self, signed: tpb.SignedPayload) -> bool:
         """Run a plan; return False when it was refused."""
-        if signed.signature != signing.sign(self.key, signed.type, signed.payload):
+        if signed.signature != signing.sign(self.pool_key, signed.type, signed.payload):
             return False
         plan = plan_pb2.Plan.FromString(signed.payload)
         assert (signed.type, plan.version) == (signing.PLAN, protocol.NEWEST_PAYLOAD_VERSION)
         session_id = plan.session.session_id
         if (
             plan.shard_epochs[self.index] != self.epoch
-            or plan.session.incarnation != self.incarnation
+            or plan.session.incarnation != self.hello.incarnation
             or session_id in self.quit
         ):
             return False

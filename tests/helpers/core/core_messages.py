@@ -8,15 +8,13 @@ from itertools import islice
 from typing import NamedTuple
 
 from control_plane.sessions.session import Session
-from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.planning.registration_messages import LAYOUT, Prefix
 
-BLOCK = 8
-NUM_HEADS = 2
-LAYOUT = Layout("model", BLOCK, "float32", "float32", (LayerGroup("full", (0, 1), NUM_HEADS, 8),))
+BLOCK = LAYOUT.block_size_tokens
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 TIERS = (DEVICE, HOST)
 POOL = "pool"
@@ -65,16 +63,6 @@ class Span(NamedTuple):
     sequence_id: int
     first_position: int
     num_tokens: int
-
-
-class Published(NamedTuple):
-    """A publication as a data plane keeps it."""
-
-    owner: tuple[str, str]
-    generation: int
-    parent: tuple[int, int]
-    hash: bytes
-    token_ids: bytes
 
 
 def receipt_of(session: Session, number: int) -> tpb.SignedPayload:
@@ -176,22 +164,21 @@ def spans_of(plan: plan_pb2.Plan) -> list[Span]:
     ]
 
 
-def publications_of(message: plan_pb2.Publications) -> dict[int, Published]:
-    """Return publications by the index of their block."""
-    parents = zip(
-        columns.read(INT32, message.parent_indices, "parent_indices"),
-        columns.read(INT64, message.parent_generations, "parent_generations"),
-        strict=True,
-    )
-    owner = (message.tenant, message.namespace)
-    return {
-        index: Published(owner, *rest)
-        for index, *rest in zip(
-            columns.read(INT32, message.indices, "indices"),
-            columns.read(INT64, message.generations, "generations"),
-            parents,
-            columns.fixed(message.hashes, 16),
-            columns.fixed(message.token_ids, 4 * BLOCK),
+def publications_of(
+    message: plan_pb2.Publications,
+) -> list[tuple[tuple[str, str], Prefix]]:
+    """Return publications, each with its tenant and namespace."""
+    block_ids, parents = (
+        zip(
+            columns.read(INT32, getattr(message, f"{of}indices"), "indices"),
+            columns.read(INT64, getattr(message, f"{of}generations"), "generations"),
             strict=True,
         )
-    }
+        for of in ("", "parent_")
+    )
+    hashes, token_ids = (
+        columns.fixed(message.hashes, 16),
+        columns.fixed(message.token_ids, 4 * BLOCK),
+    )
+    prefixes = map(Prefix._make, zip(block_ids, parents, hashes, token_ids, strict=True))
+    return [((message.tenant, message.namespace), prefix) for prefix in prefixes]

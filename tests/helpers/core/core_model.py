@@ -25,9 +25,10 @@ from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import DataPlane
-from tests.helpers.core.core_messages import DEVICE, LAYOUT, POOL, BlockId, pack
+from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
 from tests.helpers.core.core_prefixes import forget, num_cached
 from tests.helpers.core.random_operations import deferred_of
+from tests.helpers.planning.registration_messages import LAYOUT, WHOLE, half
 
 OK, LATER, NEVER, FAILED = (
     cpb.ITEM_STATUS_UNSPECIFIED,
@@ -67,10 +68,11 @@ class World:
         self.core = self._core()
         self.epoch = 100
         self.shards = [
-            DataPlane(self, i, num_shards, num_device, num_host) for i in range(num_shards)
+            DataPlane(self, shard, num_device, num_host)
+            for shard in ([half(i) for i in range(num_shards)] if num_shards > 1 else [WHOLE])
         ]
         for shard in self.shards:
-            shard.join()
+            shard.come()
 
     def _core(self) -> ControlPlane:
         return ControlPlane(
@@ -80,12 +82,17 @@ class World:
             new_session_id=lambda: self._random.randrange(1, 2**53),
         )
 
+    @property
+    def it(self) -> ControlPlane:
+        """What data planes register with."""
+        return self.core
+
     def restart_control_plane(self) -> None:
         """Start another process with a higher incarnation; every shard registers and reports."""
         self.incarnation += 1
         self.core = self._core()
         for shard in self.shards:
-            shard.join()
+            shard.come()
 
     def pump(self) -> None:
         """Deliver all waiting messages to every data plane, and its answers."""

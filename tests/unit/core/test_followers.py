@@ -196,11 +196,11 @@ def test_a_data_plane_that_restarts_clears_it_and_a_snapshot_follows() -> None:
     copy.catch_up()
     old.catch_up()
     world.shards[0].restart()
-    world.core.register(world.shards[0].hello())
+    world.shards[0].register()
     world.core.take_notified()
     copy.catch_up()
     assert copy.held == {}
-    world.shards[0].join()
+    world.shards[0].come()
     world.core.take_notified()
     write(world.engine(), range(100, 109))
     copy.catch_up()

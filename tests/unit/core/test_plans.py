@@ -26,7 +26,7 @@ def test_the_plan_is_signed_and_says_whose_it_is_and_what_it_follows() -> None:
     engine.step(ops.admit(2, range(100, 109)))
     signed, plan = engine.queue[1].signed, engine.queue[1].plan
     payload = signed.payload
-    key = engine.world.shards[0].key
+    key = engine.world.shards[0].pool_key
     signing.verify(key, signing.PLAN, signed.type, payload, signed.signature, field="plan")
     for known in (begin, plan):
         assert (known.version, known.pool_id) == (protocol.NEWEST_PAYLOAD_VERSION, POOL)

@@ -16,6 +16,7 @@ from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL
 from tests.helpers.core.core_model import World
+from tests.helpers.planning.registration_messages import hello
 
 
 def retain(world: World, tenant: str, namespace: str, *, time_to_live_s: int = 60) -> int:
@@ -72,9 +73,7 @@ def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) 
     engine = World().engine()
     engine.cache(range(17))
     for pool_id in ("a", "z"):
-        other = engine.world.shards[0].hello()
-        other.pool_id = pool_id
-        engine.world.core.register(other)
+        engine.world.core.register(hello(pool_id=pool_id))
     request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(17)))
     slices = engine.world.core.find_prefix(request, "tenant")
     next(slices)  # the first pool was searched
@@ -93,13 +92,13 @@ def test_nothing_is_forgotten_before_all_shards_have_reported(scope: ForgetScope
     engine.cache(range(17))
     world.pump()
     world.shards[0].restart()
-    world.core.register(world.shards[0].hello())
+    world.shards[0].register()
     with pytest.raises(PoolNotReadyError) as refused:
         engine.forget(scope)
     assert refused.value.retry_delay_s
     with pytest.raises(PoolNotReadyError):
         retain(world, "tenant", "")
-    world.shards[0].join()
+    world.shards[0].come()
     assert retain(world, "tenant", "") == 0
 
 
@@ -145,7 +144,7 @@ def test_a_data_plane_that_was_away_withdraws_when_it_resumes() -> None:
     world.pump()
     engine.forget(range(8))
     world.shards[0].leave()
-    assert world.shards[0].join(), "it is resumed"
+    assert world.shards[0].come(), "it is resumed"
     world.pump()
     assert len(world.shards[0].published) == 2, "the other prompt's"
     world.restart_control_plane()

@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def signed(engine: Engine, payload: bytes, type_tag: str = signing.RECEIPT) -> tpb.SignedPayload:
-    signature = signing.sign(engine.world.shards[0].key, type_tag, payload)
+    signature = signing.sign(engine.world.shards[0].pool_key, type_tag, payload)
     return tpb.SignedPayload(type=type_tag, payload=payload, signature=signature)
 
 

@@ -39,11 +39,11 @@ def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:
     world = World(num_shards=2)
     core = world.core
     world.shards[1].restart()
-    core.register(world.shards[1].hello())
+    world.shards[1].register()
     with pytest.raises(PoolNotReadyError) as refused:
         world.engine()
     assert refused.value.retry_delay_s is not None
-    world.shards[1].join()
+    world.shards[1].come()
     world.pump()
     world.engine()
     world.shards[0].leave()
@@ -70,7 +70,7 @@ def test_an_ended_sessions_callers_hear_why() -> None:
     with pytest.raises(SessionNotFoundError):
         world.core.close_session(killed.ref, "someone else")
     world.shards[0].restart()
-    world.shards[0].join()
+    world.shards[0].come()
     with pytest.raises(StaleEpochError):
         killed.renew()
 
@@ -119,7 +119,7 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
     assert opened.max_plans_in_flight == 7
     assert opened.time_to_live.seconds == 30
     assert [shard.shard.index for shard in opened.shards] == [0, 1]
-    key = world.shards[1].key
+    key = world.shards[1].pool_key
     signed = opened.grant
     signing.verify(key, signing.GRANT, signed.type, signed.payload, signed.signature, field="grant")
     assert plan_pb2.SessionGrant.FromString(signed.payload) == plan_pb2.SessionGrant(
@@ -344,5 +344,5 @@ def test_plans_without_receipts_age_and_new_epochs_are_counted() -> None:
     world.clock.now += 3
     assert (world.observed().num_plans_in_flight, world.observed().oldest_plan_s) == (1, 3)
     world.shards[0].restart()
-    world.shards[0].join()
+    world.shards[0].come()
     assert world.observed().statistics.num_epoch_changes == 1

@@ -136,7 +136,7 @@ def reader(engine: Engine) -> Verifier:
     """A data plane of this release."""
     (shard,) = engine.world.shards
     verifier = Verifier(POOL, 0, 1, epoch=shard.epoch)
-    verifier.install(1, shard.key)
+    verifier.install(1, shard.pool_key)
     return verifier
 
 

@@ -95,7 +95,7 @@ def test_a_shard_that_does_not_fence_such_a_session_either_ends_all() -> None:
     with pytest.raises(PoolNotReadyError, match="shards 1 have not stopped"):
         world.engine()
     world.shards[1].restart()
-    world.shards[1].join()
+    world.shards[1].come()
     world.shards[0].pump()
     world.engine()
     world.core.check_integrity()
