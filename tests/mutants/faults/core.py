@@ -103,8 +103,8 @@ FAULTS = (
     Fault(
         "receipts_of_one_shard_suffice",
         "control_plane/steps/receipts.py",
-        "    apply_receipts(session, highest)\n",
-        "    apply_receipts(session, [max(highest)] * len(highest))\n",
+        "    done = min(highest)\n",
+        "    done = max(highest)\n",
         "tests/unit/registration/test_silent_shards.py"
         "::test_a_plan_has_run_when_all_shards_have_receipted_it",
     ),
