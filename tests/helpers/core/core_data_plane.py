@@ -41,15 +41,14 @@ class DataPlane(Plane):
             num_host_blocks=num_host,
         )
         self.index = shard.index
-        self.core_world = world
         self.restart()
 
     def restart(self) -> None:
         """Begin another process, which holds nothing."""
-        self.core_world.epoch += 1
+        self.world.epoch += 1
         # The core keeps the one that it was sent.
         self.hello = rpb.Hello.FromString(self.hello.SerializeToString())
-        self.hello.epoch = self.core_world.epoch
+        self.hello.epoch = self.world.epoch
         self.hello.incarnation, self.hello.key_id, self.pool_key = 0, b"", b""
         self.generation: dict[BlockId, int] = {}
         self.published: dict[int, tuple[tuple[str, str], Prefix]] = {}
@@ -93,7 +92,7 @@ class DataPlane(Plane):
 
     def leave(self) -> None:
         """Break the registration stream; messages under way on it are lost."""
-        self.core_world.core.take_outgoing(POOL, self.index)
+        self.world.core.take_outgoing(POOL, self.index)
         super().leave()
 
     def pump(self) -> None:

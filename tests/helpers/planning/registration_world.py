@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Protocol
+from typing import Any
 
 from control_plane.config import CoreConfig
-from control_plane.core import ControlPlane
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import root_of
 from control_plane.registration.registration import Registration
@@ -66,17 +65,11 @@ class World:
         return tpb.SessionRef(incarnation=self.incarnation, session_id=session_id)
 
 
-class Registry(Protocol):
-    """A world with what data planes register with: registration by itself, or the core."""
-
-    @property
-    def it(self) -> Registration | ControlPlane: ...
-
-
 class Plane:
     """A data plane's process, of which only registration is simulated."""
 
-    def __init__(self, world: Registry, **fields: Any) -> None:
+    def __init__(self, world: Any, **fields: Any) -> None:
+        """``world.it``: what it registers with. ``fields``: of its Hello."""
         self.world = world
         self.hello = hello(**fields)
         self.welcome = rpb.Welcome()
