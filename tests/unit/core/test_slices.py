@@ -44,6 +44,14 @@ def in_slices(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any,
     return answer
 
 
+def a_step(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
+    """The next step, with the receipts of all plans that have run."""
+    number, receipts = engine.number + 1, engine.receipts
+    return cpb.StepRequest(
+        session=engine.ref, number=number, operations=operations, receipts=receipts
+    )
+
+
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Slices of a few tokens and sequences."""
     for module in (operations, requests, slices):
@@ -97,12 +105,6 @@ def written(answer: StepAnswer) -> cpb.StepResponse:
     return response
 
 
-def copied(message: Any) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy
-
-
 def walked(seed: int) -> tuple[list[Any], int]:
     """What a walk's requests are answered, and how often something else could run."""
     rng, world = random.Random(seed), World(num_device=40, num_host=24)
@@ -130,7 +132,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
             else world.core.abort_plans(request, "tenant")
         )
         assert again == done, "the same number, the same answer"
-        done = copied(done)
+        done = type(done).FromString(done.SerializeToString())
         if done.HasField("plan"):
             assert session.plans[request.number].digest == signing.digest(done.plan.payload)
             done.plan.ClearField("signature")  # with the pool's random key
@@ -181,8 +183,7 @@ def test_others_step_between_the_slices() -> None:
         other.send(other.growth(1, [other.number], 1))
 
     admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
-    request = cpb.StepRequest(session=engine.ref, number=1, operations=admits)
-    response = in_slices(world.core, between)(request, "tenant")
+    response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
     assert not any(result.failures for result in response.results)
     assert other.number - before == 6, "after each operation"
     request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=2)
@@ -207,8 +208,7 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
             other.settle()
         assert engine.id not in {i for i, _ in world.core.take_notices()}
 
-    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
-    response = in_slices(world.core, between)(request, "tenant")
+    response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
     other.settle()
     assert [status_of(result) for result in response.results] == [LATER, LATER]
     assert response.news.granted_sequence_ids or world.core.take_notices()
@@ -222,8 +222,7 @@ def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
     other.step(ops.admit(5, range(1000, 1030), wait=True))
     session = engine.session
     admits = [ops.admit(i, range(20 * i, 20 * i + 16)) for i in (2, 3)]
-    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
-    left = world.core.run(request, "tenant")
+    left = world.core.run(a_step(engine, *admits), "tenant")
     next(left)
     world.pass_time(40, engine, other)
     assert session.native.has_sequence(session.handle, 1)
@@ -275,9 +274,7 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     def between() -> None:
         found.append(sum(other.lookup(range(20 * i, 20 * i + 20)) > 0 for i in SIX))
 
-    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1)
-    request.receipts.extend(engine.receipts)
-    in_slices(world.core, between)(request, "tenant")
+    in_slices(world.core, between)(a_step(engine), "tenant")
     assert found == [1, 2, 3, 4, 5], "after each sequence"
     found.clear()
     request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=engine.number + 2)
@@ -290,14 +287,6 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
 
 SIX_MORE = [ops.admit(6 + i, range(20 * i + 200, 20 * i + 220)) for i in SIX]
 OUT = ops.swap([*SIX], "host")
-
-
-def a_step(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
-    """The next step, with the receipts of all plans that have run."""
-    number, receipts = engine.number + 1, engine.receipts
-    return cpb.StepRequest(
-        session=engine.ref, number=number, operations=operations, receipts=receipts
-    )
 
 
 def an_abort(engine: Engine, *operations: cpb.Operation) -> cpb.AbortPlansRequest:
