@@ -22,9 +22,6 @@ PROGRAMS = {
     "the data plane": (*PYTEST, "tests/kernels/on_gpu_data_plane.py", "-k", NEED_TIME),
 }
 NIGHTLY = {
-    "the time of a step": (
-        *("benchmarks.gpu.step", "--batch", "2", "--context", "40", "--layers", "2"),
-    ),
     "every kernel": ("benchmarks.gpu.smoke", "--tiny", "check", "race"),
     "every kernel's time": ("benchmarks.gpu.measure", "--tiny"),
     "a model": ("benchmarks.gpu.try_model",),
