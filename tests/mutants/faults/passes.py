@@ -156,7 +156,7 @@ FAULTS = (
         "if spans and all(span.sequence.finish_reason for span in spans):",
         "if False:",
         ENGINE,
-        "nobody_wants",
+        "runs_alone",
     ),
     Fault(
         "plans_are_long_while_others_wait",
