@@ -28,7 +28,7 @@ CORE = NativeCore(
         ),
     )
 )
-BOTH_PLANES = NativeCore(("tests/unit/planning/test_groups_walk.py",))
+BOTH_PLANES = NativeCore(("tests/unit/core/test_groups_walk.py",))
 GROUPS = NativeCore(("tests/unit/blocks/test_native_walk.py::test_walks_of_several_groups",))
 
 # The transfer that ends next.

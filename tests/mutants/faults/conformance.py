@@ -15,7 +15,7 @@ WATCH = "tests/rpc/operations/test_index_feed.py"
 FORGERIES = "tests/attacks/test_forgeries.py"
 QUESTIONS = "tests/rpc/operations/test_cached_prefixes.py"
 TOLD = "tests/rpc/test_told_streams.py"
-SHARERS = "tests/unit/core/test_many_sharers.py"
+SHARERS = "tests/unit/core/test_step_costs.py"
 
 FAULTS = (
     Fault(
@@ -250,6 +250,6 @@ FAULTS = (
         "control_plane/steps/requests.py",
         "        admission.apply(session)\n",
         "",
-        "tests/unit/planning/test_groups_walk.py",
+        "tests/unit/core/test_groups_walk.py",
     ),
 )

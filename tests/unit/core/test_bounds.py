@@ -8,18 +8,10 @@ from control_plane import limits
 from control_plane.config import CoreConfig
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
-from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as ppb
-from tests.helpers.core.core_data_plane import DataPlane
 from tests.helpers.core.core_messages import POOL
 from tests.helpers.core.core_model import World
-
-
-def hello(world: World, pool_id: str) -> rpb.Hello:
-    """Of a data plane of another pool."""
-    said = DataPlane(world, 0, 1, 4, 0).hello()
-    said.pool_id = pool_id
-    return said
+from tests.helpers.planning.registration_messages import hello
 
 
 def test_pools_are_bounded_until_one_without_data_planes_is_forgotten(
@@ -28,10 +20,10 @@ def test_pools_are_bounded_until_one_without_data_planes_is_forgotten(
     monkeypatch.setattr(limits, "MAX_POOLS", 2)
     monkeypatch.setattr(limits, "POOL_EXPIRY_S", 100.0)
     world = World()
-    other = hello(world, "other")
+    other = hello(pool_id="other")
     world.core.register(other)
     with pytest.raises(QuotaExceededError) as refused:
-        world.core.register(hello(world, "third"))
+        world.core.register(hello(pool_id="third"))
     assert refused.value.field == "hello.pool_id"
     world.core.disconnect("other", 0, other.epoch)
     for _ in range(2):
@@ -41,7 +33,7 @@ def test_pools_are_bounded_until_one_without_data_planes_is_forgotten(
     world.clock.now += 60
     world.core.tick()
     assert world.core.pool_ids() == [POOL], "a pool with a data plane is kept"
-    world.core.register(hello(world, "third"))
+    world.core.register(hello(pool_id="third"))
 
 
 def test_a_pool_whose_data_plane_came_back_is_not_forgotten(
@@ -53,7 +45,7 @@ def test_a_pool_whose_data_plane_came_back_is_not_forgotten(
         world.shards[0].leave()
         world.core.tick()
         world.clock.now += 90
-        world.shards[0].join()
+        world.shards[0].come()
         world.core.tick()
         world.clock.now += 90
     assert world.core.pool_ids() == [POOL]
@@ -111,7 +103,7 @@ def test_followers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_blocks_are_bounded_over_all_pools() -> None:
     world = World(config=CoreConfig(max_blocks=28))  # of which the world's own data plane has 24
-    other = hello(world, "other")
+    other = hello(pool_id="other", num_host_blocks=0)
     other.num_device_blocks = 5
     with pytest.raises(QuotaExceededError) as refused:
         world.core.register(other)

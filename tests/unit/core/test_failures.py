@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvplane_blocks import ColumnError, _native
 
+from control_plane.sessions.session import Session
 from control_plane.steps.failures import (
     add_error,
     add_failures,
@@ -16,9 +17,16 @@ from control_plane.steps.operations import DEFERRED_TOKENS, OPERATIONS
 from kvplane.errors import InvalidRequestError, PositionMismatchError, SequenceNotFoundError
 from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import session_pb2 as cpb
-from tests.helpers.planning.planning_rig import DEVICE, PlanningRig
+from tests.helpers.core.core_messages import DEVICE
+from tests.helpers.core.core_model import World
 
 AT = "operations[2].append"
+
+
+@pytest.fixture
+def session() -> Session:
+    world = World()
+    return world.engine().session
 
 
 @pytest.mark.parametrize(("field", "want"), [("num_slots", f"{AT}.num_slots"), ("", AT)])
@@ -38,10 +46,10 @@ def test_a_column_that_cannot_be_read_is_named_with_its_element(index: int, want
     assert (error.field, error.message) == (want, "must be at least 1")
 
 
-def test_items_keep_their_places_and_errors_their_types() -> None:
-    rig, result = PlanningRig(), cpb.OperationResult()
+def test_items_keep_their_places_and_errors_their_types(session: Session) -> None:
+    result = cpb.OperationResult()
     refused: list[Failure] = [(1, _native.POSITION, 7, 12, 11), (4, _native.LATER, 3, 2, DEVICE)]
-    add_failures(result, rig.session, AT, OPERATIONS["append"], refused)
+    add_failures(result, session, AT, OPERATIONS["append"], refused)
     first, second = result.failures
     assert (first.item, second.item) == (1, 4)
     assert type(from_wire(first.error)) is PositionMismatchError
@@ -51,23 +59,17 @@ def test_items_keep_their_places_and_errors_their_types() -> None:
     assert not second.HasField("error")
 
 
-def test_an_operation_that_is_one_item_names_its_columns_element_by_element() -> None:
-    rig, result = PlanningRig(), cpb.OperationResult()
-    at = "operations[0].swap"
-    add_failures(
-        result,
-        rig.session,
-        at,
-        OPERATIONS["swap"],
-        [(3, _native.NOT_FOUND, 9, 0, 0)],
-    )
+def test_an_operation_that_is_one_item_names_its_columns_element_by_element(
+    session: Session,
+) -> None:
+    result, at = cpb.OperationResult(), "operations[0].swap"
+    add_failures(result, session, at, OPERATIONS["swap"], [(3, _native.NOT_FOUND, 9, 0, 0)])
     (failure,) = result.failures
     assert failure.item == 0
     assert failure.error.field == f"{at}.sequence_ids[3]"
 
 
-def test_every_code_of_the_core_has_an_error() -> None:
-    rig = PlanningRig()
+def test_every_code_of_the_core_has_an_error(session: Session) -> None:
     shortages = {_native.LATER, _native.NEVER, _native.LATER_HEADROOM}
     shortages |= {_native.LATER_QUOTA, _native.NEVER_QUOTA}
     numbers = {
@@ -79,7 +81,7 @@ def test_every_code_of_the_core_has_an_error() -> None:
     assert len(codes) >= 15
     for code in codes:
         for operation in (*OPERATIONS.values(), DEFERRED_TOKENS):
-            assert error_of(rig.session, operation, (0, code, 1, 1, 1)).field
-    missing = error_of(rig.session, OPERATIONS["fork"], (0, _native.NOT_FOUND, 5, 0, 0))
+            assert error_of(session, operation, (0, code, 1, 1, 1)).field
+    missing = error_of(session, OPERATIONS["fork"], (0, _native.NOT_FOUND, 5, 0, 0))
     assert type(missing) is SequenceNotFoundError
     assert missing.field == "parent_sequence_ids"

@@ -9,6 +9,10 @@ import pytest
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.registration.registration import begin_if_complete
+from control_plane.sessions.device_blocks import DeviceBlocks
+from control_plane.sessions.news import PoolNews
+from control_plane.sessions.pool_admission import PoolAdmission
+from control_plane.sessions.session import QueuedAdmission
 from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
@@ -22,11 +26,12 @@ from kvplane.errors import (
     StaleEpochError,
     StaleIncarnationError,
 )
-from kvplane.wire import signing
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_messages import DEVICE, LAYOUT, POOL, TIERS
+from tests.helpers.core.core_messages import DEVICE, HOST, LAYOUT, POOL
 from tests.helpers.core.core_model import World
 
 
@@ -34,11 +39,11 @@ def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:
     world = World(num_shards=2)
     core = world.core
     world.shards[1].restart()
-    core.register(world.shards[1].hello())
+    world.shards[1].register()
     with pytest.raises(PoolNotReadyError) as refused:
         world.engine()
     assert refused.value.retry_delay_s is not None
-    world.shards[1].join()
+    world.shards[1].come()
     world.pump()
     world.engine()
     world.shards[0].leave()
@@ -46,29 +51,6 @@ def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:
         world.engine()
     with pytest.raises(PoolNotFoundError):
         core.get_pool("other")
-
-
-def test_a_pool_has_as_many_blocks_as_its_smallest_shard() -> None:
-    world = World(num_shards=2, num_device=9)
-    world.shards[1].restart()
-    world.shards[1].sizes = dict.fromkeys(TIERS, 5)
-    world.shards[1].join()
-    world.pump()
-    usage = world.core.get_pool(POOL).usage[0]
-    assert (usage.tier, usage.num_blocks) == (tpb.TIER_DEVICE, 5)
-
-
-def test_a_shard_that_comes_back_hears_all_it_may_have_missed() -> None:
-    world = World()
-    engine, other = world.engine(), world.engine()
-    engine.admit(1, range(16))
-    other.close()
-    world.shards[0].leave()
-    assert world.shards[0].join(), "same epoch, incarnation and key: resumed"
-    world.pump()
-    assert other.id in world.shards[0].quit
-    assert len(world.shards[0].published) == 2
-    assert engine.append(1, 16).HasField("plan"), "sessions go on"
 
 
 def test_an_ended_sessions_callers_hear_why() -> None:
@@ -88,7 +70,7 @@ def test_an_ended_sessions_callers_hear_why() -> None:
     with pytest.raises(SessionNotFoundError):
         world.core.close_session(killed.ref, "someone else")
     world.shards[0].restart()
-    world.shards[0].join()
+    world.shards[0].come()
     with pytest.raises(StaleEpochError):
         killed.renew()
 
@@ -137,7 +119,7 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
     assert opened.max_plans_in_flight == 7
     assert opened.time_to_live.seconds == 30
     assert [shard.shard.index for shard in opened.shards] == [0, 1]
-    key = world.shards[1].key
+    key = world.shards[1].pool_key
     signed = opened.grant
     signing.verify(key, signing.GRANT, signed.type, signed.payload, signed.signature, field="grant")
     assert plan_pb2.SessionGrant.FromString(signed.payload) == plan_pb2.SessionGrant(
@@ -196,74 +178,36 @@ def test_a_request_of_another_incarnation_touches_no_session() -> None:
     assert new.everything() == before
 
 
-def test_namespaces_of_a_tenant_share_nothing_also_after_a_restart() -> None:
-    world = World()
-    world.engine("ann", "one").admit(1, range(17))
-    world.pump()
-    for _ in range(2):
-        assert world.engine("ann", "two").lookup(range(17)) == 0
-        assert world.engine("ann", "one").lookup(range(17)) == 16
-        world.restart_control_plane()
-
-
-def test_a_second_equal_block_keeps_a_prefix_that_loses_its_first_one() -> None:
-    world = World(num_device=9)
-    one, two, filler = world.engine(), world.engine(), world.engine()
-    prompt = range(16)
-    # Both compute the same first block; the second engine's stays private, and its second block is
-    # published after the first engine's block.
-    one.step(ops.admit(1, prompt[:8]))
-    two.step(ops.admit(1, prompt))
-    for engine in (one, two):
-        engine.run_all()
-        engine.settle()
-    world.pump()
-    head, tail = one.table(1)[0][1], two.table(1)[1][1]
-    assert world.shards[0].published[tail].parent == (head, 1)
-    one.send(ops.free([1]))
-    one.settle()
-    filler.admit(1, range(100, 156))  # takes the head, which no table refers to
-    assert two.lookup([*prompt, 0]) == 16, "the second engine's own block has taken its place"
-    world.pump()
-    assert world.shards[0].published[tail].parent == (two.table(1)[0][1], 1)
-    world.restart_control_plane()
-    assert world.engine().lookup([*prompt, 0]) == 16
-
-
-def test_a_report_is_believed_only_where_shards_agree_and_chains_are_whole() -> None:
-    world = World(num_shards=2)
-    engine = world.engine()
-    engine.admit(1, range(32))
-    world.pump()
-    second = engine.table(1)[1][1]
-    del world.shards[1].published[second]
-    world.restart_control_plane()
-    engine = world.engine()
-    assert engine.cached(1, range(32)) == 8
-    world.core.check_integrity()
-
-
 def test_a_pool_that_is_built_is_not_built_again() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(8))
-    pool = world.core._pools[POOL]
+    pool = engine.world.core._pools[POOL]
     native = pool.native
     begin_if_complete(pool)
     assert pool.native is native
     assert engine.lookup(range(9)) == 8
 
 
-def test_a_generation_is_never_given_twice_though_a_shard_comes_back_smaller_for_a_while() -> None:
-    world = World(num_shards=2, num_device=4)
-    world.engine().admit(1, range(32))
-    for num_blocks in (2, 4):
-        world.shards[1].restart()
-        world.shards[1].sizes[DEVICE] = num_blocks
-        world.shards[1].join()
-        world.pump()
-    world.engine().admit(1, range(32))  # the shard that went on refuses generations it has seen
-    world.core.check_integrity()
+def test_a_lease_is_renewed_by_messages() -> None:
+    world = World()
+    silent, loud = world.engine(), world.engine()
+    silent.admit(1, range(8))
+    world.core.tick()
+    for _ in range(4):
+        world.clock.now += 10
+        loud.renew()
+        world.core.tick()
+    with pytest.raises(SessionExpiredError):
+        silent.renew()
+    assert world.usage()["retired"] == 1, "until the data plane has quit it"
+    world.pump()
+    assert world.usage()["held"] == world.usage()["retired"] == 0
+    for slept_s in (16, 31, 1000):  # more than half a lease between two ticks, and more than all
+        world.clock.now += slept_s
+        world.core.tick()
+        world.clock.now += 14.9
+        world.core.tick()
+        loud.renew()  # all leases ran anew from the tick after the sleep
 
 
 def test_a_control_plane_that_slept_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -294,3 +238,111 @@ def test_sessions_that_expire_together_end_a_few_at_a_time() -> None:
         assert len(world.core.sessions.by_id) == num_left
         assert num_left == 0 or due_s <= 0
     assert len({engine.id for engine in engines}) == 5
+
+
+# What is kept of a session that ended
+
+
+def test_a_fence_of_a_session_of_an_earlier_build_touches_no_later_one() -> None:
+    world = World()
+    before = world.engine()
+    before.admit(1, range(20))
+    before.close()
+    world.core._pools[POOL].set_tiers({DEVICE: 8, HOST: 4})
+    world.shards[0].quit_all()
+    world.engine().admit(1, range(20))
+    world.pump()
+    assert before.id in world.shards[0].quit
+    assert world.usage()["held"] == 3
+    world.core.check_integrity()
+
+
+def test_why_a_session_ended_is_told_to_its_tenant_and_forgotten_in_order() -> None:
+    world = World()
+    ended = world.core.sessions
+    ended._max_remembered = 2
+    first, _, last = (world.engine("ann") for _ in range(3))
+    for session in [*ended.by_id.values()]:
+        ended.end(session, SessionExpiredError)
+    admission: PoolAdmission = ended.admission_of(world.core._pools[POOL])
+    assert not admission.sessions
+    for engine, tenant, error in (
+        (last, "ann", SessionExpiredError),
+        (last, "bob", SessionNotFoundError),
+        (first, "ann", SessionNotFoundError),
+    ):
+        assert ended.has_ended(engine.id, tenant) == (error is SessionExpiredError)
+        told = ended.error(engine.id, tenant)
+        assert type(told) is error
+        assert told.field == "session.session_id"
+
+
+# Its part of the queue
+
+
+def test_the_queue_sees_what_sequences_hold() -> None:
+    engine = World().engine()
+    engine.admit(1, range(19))
+    engine.step(ops.fork(1, 2))
+    session = engine.session
+    pool = engine.world.core._pools[POOL]
+    blocks = DeviceBlocks(pool, engine.world.core.sessions.by_id)
+    key = session.native.family_of(session.handle, 1)
+    assert blocks.num_blocks == pool.num_blocks(DEVICE)
+    assert blocks.num_held(engine.id, key) >= 3, "it may be too high, but never too low"
+    assert blocks.num_obtainable(engine.id) == blocks.num_blocks - 3
+    assert blocks.num_pending(engine.id) == 0
+    assert blocks.retired_since(engine.id) is None
+
+
+def test_news_are_told_once_and_stay_for_the_answer() -> None:
+    world = World()
+    session = world.engine().session
+    news = PoolNews()
+    news.cut(session, 1, cpb.CUT_REASON_TURN)
+    ((session_id, told),) = news.take_notices()
+    assert (session_id, news.take_notices()) == (session.id, [])
+    assert news.take(session) == told
+    news.asked(session, columns.pack(INT64, [1]), 3, 0.5)
+    assert news.take(session) is not None
+    assert (news.take_notices(), session.news) == ([], None)
+
+
+def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:
+    forks = columns.pack(INT64, [5, 6])
+    waiting = QueuedAdmission(1, cpb.Admit(sequence_id=4, fork_sequence_ids=forks), 3, 0.0)
+    assert [waiting.names(i) for i in (4, 5, 6, 7)] == [True, True, True, False]
+    assert [waiting.is_of(i) for i in (4, 5)] == [True, False]
+    assert not QueuedAdmission(2, None, 3, 0.0).names(4), "a swap-in has none"
+
+
+# What metrics tell of them
+
+
+def test_ends_of_sessions_tell_why_and_what_they_held() -> None:
+    world = World()
+    closed, expired = world.engine(), world.engine()
+    closed.admit(1, range(16))
+    expired.admit(1, range(100, 124))
+    closed.close()
+    world.pass_time(120)
+    assert world.observed().statistics.reclaimed_blocks == {"closed": 2, "expired": 3}
+    assert world.observed().statistics.num_expired_sessions == 1
+    assert world.observed().oldest_release_s > 0, "the data plane was not asked to fence them yet"
+    world.clock.now += 1
+    world.pump()
+    fence = world.observed().statistics.fence_s
+    assert sum(fence.counts) == 2
+    assert fence.sum > 2
+
+
+def test_plans_without_receipts_age_and_new_epochs_are_counted() -> None:
+    world = World()
+    engine = world.engine()
+    assert world.observed().oldest_plan_s == 0
+    engine.step(ops.admit(1, range(16)))
+    world.clock.now += 3
+    assert (world.observed().num_plans_in_flight, world.observed().oldest_plan_s) == (1, 3)
+    world.shards[0].restart()
+    world.shards[0].come()
+    assert world.observed().statistics.num_epoch_changes == 1

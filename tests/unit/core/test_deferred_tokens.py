@@ -9,39 +9,36 @@ from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import POOL, pack
-from tests.helpers.core.core_model import World
+from tests.helpers.core.core_model import Engine, World
 
 
 def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(10))
     engine.step(engine.growth(1, num_slots=6))
     engine.step(ops.fork(1, 2))
     engine.run_all()
-    tokens = pack(engine.sequences[1].truth[10:])
+    tokens = [position % 2 for position in range(10, 16)]
     engine.submit(engine.receipts, deferred=ops.deferred_tokens([1], [1], [10], [6], tokens))
-    assert world.observed().counters.num_publications == 2
-    world.core.check_integrity()
+    assert engine.world.observed().counters.num_publications == 2
+    engine.world.core.check_integrity()
     assert engine.table(2) == engine.table(1)
-    engine.sequences[1].num_known = 16
     engine.receipts.clear()
     engine.append(2, num_slots=1)
     assert engine.table(2)[:2] == engine.table(1)[:2]
-    world.core.check_integrity()
+    engine.world.core.check_integrity()
 
 
 def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behind() -> None:
     """One of both is wrong, and nobody knows which: only the first is published."""
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(10))
     engine.step(engine.growth(1, num_slots=6))
     engine.step(ops.fork(1, 2))
     engine.run_all()
     one = ops.deferred_tokens([1], [1], [10], [6], pack([50] * 6))
     engine.submit(engine.receipts, deferred=one)
-    native = world.core._pools[POOL].groups[0]
+    native = engine.world.core._pools[POOL].groups[0]
     *_, num_entries = native.memory()
     other = ops.deferred_tokens([2], [engine.state(2).admitted_by], [10], [6], pack([60] * 6))
     engine.submit(deferred=other)
@@ -51,17 +48,26 @@ def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behi
 
 
 def test_slots_reserved_without_tokens_are_published_when_the_tokens_come() -> None:
-    world = World()
-    engine = world.engine()
-    engine.admit(1, range(7))
-    engine.step(engine.growth(1, num_slots=1))
-    engine.run_all()
-    engine.submit(engine.receipts)
+    engine = written_without_tokens()
     prompt = [*range(7), 1, 9]
     assert engine.lookup(prompt) == 0
     engine.submit(deferred=True)
     assert engine.lookup(prompt) == 8
     engine.submit(deferred=ops.deferred_tokens([1], [1], [7], [1], [1]))  # again: nothing new
+    engine = written_without_tokens()
+    engine.step(engine.growth(1, [7]), ops.free([1]))
+    assert engine.lookup(range(9)) == 8, "an append may bring them, in the step that frees it"
+
+
+def written_without_tokens() -> Engine:
+    """Sequence 1 knows tokens 0 to 6, and a slot more of it is written."""
+    engine = World().engine()
+    engine.admit(1, range(7))
+    engine.step(engine.growth(1, num_slots=1))
+    engine.run_all()
+    receipts, engine.receipts = engine.receipts, []
+    engine.submit(receipts)
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -100,13 +106,12 @@ def test_wrong_deferred_tokens_fail_the_request_and_name_their_column(
 
 
 def test_one_wrong_item_spoils_the_others_and_nothing_is_known() -> None:
-    world = World()
-    engine = world.engine()
+    engine = World().engine()
     engine.admit(1, range(6))
     second = engine.number + 1
     engine.admit(2, range(6))
     engine.send(engine.growth(1, num_slots=2), engine.growth(2, num_slots=2))
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     message = ops.deferred_tokens([1, 2], [1, 9], [6, 6], [1, 1], [6, 6])
     with pytest.raises(SequenceNotFoundError):
         take_deferred_tokens(session, message, max_items=2)

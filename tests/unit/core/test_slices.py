@@ -11,7 +11,6 @@ import pytest
 from control_plane import queries
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
-from control_plane.sessions.session import Session
 from control_plane.steps import abort, operations, plans, receipts, requests, slices
 from control_plane.steps.answers import StepAnswer
 from kvplane import ops
@@ -19,9 +18,9 @@ from kvplane.errors import SessionNotFoundError
 from kvplane.slices import Slices, run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.core.core_messages import receipt_of
 from tests.helpers.core.core_model import LATER, Engine, World, status_of
 
 SEVERAL = 24
@@ -43,6 +42,14 @@ def in_slices(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any,
             between()
 
     return answer
+
+
+def a_step(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
+    """The next step, with the receipts of all plans that have run."""
+    number, receipts = engine.number + 1, engine.receipts
+    return cpb.StepRequest(
+        session=engine.ref, number=number, operations=operations, receipts=receipts
+    )
 
 
 def make_small(patch: pytest.MonkeyPatch) -> None:
@@ -98,27 +105,6 @@ def written(answer: StepAnswer) -> cpb.StepResponse:
     return response
 
 
-def copied(message: Any) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy
-
-
-def receipt(session: Session, number: int) -> tpb.SignedPayload:
-    """The data plane's, of a plan in flight."""
-    payload = plan_pb2.Receipt(
-        version=session.payload_version,
-        session=session.ref,
-        pool_id=session.pool.id,
-        shard_index=0,
-        epoch=session.epochs[0],
-        plan_number=number,
-        plan_digest=session.plans[number].digest,
-    ).SerializeToString(deterministic=True)
-    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
-    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
-
-
 def walked(seed: int) -> tuple[list[Any], int]:
     """What a walk's requests are answered, and how often something else could run."""
     rng, world = random.Random(seed), World(num_device=40, num_host=24)
@@ -133,12 +119,12 @@ def walked(seed: int) -> tuple[list[Any], int]:
     def send(request: Any) -> None:
         request.session.CopyFrom(engine.ref)
         request.number = len(answers) + 1
-        session = world.core.sessions.by_id[engine.id]
+        session = engine.session
         if rng.random() < 0.5:
             ran = [*session.plans][: rng.randint(0, 4)]
             if isinstance(request, cpb.AbortPlansRequest):
                 ran = [number for number in ran if number < request.plan_number]
-            request.receipts.extend(receipt(session, number) for number in ran)
+            request.receipts.extend(receipt_of(session, number) for number in ran)
         done = answer(request, "tenant")
         again = (
             world.core.step(request, "tenant")
@@ -146,7 +132,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
             else world.core.abort_plans(request, "tenant")
         )
         assert again == done, "the same number, the same answer"
-        done = copied(done)
+        done = type(done).FromString(done.SerializeToString())
         if done.HasField("plan"):
             assert session.plans[request.number].digest == signing.digest(done.plan.payload)
             done.plan.ClearField("signature")  # with the pool's random key
@@ -154,7 +140,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
 
     send(cpb.StepRequest(operations=[ops.admit(i, range(4 * i)) for i in range(1, 6)]))
     for _ in range(SEVERAL):
-        session = world.core.sessions.by_id[engine.id]
+        session = engine.session
         states = queries.states(session)
         ids = columns.read(INT64, states.sequence_ids, "ids")
         ends = columns.read(INT32, states.num_scheduled_tokens, "ends")
@@ -174,7 +160,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
     return answers, num_between
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_request_in_slices_is_answered_as_in_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,8 +183,7 @@ def test_others_step_between_the_slices() -> None:
         other.send(other.growth(1, [other.number], 1))
 
     admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
-    request = cpb.StepRequest(session=engine.ref, number=1, operations=admits)
-    response = in_slices(world.core, between)(request, "tenant")
+    response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
     assert not any(result.failures for result in response.results)
     assert other.number - before == 6, "after each operation"
     request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=2)
@@ -215,16 +200,15 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
     other.admit(1, range(40))
     admits = [ops.admit(i, range(20 * i, 20 * i + 16)) for i in (2, 3)]
     engine.step(ops.admit(1, range(500, 540), wait=True))
-    assert engine.waiting
+    assert engine.session.queued is not None
 
     def between() -> None:
-        if other.sequences:
+        if other.session.native.has_sequence(other.session.handle, 1):
             other.send(ops.free([1]))
             other.settle()
         assert engine.id not in {i for i, _ in world.core.take_notices()}
 
-    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
-    response = in_slices(world.core, between)(request, "tenant")
+    response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
     other.settle()
     assert [status_of(result) for result in response.results] == [LATER, LATER]
     assert response.news.granted_sequence_ids or world.core.take_notices()
@@ -236,41 +220,15 @@ def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
     engine, other = world.engine(), world.engine()
     engine.admit(1, range(40))
     other.step(ops.admit(5, range(1000, 1030), wait=True))
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     admits = [ops.admit(i, range(20 * i, 20 * i + 16)) for i in (2, 3)]
-    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1, operations=admits)
-    left = world.core.run(request, "tenant")
+    left = world.core.run(a_step(engine, *admits), "tenant")
     next(left)
-    for _ in range(160):  # 40 s in steps so short that nothing concludes that the process slept
-        world.clock.now += 0.25
-        world.core.tick()
-        engine.renew()
-        other.renew()
-        assert session.native.has_sequence(session.handle, 1)
+    world.pass_time(40, engine, other)
+    assert session.native.has_sequence(session.handle, 1)
     run_to_end(left)
     assert not session.native.has_sequence(session.handle, 1), "before its next request"
     world.core.check_integrity()
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("num_slices", [1, 2, 6])
-def test_a_session_may_end_between_the_slices(num_slices: int) -> None:
-    world = World(num_device=64)
-    engine = world.engine()
-    engine.admit(9, range(100, 130))
-    admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
-    number = engine.number + 1
-    request = cpb.StepRequest(session=engine.ref, number=number, operations=admits)
-    left = world.core.run(request, "tenant")
-    for _ in range(num_slices):
-        next(left)
-    world.core.close_session(engine.ref, "tenant")
-    world.core.check_integrity()
-    with pytest.raises(SessionNotFoundError):
-        next(left)
-    finish_work(world)
-    assert world.usage()["held"] == world.usage()["retired"] == 0
-    assert world.engine().cached(1, range(100, 130)) == 24, "the queue goes on"
 
 
 @pytest.mark.usefixtures("small")
@@ -284,7 +242,7 @@ def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool)
     world.clock.now += 8.0
     other.admit(1, range(3))
     world.clock.now += 4.0
-    world.tick()
+    world.core.tick()
     if is_fenced_first:
         world.pump()
     num_slices = 0
@@ -310,15 +268,13 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     world = World(num_device=64)
     engine, other = world.engine(), world.engine()
     engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
-    session = world.core.sessions.by_id[engine.id]
+    session = engine.session
     found: list[int] = []
 
     def between() -> None:
         found.append(sum(other.lookup(range(20 * i, 20 * i + 20)) > 0 for i in SIX))
 
-    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1)
-    request.receipts.extend(engine.receipts)
-    in_slices(world.core, between)(request, "tenant")
+    in_slices(world.core, between)(a_step(engine), "tenant")
     assert found == [1, 2, 3, 4, 5], "after each sequence"
     found.clear()
     request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=engine.number + 2)
@@ -327,6 +283,58 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     assert len(found) == 2 + 1 + 5 + num_chunks
     digest = signing.digest(response.plan.payload)
     assert session.plans[engine.number + 2].digest == digest
+
+
+SIX_MORE = [ops.admit(6 + i, range(20 * i + 200, 20 * i + 220)) for i in SIX]
+OUT = ops.swap([*SIX], "host")
+
+
+def an_abort(engine: Engine, *operations: cpb.Operation) -> cpb.AbortPlansRequest:
+    """An abort of a step of these operations."""
+    engine.step(*operations)
+    number = engine.number
+    return cpb.AbortPlansRequest(session=engine.ref, number=number + 1, plan_number=number)
+
+
+def receipts_of(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
+    engine.step(*operations)
+    engine.run_all()
+    return a_step(engine)
+
+
+def receipts_of_what_is_freed(engine: Engine) -> cpb.StepRequest:
+    engine.step(*SIX_MORE)
+    engine.run_all()
+    engine.step(ops.free([9]))
+    return a_step(engine)
+
+
+def a_step_after_an_abort(engine: Engine) -> cpb.StepRequest:
+    engine.step(OUT)
+    engine.abort(engine.number)
+    return a_step(engine, OUT)
+
+
+ENDED: dict[str, tuple[Callable[[Engine], Any], int]] = {
+    "admissions": (lambda engine: a_step(engine, *SIX_MORE), 5),
+    "an abort of admissions": (lambda engine: an_abort(engine, *SIX_MORE), 6),
+    "receipts": (receipts_of_what_is_freed, 4),
+    "swap": (lambda engine: a_step(engine, OUT), 12),
+    "an abort of a swap": (lambda engine: an_abort(engine, OUT), 12),
+    "a receipt of a swap": (lambda engine: receipts_of(engine, OUT), 12),
+    "a step after an abort": (a_step_after_an_abort, 12),
+}
+"""Requests of a session of six sequences, and more slices than this that each takes."""
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ENDED)
+def test_a_session_may_end_between_the_slices(kind: str) -> None:
+    request, more_than = ENDED[kind]
+    num_slices = 1
+    while ends_within(request, num_slices):
+        num_slices += 1
+    assert num_slices > more_than
 
 
 def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
@@ -352,78 +360,15 @@ def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
         next(left)
     other.send(ops.free([1]))
     other.settle()
-    finish_work(world)
-    for tier in (tpb.TIER_DEVICE, tpb.TIER_HOST):
-        usage = world.usage(tier)
-        assert usage["held"] == usage["retired"] == 0
-    return True
-
-
-@pytest.mark.usefixtures("small")
-def test_a_session_may_end_while_its_plans_are_aborted() -> None:
-    def request(engine: Engine) -> Any:
-        engine.step(*(ops.admit(6 + i, range(20 * i + 200, 20 * i + 220)) for i in SIX))
-        plan, number = engine.number, engine.number + 1
-        return cpb.AbortPlansRequest(session=engine.ref, number=number, plan_number=plan)
-
-    num_slices = 1
-    while ends_within(request, num_slices):
-        num_slices += 1
-    assert num_slices > 6
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kind", ["swap", "abort", "receipt", "step_after_an_abort"])
-def test_a_session_may_end_while_many_blocks_are_swapped(kind: str) -> None:
-    out = ops.swap([*SIX], "host")
-
-    def request(engine: Engine) -> Any:
-        if kind != "swap":
-            engine.step(out)
-        number = engine.number + 1
-        if kind == "receipt":
-            engine.run_all()
-            made = cpb.StepRequest(session=engine.ref, number=number)
-            made.receipts.extend(engine.receipts)
-            return made
-        if kind == "abort":
-            return cpb.AbortPlansRequest(session=engine.ref, number=number, plan_number=number - 1)
-        if kind == "step_after_an_abort":
-            engine.abort(engine.number)
-            number += 1
-        return cpb.StepRequest(session=engine.ref, number=number, operations=[out])
-
-    num_slices = 1
-    while ends_within(request, num_slices):
-        num_slices += 1
-    assert num_slices > 12
-
-
-@pytest.mark.usefixtures("small")
-def test_a_session_may_end_while_its_receipts_are_taken() -> None:
-    world = World(num_device=64)
-    engine, other = world.engine(), world.engine()
-    engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)))
-    engine.step(ops.free([3]))
-    request = cpb.StepRequest(session=engine.ref, number=engine.number + 1)
-    request.receipts.extend(engine.receipts)
-    left = world.core.run(request, "tenant")
-    for _ in range(3):
-        next(left)
-    world.core.close_session(engine.ref, "tenant")
-    world.core.check_integrity()
-    with pytest.raises(SessionNotFoundError):
-        next(left)
-    finish_work(world)
-    assert world.usage()["held"] == world.usage()["retired"] == 0
-    assert other.lookup(range(20, 40)) == 16, "what was taken stays"
-
-
-def finish_work(world: World) -> None:
     world.core.take_notified()
     while world.core.work():
         world.core.check_integrity()
     world.pump()
+    for tier in (tpb.TIER_DEVICE, tpb.TIER_HOST):
+        usage = world.usage(tier)
+        assert usage["held"] == usage["retired"] == 0
+    world.engine().cached(1, range(500, 520))  # the queue goes on
+    return True
 
 
 @pytest.mark.usefixtures("small")
