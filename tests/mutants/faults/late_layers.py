@@ -14,7 +14,7 @@ STREAM = "data_plane/server/execute_stream.py"
 SERVER = "data_plane/server/local/layer_server.py"
 EXECUTION = "kvplane/execution/shard_execution.py"
 
-RUNNER = "tests/unit/executor/test_layer_runner.py"
+LAYERS = "tests/unit/executor/test_layers.py"
 
 WAYS = ("gRPC", "shared", "bound")
 CHECKS = {
@@ -55,6 +55,12 @@ CHECKS = {
         "has_ended",
     ),
 }
+# Where the embedded engine's case has another name.
+EMBEDDED = {
+    "published_since": "refused_for and published",
+    "another_session": "refused_for and taken",
+    "has_ended": "refused_for and ended",
+}
 
 FAULTS = (
     *(
@@ -63,7 +69,7 @@ FAULTS = (
         for way in WAYS
     ),
     *(
-        Fault(f"{name}, embedded", file, old, new, RUNNER, test)
+        Fault(f"{name}, embedded", file, old, new, LAYERS, EMBEDDED.get(test, test))
         for name, (file, old, new, test) in CHECKS.items()
     ),
     *(
