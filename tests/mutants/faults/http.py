@@ -6,7 +6,8 @@ from tests.mutants.fault import Fault
 
 SERVER, REQUESTS = "kvplane/serving/http_server.py", "kvplane/serving/http_requests.py"
 OPEN, BUDGET = (f"kvplane/serving/limits/{n}.py" for n in ("open_requests", "receive_budget"))
-CLIENTS, ENGINES = (f"tests/attacks/test_http_{n}.py" for n in ("clients", "engines"))
+CLIENTS = "tests/attacks/test_http_clients.py"
+ENGINES = "integrations/router/tests/test_router_engines.py"
 BOUND = "limit_concurrency=most_connections(),"
 BODIES = f"{CLIENTS}::test_bodies_take_no_more_memory_than_is_set"
 LISTS = f"{ENGINES}::test_a_list_of_models_is_read_in_time_and_in_bounds"
