@@ -27,7 +27,7 @@ from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
 from tests.helpers.data.unary_client import UnaryClient
-from tests.helpers.flaky_proxy import FlakyProxy
+from tests.helpers.lossy_link import LossyLink
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
@@ -113,13 +113,13 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
 
     undisturbed = await outputs(data, lambda: None)
     async with (
-        FlakyProxy(planes.data.address) as proxy,
+        LossyLink(planes.data.address) as proxy,
         DataClient(proxy.address, shared_memory=False) as disturbed,
     ):
         loop = asyncio.get_running_loop()
 
         def break_soon() -> None:
-            loop.call_later(random.uniform(0, 0.005), proxy.hold_answers)
+            loop.call_later(random.uniform(0, 0.005), proxy.hold, "answers")
             loop.call_later(random.uniform(0.005, 0.01), proxy.cut)
 
         assert await outputs(disturbed, break_soon) == undisturbed
@@ -131,14 +131,14 @@ async def test_a_last_layers_lost_answer_and_receipt_are_got_again(
 ) -> None:
     plan = (await session.run(ops.admit(1, [5] * 12))).plan
     async with (
-        FlakyProxy(planes.data.address) as proxy,
+        LossyLink(planes.data.address) as proxy,
         DataClient(proxy.address, shared_memory=False) as data,
         await data.open(session.grant) as execution,
     ):
         await execution.start(plan)
         await execution.layer(0, *inputs(12, 0))
         expected = await execution.layer(1, *inputs(12, 0))
-        proxy.hold_answers()
+        proxy.hold("answers")
         last = asyncio.create_task(execution.layer(2, *inputs(12, 0)))
         await asyncio.sleep(0.2)
         assert not last.done()
