@@ -9,6 +9,7 @@ OPEN, BUDGET = (f"kvplane/serving/limits/{n}.py" for n in ("open_requests", "rec
 CLIENTS = "tests/attacks/test_http_clients.py"
 ENGINES = "integrations/router/tests/test_router_engines.py"
 BOUND = "limit_concurrency=most_connections(),"
+CLOSED = f"{CLIENTS}::test_a_connection_that_says_no_more_is_answered_and_closed"
 BODIES = f"{CLIENTS}::test_bodies_take_no_more_memory_than_is_set"
 LISTS = f"{ENGINES}::test_a_list_of_models_is_read_in_time_and_in_bounds"
 
@@ -20,14 +21,14 @@ FAULTS = tuple(
             SERVER,
             BOUND,
             f"timeout_keep_alive=3600, {BOUND}",
-            f"{CLIENTS}::test_an_idle_connection_is_closed_after_an_answer",
+            f"{CLOSED}[idle_after_an_answer]",
         ),
         (
             "heads_have_any_length",
             SERVER,
             BOUND,
             f"h11_max_incomplete_event_size=1 << 40, {BOUND}",
-            f"{CLIENTS}::test_a_head_without_end_is_refused",
+            f"{CLOSED}[head_without_end]",
         ),
         (
             "bodies_are_waited_for",
