@@ -304,7 +304,21 @@ def apart(backend: Kernels, batch: Batch) -> Answer:
     return other.paged_attention(batch.to_attend(), lse=lse), lse
 
 
-@pytest.mark.parametrize("case", SHARING, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [
+        pytest.param(
+            name,
+            case,
+            id=f"{name}-{case}",
+            # Every second one is emulated at night only.
+            marks=[pytest.mark.nightly] if name == "emulated" and i % 2 else [],
+        )
+        for i, case in enumerate(SHARING)
+        for name in ALL
+    ],
+    indirect=["backend"],
+)
 def test_sharing_threads_and_the_batch_change_no_bit(backend: Kernels, case: Case) -> None:
     is_device = isinstance(backend, DeviceBackend)
     batch = sharing(replace(case, lens=OF_DEVICE if is_device else OF_CPU), 12 if is_device else 68)
