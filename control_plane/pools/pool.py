@@ -203,7 +203,7 @@ class Pool:
     def _adopt(self, groups: list[NativePool]) -> None:
         self._earlier_counters = self._count()
         self._earlier_times = self._block_times()
-        self._earlier_revision += self._revision
+        self._earlier_revision += self.primary.revision
         self.releasing.clear()
         self.shards.ended = {ended.ref.session_id: ended for ended in self.shards.unfenced()}
         for ended in self.shards.ended.values():
@@ -337,11 +337,7 @@ class Pool:
 
     def revision(self) -> int:
         """Return the number of changes to the prefix index so far, plus 1."""
-        return self._earlier_revision + self._revision
-
-    @property
-    def _revision(self) -> int:
-        return self.primary.revision
+        return self._earlier_revision + self.primary.revision
 
     def revision_of(self, native_revision: int) -> int:
         """Convert a revision of the present core to the pool's."""

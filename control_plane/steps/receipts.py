@@ -36,7 +36,7 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
     """
     if not payloads:
         return
-    highest = list(session.receipted)
+    highest = [*session.receipted]
     for i, signed in enumerate(payloads):
         if i and i % SLICE_RECEIPTS == 0:
             yield
@@ -49,12 +49,15 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
             _, number, shard = expected
         else:
             number, shard = _checked(session, signed, f"receipts[{i}]")
-        if number in session.plans:
-            highest[shard] = max(number, highest[shard])
-    is_news = min(highest) > session.done
-    apply_receipts(session, highest)
-    while is_news and session.native.receipted(session.handle, session.done, SLICE_BLOCKS):
-        yield
+        if number > highest[shard] and number in session.plans:
+            highest[shard] = number
+    session.receipted = highest
+    done = min(highest)
+    if done > session.done:
+        session.done = done
+        session.drop_plans([number for number in session.plans if number <= done])
+        while session.native.receipted(session.handle, done, SLICE_BLOCKS):
+            yield
 
 
 def _checked(session: Session, signed: tpb.SignedPayload, at: str) -> tuple[int, int]:
@@ -96,10 +99,3 @@ def _check(session: Session, receipt: plan_pb2.Receipt, payload: bytes, at: str)
     record = session.plans.get(receipt.plan_number)
     if record is not None and receipt.plan_digest != record.digest:
         raise BadSignatureError("is of another plan", field=f"{at}.plan_digest")
-
-
-def apply_receipts(session: Session, highest: list[int]) -> None:
-    """Record the highest plan that each shard has run, by its index; not in the native core."""
-    session.receipted = highest
-    session.done = done = max(session.done, min(highest))
-    session.drop_plans([number for number in session.plans if number <= done])
