@@ -7,7 +7,7 @@ the notified sessions, and serialise the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -16,11 +16,9 @@ from benchmarks.control_plane.engine import Engine
 from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
-from kvplane import ops
 from kvplane.slices import run_to_end
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
-from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 
 TENANT: Final = "tenant"
@@ -38,8 +36,6 @@ class CorePool:
         self._num_engines = 0
         self.on_outgoing: Callable[[list[rpb.RegisterResponse]], None] = lambda outgoing: None
         """Gets the messages for the data plane."""
-        self.announce_s: list[float] = []
-        """Seconds that it took to send the data plane a step's publications, after its answer."""
 
     def report(self, part: bytes) -> float:
         """Take a part of the data plane's report, serialised; return the thread's seconds."""
@@ -56,16 +52,6 @@ class CorePool:
         self.core.work()
         return time.thread_time() - began
 
-    def forget(self, token_ids: Sequence[int]) -> float:
-        """Forget a prefix; return the call's seconds."""
-        request = ppb.ForgetPrefixesRequest(
-            pool_id=POOL, scope=ppb.FORGET_SCOPE_PREFIX, token_ids=ops.pack_tokens(token_ids)
-        )
-        began = time.thread_time()
-        self.core.forget_prefixes(request, TENANT)
-        self.core.take_notified()
-        return time.thread_time() - began
-
     async def engine(self) -> Engine:
         session = self.core.open_session(messages.open_session(), TENANT).session
         first_id = 1 + 1_000_000 * self._num_engines
@@ -79,15 +65,8 @@ class CorePool:
         self.core.take_notified()
         seconds = time.perf_counter() - began
         answer.settle()
-        self._announce()
+        self.on_outgoing(self.core.take_outgoing(POOL, 0))
         return cpb.StepResponse.FromString(answer.step), seconds
-
-    def _announce(self) -> None:
-        began = time.perf_counter()
-        outgoing = self.core.take_outgoing(POOL, 0)
-        if sum(len(message.SerializeToString()) for message in outgoing):
-            self.announce_s.append(time.perf_counter() - began)
-        self.on_outgoing(outgoing)
 
     async def abort(self, request: cpb.AbortPlansRequest) -> float:
         data = request.SerializeToString()
@@ -96,12 +75,8 @@ class CorePool:
         self.core.take_notified()
         answer.SerializeToString()
         seconds = time.perf_counter() - began
-        self._announce()
+        self.on_outgoing(self.core.take_outgoing(POOL, 0))
         return seconds
-
-    def num_touched(self) -> int:
-        """Return how often a block of the pool or an entry of its index was looked at so far."""
-        return sum(group.num_touched for group in self.core._pools[POOL].groups)
 
     def description(self) -> pool_pb2.GetPoolResponse:
         """Return the pool's present description."""

@@ -26,7 +26,7 @@ import uvloop
 
 from benchmarks.common.report import machine, said, save
 from benchmarks.common.timing import drop_leftovers
-from benchmarks.control_plane import prompts, rates, rebuild, scale, slices
+from benchmarks.control_plane import memory, prompts, rates, rebuild, slices
 from benchmarks.control_plane.engine import World
 from benchmarks.control_plane.in_process import InProcess
 from benchmarks.control_plane.over_grpc import OverGrpc
@@ -50,25 +50,18 @@ class Case:
 CASES: Final = (
     Case("hit_in_use_32k", prompts.hit_in_use_32k),
     Case("miss_32k", prompts.miss_32k),
-    Case("announce_32k", prompts.announce_32k, CORE),
     Case("hit_free_32k_pool100k", prompts.hit_free_32k_pool100k),
     Case("empty_step", prompts.empty_step),
     Case("decode_step_256", prompts.decode_step_256),
-    Case("fork_2048_blocks", prompts.fork_2048_blocks),
     Case("swap_2048_blocks", prompts.swap_2048_blocks),
     Case("abort_256x2048", prompts.abort_256x2048),
-    Case("truncate", prompts.truncate),
     *(
         Case(rates.rate_name(num), partial(rates.steps_per_s, num_engines=num))
         for num in (1, 8, 64)
     ),
-    Case("steps_per_s_64_engines_paced", rates.steps_per_s_paced, GRPC),
-    Case("steps_per_s_1_engine_ahead", rates.steps_per_s_1_engine_ahead, GRPC),
     Case("decode_beside_32k_admissions", rates.decode_beside_32k_admissions, GRPC),
-    Case("scale", scale.scale, CORE),
     Case("rebuild_1M_blocks", rebuild.rebuild_1m_blocks),
-    Case("memory", scale.memory, CORE),
-    Case("memory_per_session", scale.memory_per_session, CORE),
+    Case("memory", memory.memory, CORE),
     Case("slices", slices.slices, CORE),
 )
 
@@ -90,7 +83,7 @@ def main() -> None:
     if not rows:
         parser.error(f"--only {arguments.only}: no case has such a name")
     print(said(described))
-    print(table(rows))
+    print(*table(rows), sep="\n")
     save(arguments.json, {"machine": described, "quick": arguments.quick, "rows": rows})
     print(f"saved to {arguments.json}")
 

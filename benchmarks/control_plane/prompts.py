@@ -1,18 +1,15 @@
-"""Cases that admit, free, fork and swap prompts of 32,768 tokens, and decode steps."""
+"""Cases that admit, free, swap and abort prompts of 32,768 tokens, and decode steps."""
 
 from __future__ import annotations
 
 from benchmarks.control_plane.engine import Engine, World
-from benchmarks.control_plane.in_process import CorePool
-from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, Decoding, prompt
+from benchmarks.control_plane.messages import Decoding, prompt
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 
 _NUM_HELD_PROMPTS = 4
 _NUM_DECODING = 256
-_NUM_COMPUTED_TOKENS = 5
-_NUM_ACCEPTED_TOKENS = 2
 _NUM_PLANS_IN_FLIGHT = 4  # as many as a control plane allows a session
 
 
@@ -77,41 +74,6 @@ async def decode_step_256(world: World, sizes: Sizes) -> list[Row]:
         return [Row.of_seconds("decode_step_256", seconds)]
 
 
-async def truncate(world: World, sizes: Sizes) -> list[Row]:
-    """Shorten each of 256 sequences by 3 of 5 tokens that the step before computed; the step
-    carries that step's receipt.
-    """
-    async with world.pool(sizes.num_pool_blocks) as pool:
-        engine = await pool.engine()
-        ids = engine.new_ids(_NUM_DECODING)
-        lengths = [BLOCK_SIZE_TOKENS + i % BLOCK_SIZE_TOKENS for i in range(len(ids))]
-        pairs = zip(ids, lengths, strict=True)
-        await engine.step(*[ops.admit(i, prompt(i, length)) for i, length in pairs])
-        num = _NUM_COMPUTED_TOKENS
-        seconds = []
-        for step in range(sizes.num_decode_steps // 2):
-            tokens = range(step, step + num * len(ids))
-            append = ops.append(ids, tokens, num, first_positions=lengths, num_tokens=num)
-            await engine.step(append)
-            lengths = [length + _NUM_ACCEPTED_TOKENS for length in lengths]
-            seconds.append(await engine.step(ops.truncate(ids, lengths)))
-        return [Row.of_seconds("truncate", seconds)]
-
-
-async def fork_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
-    """Fork a sequence that ends inside a block."""
-    async with world.pool(sizes.num_pool_blocks) as pool:
-        engine = await pool.engine()
-        (parent,) = engine.new_ids(1)
-        await engine.step(ops.admit(parent, prompt(parent, sizes.prompt_tokens - 1)))
-        await engine.settle()
-        seconds = []
-        for child in engine.new_ids(sizes.num_prompts):
-            seconds.append(await engine.step(ops.fork(parent, child)))
-            await engine.step(ops.free([child]))
-        return [Row.of_seconds("fork_2048_blocks", seconds)]
-
-
 async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
     """Swap a sequence out and in again; each step carries the receipt of the one before."""
     async with world.pool(sizes.num_pool_blocks, 4 * sizes.prompt_blocks) as pool:
@@ -133,8 +95,7 @@ async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
 
 async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
     """Abort a decode step of 256 sequences of 2,048 blocks each; the next step's plan has all
-    tables whole. Before that, once, abort the admissions themselves; the next step computes all
-    prompts again.
+    tables whole. Before that the admissions are aborted once, and all prompts computed again.
     """
     name, num = "abort_256x2048", sizes.num_aborted_sequences
     num_blocks = num * (sizes.prompt_blocks + 1)
@@ -146,10 +107,10 @@ async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
         share = num // _NUM_PLANS_IN_FLIGHT
         for i in range(0, num, share):
             await engine.step(*admits[i : i + share], is_receipted=False)
-        admits_s = await engine.abort()
+        await engine.abort()
         length = sizes.prompt_tokens
         again = ops.append(ids, b"".join(prompts), length, first_positions=0, num_tokens=length)
-        again_s = await engine.step(again)
+        await engine.step(again)
         position = length
         abort_s, next_s = [], []
         for _ in range(sizes.num_aborts):
@@ -163,21 +124,7 @@ async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
         Row.of_seconds(name, both_s),
         Row.of_seconds(f"{name}/abort", abort_s),
         Row.of_seconds(f"{name}/next_step", next_s),
-        Row.of_seconds(f"{name}/abort_of_admissions", [admits_s]),
-        Row.of_seconds(f"{name}/computed_again", [again_s]),
     ]
-
-
-async def announce_32k(world: World, sizes: Sizes) -> list[Row]:
-    """Collect and serialise the publications of a prompt for the data plane, after the answer."""
-    async with world.pool(sizes.num_pool_blocks) as pool:
-        assert isinstance(pool, CorePool), "measured in process only"
-        engine = await pool.engine()
-        for sequence_id in engine.new_ids(sizes.num_prompts):
-            await engine.step(ops.admit(sequence_id, prompt(sequence_id, sizes.prompt_tokens)))
-            await engine.settle()
-            await engine.step(ops.free([sequence_id]))
-    return [Row.of_seconds("announce_32k", pool.announce_s)]
 
 
 async def _hits(name: str, engine: Engine, seeds: list[int], sizes: Sizes) -> Row:

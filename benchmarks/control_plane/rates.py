@@ -1,8 +1,7 @@
 """Steps per second of 64 sequences with many engines, and one engine beside another's prompts.
 
 Over gRPC the engines are spread over processes of their own, one fewer than there are cores. Each
-sends its next step when it has the answer to the last one. An engine that plans ahead sends it when
-it has the answer to the one before the last; a paced engine also waits until the step is due.
+sends its next step when it has the answer to the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import uvloop
@@ -33,8 +32,6 @@ from kvplane.wire.v1 import session_pb2 as cpb
 NUM_SEQUENCES: Final = 64
 _NUM_POOL_BLOCKS: Final = 100_000  # 64 engines hold 74,000 at the end of a round
 _STEPS_PER_ROUND: Final = 256  # after which its sequences are freed and new ones are admitted
-_NUM_PACED_ENGINES: Final = 64
-_PACED_STEPS_PER_S: Final = 5_000
 _NUM_WINDOWS: Final = 20
 _BARRIER_TIMEOUT_S: Final = 120.0
 
@@ -42,8 +39,7 @@ _BARRIER_TIMEOUT_S: Final = 120.0
 @dataclass(frozen=True)
 class Client:
     """The work of one client process. ``prompt_tokens``: length of prompts admitted without pause;
-    0 for decode steps. ``num_steps_ahead``: most unanswered steps of an engine. ``period_s``:
-    seconds between an engine's due times; 0: a step is due at once.
+    0 for decode steps.
     """
 
     address: str
@@ -52,8 +48,6 @@ class Client:
     num_engines: int
     seconds: float
     prompt_tokens: int = 0
-    num_steps_ahead: int = 1
-    period_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,19 +88,6 @@ async def steps_per_s(world: World, sizes: Sizes, num_engines: int) -> list[Row]
     return [_rate(name, samples), _latencies(f"{name}/latency", samples)]
 
 
-async def steps_per_s_paced(world: World, sizes: Sizes) -> list[Row]:
-    """Measure decode steps of 64 sequences each, 5,000 a second over all engines. A step that is
-    sent late, because the one before had no answer, counts from when it was due.
-    """
-    assert isinstance(world, OverGrpc), "measured over gRPC only"
-    name = f"{rate_name(_NUM_PACED_ENGINES)}_paced"
-    period_s = _NUM_PACED_ENGINES / _PACED_STEPS_PER_S
-    async with world.pool(2 * _NUM_POOL_BLOCKS) as pool:
-        clients = _clients(pool, sizes, _NUM_PACED_ENGINES)
-        samples = await _run([replace(client, period_s=period_s) for client in clients])
-    return [_rate(name, samples), _latencies(f"{name}/latency", samples)]
-
-
 def _clients(pool: Connection, sizes: Sizes, num_engines: int) -> list[Client]:
     """Return the clients that the engines are spread over."""
     num_processes = max(1, min(num_engines, (os.cpu_count() or 2) - 1))
@@ -116,18 +97,6 @@ def _clients(pool: Connection, sizes: Sizes, num_engines: int) -> list[Client]:
         Client(pool.address, pool.key, first, num, sizes.rate_s)
         for first, num in zip(firsts, shares, strict=False)
     ]
-
-
-async def steps_per_s_1_engine_ahead(world: World, sizes: Sizes) -> list[Row]:
-    """Measure decode steps of 64 sequences of one engine that sends a step while the one before is
-    planned, as engines do that plan the next step while this one computes.
-    """
-    assert isinstance(world, OverGrpc), "measured over gRPC only"
-    name = f"{rate_name(1)}_ahead"
-    async with world.pool(_NUM_POOL_BLOCKS) as pool:
-        client = Client(pool.address, pool.key, 0, 1, sizes.rate_s, num_steps_ahead=2)
-        samples = await _run([client])
-    return [_rate(name, samples), _latencies(f"{name}/latency", samples)]
 
 
 async def decode_beside_32k_admissions(world: World, sizes: Sizes) -> list[Row]:
@@ -182,14 +151,9 @@ async def _drive(client: Client) -> Samples:
         _barrier.wait(_BARRIER_TIMEOUT_S)
         begin_s = time.perf_counter()
         samples = Samples(begin_s, begin_s + client.seconds, array("d"), array("d"))
-        if client.period_s:
+        if is_decoding:
             pairs = zip(engines, decodings, strict=True)
-            first = itertools.count(begin_s, client.period_s / len(engines))
-            loops = [_decode_paced(*pair, samples, client.period_s, next(first)) for pair in pairs]
-        elif is_decoding:
-            pairs = zip(engines, decodings, strict=True)
-            num_ahead = client.num_steps_ahead
-            loops = [_decode(engine, decoding, samples, num_ahead) for engine, decoding in pairs]
+            loops = [_decode(engine, decoding, samples) for engine, decoding in pairs]
         else:
             loops = [_admit(engine, client.prompt_tokens, samples) for engine in engines]
         await asyncio.gather(*loops)
@@ -202,28 +166,13 @@ async def _start(engine: Engine) -> Decoding:
     return decoding
 
 
-async def _decode(engine: Engine, decoding: Decoding, samples: Samples, num_ahead: int) -> None:
-    async def some_steps() -> bool:
-        for _ in range(_STEPS_PER_ROUND // num_ahead):
+async def _decode(engine: Engine, decoding: Decoding, samples: Samples) -> None:
+    while True:
+        for _ in range(_STEPS_PER_ROUND):
             if not samples.add(await engine.step(decoding.append())):
-                return False
-        return True
-
-    while all(await asyncio.gather(*(some_steps() for _ in range(num_ahead)))):
+                return
         await engine.step(ops.free(decoding.ids))
         decoding = await _start(engine)
-
-
-async def _decode_paced(
-    engine: Engine, decoding: Decoding, samples: Samples, period_s: float, first_due_s: float
-) -> None:
-    """Decode until the time is over, without freeing: the pool has blocks for all steps."""
-    for due_s in itertools.count(first_due_s, period_s):
-        # Timers have whole milliseconds: a step is sent a little early rather than late.
-        await asyncio.sleep(max(0, int(1e3 * (due_s - time.perf_counter()))) / 1e3)
-        late_s = max(0.0, time.perf_counter() - due_s)
-        if not samples.add(late_s + await engine.step(decoding.append())):
-            return
 
 
 async def _admit(engine: Engine, num_tokens: int, samples: Samples) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from benchmarks.common.report import markdown
 from benchmarks.common.timing import quantile
 
 MICROSECONDS: Final = "us"
@@ -23,12 +24,6 @@ GOALS: Final = {
     "core/rebuild_1M_blocks": 1e6,
     "core/rebuild_1M_blocks/longest_call": 10_000.0,
     "core/resume_1M_blocks/longest_call": 10_000.0,
-    "core/scale_admit_miss/growth": 10.0,
-    "core/scale_admit_hit/growth": 10.0,
-    "core/scale_decode/growth": 10.0,
-    "core/scale_admit_hit_touched/growth": 1.0,
-    "core/scale_admit_miss_touched/growth": 1.0,
-    "core/scale_decode_touched/growth": 1.0,
     "core/abort_256x2048/abort": 5_000.0,
     "core/abort_256x2048/next_step": 5_000.0,
     "grpc/abort_256x2048/abort": 5_000.0,
@@ -41,7 +36,6 @@ GOALS: Final = {
     "grpc/rebuild_1M_blocks/longest_wait": 10_000.0,
     "grpc/resume_1M_blocks/longest_wait": 10_000.0,
     "grpc/steps_per_s_1_engine": 5_000.0,
-    "grpc/steps_per_s_1_engine_ahead": 5_000.0,
     "grpc/steps_per_s_8_engines": 5_000.0,
     "grpc/steps_per_s_64_engines": 5_000.0,
 }
@@ -57,7 +51,6 @@ GOALS_P99: Final = {
         "decode_step_256",
         "steps_per_s_1_engine/latency",
         "steps_per_s_8_engines/latency",
-        "steps_per_s_64_engines_paced/latency",
         "decode_beside_32k_admissions",
     )
 }
@@ -129,32 +122,24 @@ def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, obj
     return best
 
 
-def table(rows: Sequence[dict[str, object]]) -> str:
-    """Return rows of ``as_json`` as lines, with goals beside the figures."""
-    head = ("", "unit", "p50", "goal", "p99", "goal")
-    lines = [head, *map(_cells, rows)]
+def table(rows: Sequence[dict[str, object]]) -> Iterator[str]:
+    """Yield rows of ``as_json`` as lines, with goals beside the figures."""
+    heads = ["", "unit", "p50", "goal", "p99", "goal"]
     if any("median_p50" in row for row in rows):
-        medians = ["median of rounds", *(_number(row["median_p50"]) for row in rows)]
-        lines = [(*line, median) for line, median in zip(lines, medians, strict=True)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+        heads.append("median of rounds")
 
+    def cells(row: dict[str, object]) -> list[str]:
+        return [
+            str(row["name"]),
+            str(row["unit"]),
+            _number(row["p50"]),
+            _goal(row, "p50", "goal"),
+            _number(row["p99"]),
+            _goal(row, "p99", "goal_p99"),
+            *([_number(row["median_p50"])] if "median_p50" in row else []),
+        ]
 
-def _cells(row: dict[str, object]) -> tuple[str, ...]:
-    return (
-        str(row["name"]),
-        str(row["unit"]),
-        _number(row["p50"]),
-        _goal(row, "p50", "goal"),
-        _number(row["p99"]),
-        _goal(row, "p99", "goal_p99"),
-    )
+    return markdown(heads, map(cells, rows))
 
 
 def _goal(row: dict[str, object], figure: str, goal: str) -> str:

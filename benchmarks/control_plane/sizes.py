@@ -27,8 +27,6 @@ class Sizes:
     """How long each rate is measured."""
     num_rate_steps: int = 2_000
     """Steps of each rate in process."""
-    scale_pools: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
-    num_scale_prompts: int = 200
     num_rebuilt_prompts: int = 488
     """Prompts that are rebuilt. They have ``prompt_blocks`` each, a million blocks in all."""
 
@@ -51,7 +49,5 @@ QUICK = Sizes(
     num_prefix_sessions=5,
     rate_s=1.0,
     num_rate_steps=128,
-    scale_pools=(1_000, 5_000),
-    num_scale_prompts=5,
     num_rebuilt_prompts=20,
 )

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common.report import machine, save
-from benchmarks.engine.share import StepTimes, service_share
 from benchmarks.engine.sides import VOCABULARY, Prompts, Side
-from engine.threads import waiting
 from kvplane.sync.short_thread import call_in_short_thread
 
 # Goals for ratios of tokens a second, by batch; None: all batches.
@@ -28,8 +22,6 @@ GOALS: tuple[tuple[str, str, float, tuple[int, ...] | None], ...] = (
     ("remote", "embedded", 0.8, (8,)),
 )
 PREFIX_GOAL = ("embedded", "generate", 2.0)
-# The most that the service's share of a step may be, by model and batch.
-SHARE_GOALS = {("31m", 1): 0.20, ("197m", 8): 0.10}
 # New tokens of each prompt: fewer where a step takes long.
 NUM_NEW = {"tiny": 32, "31m": 48, "197m": 24}
 
@@ -64,8 +56,6 @@ class Row:
     workload: Workload
     seconds: dict[str, list[float]] = field(default_factory=dict)
     num_equal: dict[str, int] = field(default_factory=dict)
-    step_s: dict[str, float] = field(default_factory=dict)
-    """Where a decode step of the embedded engine goes, if it is a side."""
 
     def tokens_per_s(self, side: str) -> float:
         """Return the median run's rate."""
@@ -84,19 +74,11 @@ class Row:
             if side in self.seconds and other in self.seconds
         ]
 
-    @property
-    def share_goal(self) -> float | None:
-        """The most that the service's share may be; None for no goal."""
-        if self.workload.prefix:
-            return None
-        return SHARE_GOALS.get((self.model, self.workload.batch))
-
 
 def measure(
     model: str,
     workload: Workload,
     of: dict[str, Side],
-    times: StepTimes | None,
     num_runs: int,
     first_seed: int,
 ) -> Row:
@@ -116,8 +98,6 @@ def measure(
         if run > 0:
             for name in names:
                 row.num_equal[name] += tokens[name] == tokens[names[0]]
-    if times is not None:
-        row.step_s = times.take(workload.batch)
     return row
 
 
@@ -138,41 +118,13 @@ def print_row(row: Row) -> None:
     print(f"{'  runs with equal tokens':28}" + "".join(f"{each:>15}" for each in equal))
     for what, ratio, goal in row.goals():
         print(f"  {what}: {ratio:.2f} (goal: {goal:.1f})")
-    if row.step_s:
-        goal = "" if row.share_goal is None else f" (goal: at most {row.share_goal:.0%})"
-        print(f"  service: {service_share(row.step_s):.1%} of a step{goal}")
-        parts = (f"{part} {1e3 * seconds:.2f}" for part, seconds in row.step_s.items())
-        print(f"  ms of a step: {', '.join(parts)}")
     sys.stdout.flush()
 
 
-class Rows:
-    """The figures, for programs. The file is complete after each row."""
-
-    def __init__(self, file: Path | None, threads: int, linears: str, *, appends: bool) -> None:
-        """``file``: None for no file. ``appends``: keep the rows that the file has."""
-        self._file, self._threads, self._linears = file, threads, linears
-        self._rows: list[dict[str, Any]] = []
-        if appends and file is not None and file.exists():
-            self._rows = json.loads(file.read_text())["rows"]
-
-    def add(self, row: Row) -> None:
-        """Add a row, and write the file."""
-        self._rows.append(as_json(row, self._threads))
-        described = machine(
-            usable_cpus=len(os.sched_getaffinity(0)),
-            torch=torch.__version__,
-            linears=self._linears,
-        )
-        save(self._file, {"machine": described, "rows": self._rows})
-
-
-def as_json(row: Row, threads: int) -> dict[str, Any]:
-    """Return a row in the file's form."""
+def as_json(row: Row) -> dict[str, Any]:
+    """Return a row for programs."""
     return {
         "model": row.model,
-        "threads": threads,
-        "waiting": waiting(),
         "workload": asdict(row.workload),
         "tokens_per_s": {side: round(row.tokens_per_s(side), 2) for side in row.seconds},
         "seconds": row.seconds,
@@ -181,9 +133,6 @@ def as_json(row: Row, threads: int) -> dict[str, Any]:
             {"what": what, "ratio": round(ratio, 3), "goal": goal}
             for what, ratio, goal in row.goals()
         ],
-        "service_share": service_share(row.step_s) if row.step_s else None,
-        "step_ms": {part: 1e3 * seconds for part, seconds in row.step_s.items()},
-        "service_share_goal": row.share_goal,
     }
 
 

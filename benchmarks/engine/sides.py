@@ -12,7 +12,6 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from benchmarks.engine.share import StepTimes
 from engine import LLM, SamplingParams
 from engine.models.loader import PackedLinear, pack_linears
 from examples.planes import Planes
@@ -60,12 +59,11 @@ def make_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, linears: str) -> PreTrainedModel:
+def load(folder: Path) -> PreTrainedModel:
     """Load a model for transformers' own sides."""
     model: PreTrainedModel = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.train(False)
-    if linears == "packed":
-        pack_linears(model)
+    pack_linears(model)
     return model
 
 
@@ -122,15 +120,12 @@ def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
 
 
 @contextmanager
-def sides(
-    folder: Path, chosen: list[str], threads: int, linears: str
-) -> Iterator[tuple[dict[str, Side], StepTimes | None]]:
-    """Return the chosen sides over one model, all with the same linear layers, and the times of the
-    embedded engine's steps. Models are loaded in threads that end: see ``call_in_short_thread``.
+def sides(folder: Path, chosen: list[str], threads: int) -> Iterator[dict[str, Side]]:
+    """Return the chosen sides over one model, all with the same linear layers. Models are loaded in
+    threads that end: see ``call_in_short_thread``.
     """
-    times = None
     of: dict[str, Side] = {}
-    first = call_in_short_thread(partial(load, folder, linears))
+    first = call_in_short_thread(partial(load, folder))
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
     with ExitStack() as closing:
         planes = closing.enter_context(Planes(folder / "logs", ["--model", str(folder), *blocks]))
@@ -138,10 +133,10 @@ def sides(
             if name == "generate":
                 of[name] = partial(nullcontext, partial(generate, first))
             elif name == "generate_batch":
-                model = call_in_short_thread(partial(load, folder, linears))
+                model = call_in_short_thread(partial(load, folder))
                 of[name] = partial(continuous_batching, share_linears(model, first))
             elif name == "plane_cache":
-                model = share_linears(call_in_short_thread(partial(load, folder, linears)), first)
+                model = share_linears(call_in_short_thread(partial(load, folder)), first)
                 closing.callback(close_planes, model)
                 call_in_short_thread(partial(probe, model))
                 model.set_attn_implementation("kvplane")
@@ -158,15 +153,13 @@ def sides(
                         data_plane=name,
                         num_threads=threads,
                         timeout_s=60.0,
-                        linears=linears,
+                        linears="packed",
                         **own,
                     )
                 )
                 of[name] = partial(nullcontext, partial(answer, closing.enter_context(llm)))
                 share_linears(llm._core._loaded.model, first)
-                if name == "embedded":
-                    times = StepTimes(llm)
-        yield of, times
+        yield of
 
 
 @contextmanager

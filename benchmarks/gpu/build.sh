@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the CUDA module for benchmarks.gpu.first, where no prebuilt one imports. Downloads nothing;
-# lists what is missing first. Needs no GPU if KVPLANE_ARCH is given.
+# Builds the CUDA module for benchmarks.gpu.first, where no prebuilt one imports. Downloads nothing.
+# Needs nvcc, g++, and the Python packages cmake, ninja, pybind11 and scikit-build-core; no GPU if
+# KVPLANE_ARCH is given.
 #
 #   PYTHON          the interpreter that has torch (default: python3)
 #   KVPLANE_WHEELS  a folder of wheels to take missing packages from
@@ -22,7 +23,9 @@ if [ -n "${KVPLANE_WHEELS:-}" ]; then
   "$PYTHON" -m pip install --quiet --no-index --no-deps --upgrade --target "$SITE" \
     "$KVPLANE_WHEELS"/*.whl
 fi
-"$PYTHON" -m benchmarks.gpu.preflight --build-only >&2
+for program in nvcc g++; do
+  command -v "$program" >/dev/null || { say "missing: $program"; exit 2; }
+done
 say "building the CUDA module"
 rm -rf "$BUILD/cmake"
 KVPLANE_CUDA=ON CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) "$PYTHON" -m pip install --quiet --no-index \

@@ -1,14 +1,16 @@
 """Measures the CUDA kernels on this machine's GPU, its bandwidth, and the installed peers.
 
-    python -m benchmarks.gpu.measure [--tiny] [--seconds S] [--out FOLDER]
+    python -m benchmarks.gpu.measure [--tiny | --few] [--seconds S] [--json FILE]
 
 GB/s count each byte that has to be moved once: the keys and values of the contexts for decode,
 reads and writes of a copy, what crosses the link for a swap. Each figure is the median of runs with
 an emptied L2 cache, of replayed graphs except for swaps and links; ``us`` excludes the plan, whose
-time is ``plan_us``: a step makes it once for all layers. Each result is checked
-before it is timed. Rows are saved as they come, to ``<GPU>-<date>.jsonl``; the targets are printed
-last, also when the program is interrupted. ``--tiny`` runs each operation once on a few tokens and
-saves nothing. The exit code is 1 when a result was wrong.
+time is ``plan_us``: a step makes it once for all layers. Each result is checked before it is timed.
+FILE gets a line of JSON for each row as it comes. A line is printed for each batch with the
+data plane's split, and one for each target that a case misses; the targets come last, also when the
+program is interrupted. ``--few`` measures the shapes that say most, with that split alone;
+``--tiny`` runs each operation once on a few tokens. The exit code is 1 when a
+result was wrong.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -35,14 +38,24 @@ from benchmarks.gpu.case import (
     Settings,
     copy_blocks,
     move_pages,
-    native,
     random_bytes,
 )
 from benchmarks.gpu.peers import peers_of
 from benchmarks.gpu.timing import bandwidths, cold_seconds
-from benchmarks.gpu.verdict import SPLIT, is_held, said
 
-SPLITS: Final = (128, 256, 512, 1024, 2048)
+SPLIT: Final = 512  # the data plane's
+SPLITS: Final = (SPLIT, 128, 256, 1024, 2048)
+OF_COPY, OF_READ, OF_LINK = 0.90, 0.93, 0.90
+OVER_PEER, OVER_BF16, OVER_ALONE = 1.05, 1.7, 3.0
+# Those of decode apply to batches of 16 or more sequences of 4096 or more tokens.
+TARGETS: Final = {
+    "copy": f"decode at {OF_COPY:.0%} of copy bandwidth",
+    "peer": f"decode {OVER_PEER} times as fast as the best peer, or at {OF_READ:.0%} of reads",
+    "fp8": f"fp8 decode {OVER_BF16} times as fast as bf16",
+    "shared": f"decode over a shared prefix {OVER_ALONE} times as fast as without sharing",
+    "copies": f"copies at {OF_COPY:.0%} of copy bandwidth",
+    "swaps": f"swaps at {OF_LINK:.0%} of the link",
+}
 MEMORY_SHARE: Final = 0.3  # of free memory, for one case's pages; peers need twice that again
 BLOCK_BYTES: Final = (2 << 20, 128 << 10, 64 << 10, 8 << 10)
 PAGE_BYTES: Final = 64 << 10  # of one layer of an 8B model, 16 tokens
@@ -68,6 +81,17 @@ class Shape:
     @property
     def kind(self) -> str:
         return "shared" if self.shared else "decode" if self.new == 1 else "append"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether decode of this batch has a target."""
+        return self.kind == "decode" and self.batch >= 16 and self.context >= 4096
+
+    def __str__(self) -> str:
+        words = f"{self.kind} {self.batch} × {self.context}, {self.kv_dtype}, "
+        words += f"heads {self.heads}/{self.kv_heads} of {self.head}, blocks of {self.block}"
+        words += f", {self.new} new" if self.new > 1 else ""
+        return words + (f", {self.shared} tokens shared" if self.shared else "")
 
     def case(self) -> Case:
         return Case(
@@ -124,6 +148,12 @@ def appends() -> Iterator[Shape]:
 
 # A long document with many questions about it, and a system prompt. Both in whole splits.
 SHARED: Final = (Shape(128, 32768 + 256, shared=32768), Shape(16, 8192 + 1024, shared=8192))
+FEW: Final = (
+    *((batch, context, 1) for batch in (1, 16, 64) for context in (1024, 8192)),
+    *((1, 131072, 1), (16, 4096, 1), (64, 4096, 1), (256, 1024, 1), (256, 4096, 1)),
+    *((1, 4096, 4096), (8, 1024, 1024), (1, 32768, 32768), (1, 100_000, 64), (16, 4096, 4)),
+)
+"""Sequences, tokens of each, and how many of these are new."""
 TINY: Final = (
     Shape(3, 150, 4, 2, 64),
     Shape(2, 40, 4, 4, 32, 8),
@@ -136,15 +166,20 @@ def with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
     """Yield each shape in bf16 and, right after it, in fp8."""
     for shape in shapes:
         for name in ("bfloat16", "float8_e4m3fn"):
-            yield Shape(**asdict(shape) | {"kv_dtype": name})
+            yield replace(shape, kv_dtype=name)
 
 
 class Measurement:
     """The rows of a run; nothing is started later than ``seconds`` after its start."""
 
-    def __init__(self, log: Log, seconds: float) -> None:
+    def __init__(self, log: Log, seconds: float, splits: Sequence[int] = SPLITS) -> None:
         self.log = log
+        self.mets: dict[str, list[bool]] = defaultdict(list)
+        """For each target whether the measured cases meet it, in their order."""
         self._end_s = time.monotonic() + seconds
+        self._splits = splits
+        self._rates: dict[str, float] = {}  # bytes a second
+        self._bf16: tuple[Shape | None, float] = None, math.inf  # the last one, and its seconds
 
     def attempt(self, about: dict[str, Any], work: Callable[[], None], *, is_ours: bool) -> None:
         """Run ``work``. If it raises, or no time is left, note why the case is left out; errors of
@@ -171,8 +206,8 @@ class Measurement:
         one = 2 * 2 * shape.kv_heads * shape.head * shape.batch * shape.context
         if one > MEMORY_SHARE * torch.cuda.mem_get_info()[0]:
             raise torch.OutOfMemoryError(f"its pages take {one >> 30} GiB")
-        case, kind = shape.case(), shape.kind
-        ours = [(kind, split, True) for split in (SPLITS if kind == "decode" else (SPLIT,))]
+        case, kind, took = shape.case(), shape.kind, dict[str, float]()
+        ours = [(kind, split, True) for split in (self._splits if kind == "decode" else (SPLIT,))]
         ours += [("shared/alone", SPLIT, False)] * bool(shape.shared)
         for name, split, share in ours:
             case.prepare(split=split, share=share and shape.shared > 0)
@@ -187,25 +222,74 @@ class Measurement:
                 self.log.check(name, ok, **about)
                 continue
             about["plan_us"] = 1e6 * cold_seconds(case.plan)
-            self._time(name, case, partial(case.attend, plan), about)
+            seconds = self._time(name, case, partial(case.attend, plan), about)
+            if split == SPLIT:
+                took[name] = seconds
+        peers: dict[str, float] = {}
         for name, make in peers_of(case).items():
             about = {"case": f"{kind}/{name}", **asdict(shape)}
-            self.attempt(about, partial(self._peer, about, case, make), is_ours=False)
+            work = partial(self._peer, about, case, make, peers)
+            self.attempt(about, work, is_ours=False)
+        if kind in took:
+            self._judge(shape, case, took, peers)
+        elif shape.is_held or shape.shared:  # a wrong result meets no target
+            is_bf16 = shape.kv_dtype == "bfloat16"
+            for target in (
+                ("shared",) if shape.shared else ("copy", "peer") if is_bf16 else ("fp8",)
+            ):
+                self.mets[target].append(False)
 
-    def _peer(self, about: dict[str, Any], case: Case, make: Callable[[], Any]) -> None:
+    def _peer(
+        self, about: dict[str, Any], case: Case, make: Callable[[], Any], peers: dict[str, float]
+    ) -> None:
         call = make()
         error = case.errors(call())[0]
         if not error <= MAX_ERRORS[BF16]:
             raise ValueError(f"its result has a relative error of {error:.3g}")
         more = {name: value for name, value in about.items() if name != "case"}
-        self._time(about["case"], case, call, more | {"error": error})
+        peers[about["case"]] = self._time(about["case"], case, call, more | {"error": error})
 
     def _time(
         self, name: str, case: Case, call: Callable[[], object], about: dict[str, Any]
-    ) -> None:
+    ) -> float:
         took = cold_seconds(call)
         rates = {"gb_s": case.kv_bytes / took / 1e9, "tflops": case.flops / took / 1e12}
         self.log.add(case=name, **about, us=took * 1e6, **rates)
+        return took
+
+    def _judge(
+        self, shape: Shape, case: Case, took: dict[str, float], peers: dict[str, float]
+    ) -> None:
+        """Print a batch's line, and compare it with its targets."""
+        ours = took[shape.kind]
+        of_copy, of_read = (case.kv_bytes / ours / self._rates[n] for n in ("copy", "read"))
+        said = f"{shape}: {ours * 1e6:.1f} us, {of_copy:.0%} of copy, {of_read:.0%} of read"
+        said += f", {case.flops / ours / 1e12:.0f} TFLOP/s"
+        over_peer = 0.0
+        if peers:
+            best = min(peers, key=lambda name: peers[name])
+            over_peer = peers[best] / ours
+            said += f", {over_peer:.2f} x {best}"
+        print(said, flush=True)
+        if shape.shared and "shared/alone" in took:
+            self._compare("shared", shape, took["shared/alone"] / ours, OVER_ALONE)
+        if shape.kv_dtype == "bfloat16":
+            self._bf16 = shape, ours
+        if not shape.is_held:
+            return
+        if shape.kv_dtype != "bfloat16":
+            twin, bf16_s = self._bf16
+            if twin == replace(shape, kv_dtype="bfloat16"):
+                self._compare("fp8", shape, bf16_s / ours, OVER_BF16)
+            return
+        self._compare("copy", shape, of_copy, OF_COPY)
+        # In shares of what each would have to be: either is enough.
+        self._compare("peer", shape, max(over_peer / OVER_PEER, of_read / OF_READ), 1.0)
+
+    def _compare(self, target: str, case: object, reached: float, least: float) -> None:
+        self.mets[target].append(reached >= least)
+        if reached < least:
+            print(f"MISSED {TARGETS[target]}: {case}: {reached:.2f} of {least}", flush=True)
 
     def copies(self, block_bytes: int) -> None:
         """Add rows for copies of blocks in the pool, to the canonical order and back, and swaps."""
@@ -267,11 +351,18 @@ class Measurement:
         order: str = "scattered",
     ) -> None:
         about = {"block_bytes": block_bytes, "order": order}
+        is_swap = name.startswith("swap")
+        target = "swaps" if is_swap else "copies"
         if not ok:
             self.log.check(name, ok, **about)
+            self.mets[target].append(False)
             return
-        took = cold_seconds(call, in_graph=not name.startswith("swap"))  # which may wait
+        took = cold_seconds(call, in_graph=not is_swap)  # which may wait
         self.log.add(case=name, **about, us=took * 1e6, gb_s=num_bytes / took / 1e9)
+        whole = {"swap_out": "link_out", "swap_in": "link_in"}.get(name, "copy")
+        case = f"{name}, {order} blocks of {block_bytes >> 10} KiB"
+        share = num_bytes / took / self._rates[whole]
+        self._compare(target, case, share, OF_LINK if is_swap else OF_COPY)
 
     def bandwidths(self) -> None:
         """Add the bandwidths of this device and of its link, the base of all comparisons."""
@@ -283,12 +374,21 @@ class Measurement:
         rates = {"copy": copy, "read": read, "link_out": there.nbytes / out}
         rates["link_in"] = there.nbytes / into
         for name, rate in rates.items():
+            self._rates[name] = rate
             self.log.add(case=f"{name} bandwidth", gb_s=rate / 1e9)
+        print(f"copy {copy / 1e9:.0f} GB/s (read and written), read {read / 1e9:.0f} GB/s")
+
+    def said(self) -> Iterator[str]:
+        """Yield a line for each target."""
+        for target, text in TARGETS.items():
+            mets = self.mets[target]
+            word = "not measured" if not mets else "met" if all(mets) else "missed"
+            yield f"{word}: {text} ({sum(mets)} of {len(mets)} cases)"
 
 
 def measure(m: Measurement, shapes: Sequence[Shape]) -> None:
     """Measure everything, the most important first, in case the time runs out."""
-    m.attempt({"case": "bandwidths"}, m.bandwidths, is_ours=False)
+    m.bandwidths()
     for block_bytes in (4 << 10, 64 << 10) if Settings.tiny else BLOCK_BYTES:
         m.copies(block_bytes)
     for shape in shapes:
@@ -299,29 +399,25 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, save, and print which targets are met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.measure")
     parser.add_argument("--tiny", action="store_true", help="once, on a few tokens")
+    parser.add_argument("--few", action="store_true", help="the shapes that say most")
     parser.add_argument("--seconds", type=float, default=280.0, help="start nothing after this")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu/out"))
+    parser.add_argument("--json", type=Path, help="file to add the rows to")
     given = parser.parse_args(words)
     Settings.tiny, Settings.split = given.tiny, 64 if given.tiny else SPLIT
-    gpu, path = torch.cuda.get_device_name(), None
-    if not given.tiny:
-        given.out.mkdir(parents=True, exist_ok=True)
-        name = f"{gpu.lower().replace(' ', '-')}-{time.strftime('%Y-%m-%d')}.jsonl"
-        path = given.out / name
-        path.unlink(missing_ok=True)
-    log = Log(path)
-    log.add(case="machine", gpu=gpu, torch=torch.__version__, gpus_of_module=native.device_count())
+    log = Log(given.json)
+    log.machine()
     every = list(with_fp8(decodes()))
-    held = [shape for shape in every if is_held(asdict(shape))]
-    others = [shape for shape in every if shape not in held]
-    shapes = TINY if given.tiny else chain(held, SHARED, with_fp8(appends()), others)
+    held = [shape for shape in every if shape.is_held]
+    others = [shape for shape in every if not shape.is_held]
+    few = with_fp8(Shape(batch, context, new=new) for batch, context, new in FEW)
+    shapes = chain(held, SHARED, with_fp8(appends()), others)
+    m = Measurement(log, given.seconds, (SPLIT,) if given.few else SPLITS)
     try:
-        measure(Measurement(log, given.seconds), list(shapes))
+        measure(m, list(TINY if given.tiny else few if given.few else shapes))
     except KeyboardInterrupt:
         print("interrupted")
-    if path is not None:
-        print(f"saved to {path}")
-        print("\n".join(said(log.rows)))
+    if not given.tiny:
+        print(*m.said(), sep="\n")
     print(f"wrong results: {len(log.wrong)}; rows: {len(log.rows)}")
     return 1 if log.wrong else 0
 

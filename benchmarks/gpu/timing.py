@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -16,14 +16,6 @@ BUDGET_S: Final = 0.1  # of timed runs, once there are five
 Call = Callable[[], object]
 
 
-def seconds(calls: Sequence[Call], repeats: int = 1) -> float:
-    """Return a call's median time, from graphs with ``repeats`` runs of all ``calls``."""
-    replay = _captured(list(calls) * repeats)
-    replay()
-    times = [_timed(replay) for _ in range(2 if Settings.tiny else 9)]
-    return statistics.median(times) / (repeats * len(calls))
-
-
 def cold_seconds(call: Call, *, in_graph: bool = True) -> float:
     """Return the median time of a call, whose data is in no cache: other memory is read before each
     run; it is not written, since the timed run would have to write that back.
@@ -31,7 +23,7 @@ def cold_seconds(call: Call, *, in_graph: bool = True) -> float:
     ``in_graph``: False for a call that waits or allocates, which then includes the host's time.
     """
     flush = torch.ones(1 << 10 if Settings.tiny else FLUSH_BYTES // 4, device="cuda")
-    run = _captured([call]) if in_graph else call
+    run = _captured(call) if in_graph else call
     for _ in range(1 if Settings.tiny else WARM_UP):
         run()
     times: list[float] = []
@@ -64,15 +56,13 @@ def bandwidths() -> tuple[float, float]:
     return 8 * n / copy_s, 4 * n / read_s
 
 
-def _captured(calls: Sequence[Call]) -> Call:
-    """Return the replay of a graph of calls, which run once before."""
-    for call in calls[: len(set(calls))]:
-        call()
+def _captured(call: Call) -> Call:
+    """Return the replay of a graph of a call, which runs once before."""
+    call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        call()
     return graph.replay
 
 

@@ -11,7 +11,7 @@ attending take, in the embedded data plane. "between" is how long the engine com
 layers, as it does in its model: the data plane may have gone to sleep.
 
 "empty" layers have one head of 16 over a few tokens, so that there is next to nothing to copy and
-to compute. ``python -m benchmarks.transport.shards`` measures a plan on several shards.
+to compute.
 """
 
 from __future__ import annotations

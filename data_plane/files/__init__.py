@@ -1,1 +1,1 @@
-"""Blocks kept in files (docs/adr/0028-files-are-loaded-by-plans.md)."""
+"""Blocks kept in files (docs/adr/fleet.md)."""

@@ -1,1 +1,1 @@
-"""A plug-in of data planes: blocks sent to others, and taken from them (docs/adr/0027)."""
+"""A plug-in of data planes: blocks sent to others, and taken from them (docs/adr/fleet.md)."""

@@ -17,7 +17,6 @@ from kvplane.serving.observability.metrics import Samples
 
 from . import push_pb2 as pb
 from .config import PushSettings
-from .grpc_transport import GrpcTransport, PushChannels
 from .metrics import DECLARATIONS, PushCounts
 from .receiver import BlockReceiver
 from .sender import BlockSender
@@ -45,10 +44,8 @@ class PushPlugIn:
             tls = outside.peer_tls
             self._sender = BlockSender(
                 outside,
-                GrpcTransport(
-                    PushChannels(None if tls is None else replace(tls, server_name=config.name))
-                ),
                 self.counts,
+                tls=None if tls is None else replace(tls, server_name=config.name),
                 hosts=config.to.split(","),
                 max_pushes=config.max_pushes,
             )

@@ -15,18 +15,27 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
 
+import grpc
+
 from data_plane.blocks_from_outside import BlockRange, BlocksFromOutside, Lane
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
     NotPermittedError,
+    PlaneUnavailableError,
 )
+from kvplane.transport.renewed import Renewed
+from kvplane.transport.tls import Tls, credentials_of
+from kvplane.wire.error_codec import from_rpc_error
+from kvplane.wire.protocol import CHANNEL_OPTIONS
 
 from . import chunks, push_pb2
-from .grpc_transport import Chunks, GrpcTransport
 from .metrics import PushCounts
+from .stubs import method
 from .tickets import PushSlots
+
+Chunks = Iterator[tuple[BlockRange, memoryview]]
 
 ANY_HOST: Final = "*"
 STALL_S: Final = 30.0
@@ -39,16 +48,21 @@ class BlockSender:
     def __init__(
         self,
         outside: BlocksFromOutside,
-        transport: GrpcTransport,
         counts: PushCounts,
         *,
+        tls: Tls | None,
         hosts: Collection[str],
         max_pushes: int,
     ) -> None:
-        """``hosts``: that may be sent to; "*" for any. ``max_pushes``: of one caller."""
+        """``tls``: how to reach receivers; None for in the clear. ``hosts``: that may be sent to;
+        "*" for any. ``max_pushes``: of one caller.
+        """
         self._outside = outside
-        self._transport = transport
         self._counts = counts
+        self._credentials = None if tls is None else Renewed(lambda: credentials_of(tls), tls.files)
+        self._options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
+        if tls is not None and tls.server_name:
+            self._options.append(("grpc.ssl_target_name_override", tls.server_name))
         self._hosts = hosts
         self._slots = PushSlots(max_pushes)
 
@@ -92,7 +106,8 @@ class BlockSender:
             layout_fingerprint=outside.layout.fingerprint,
             shard=outside.shard.to_proto(),
         )
-        push = self._transport.push(ticket, opening, reading.blocks())
+        channel = self._channel(ticket.address)
+        push: Any = method(channel, "PushBlocks").future(_requests(opening, reading.blocks()))
         reading.when_failed = push.cancel
         if reading.failure is not None:  # it failed before there was anything to cancel
             push.cancel()
@@ -106,10 +121,16 @@ class BlockSender:
                     raise DeadlineExceededError("the receiving data plane takes nothing")
         finally:
             push.cancel()
-            loop.run_in_executor(None, push.close)
+            loop.run_in_executor(None, channel.close)
         if reading.failure is not None:
             raise reading.failure
-        return push.result()
+        return _answer(push)
+
+    def _channel(self, address: str) -> grpc.Channel:
+        """Return a connection for one push, to be closed by the caller."""
+        if self._credentials is None:
+            return grpc.insecure_channel(address, self._options)
+        return grpc.secure_channel(address, self._credentials.get(), self._options)
 
     def _check(self, ticket: push_pb2.PushTicket) -> None:
         if not may_send_to(ticket.address, self._hosts):
@@ -120,6 +141,28 @@ class BlockSender:
             )
         if ticket.num_blocks < 1 or ticket.first_block < 0:
             raise InvalidRequestError("must name at least one entry", field="ticket.num_blocks")
+
+
+def _requests(opening: push_pb2.OpenPush, blocks: Chunks) -> Iterator[push_pb2.PushBlocksRequest]:
+    yield push_pb2.PushBlocksRequest(open=opening)
+    for place, data in blocks:
+        yield push_pb2.PushBlocksRequest(chunk=chunks.chunk_of(place, data))
+
+
+def _answer(push: Any) -> push_pb2.PushBlocksResponse:
+    """Return the answer to a push that has ended. Raises KvplaneError."""
+    try:
+        answer: push_pb2.PushBlocksResponse = push.result(timeout=0)
+    except grpc.RpcError as error:
+        refused = from_rpc_error(push)
+        raise type(refused)(
+            f"the receiving data plane refused: {refused.message}",
+            field=refused.field and f"ticket.{refused.field}",
+            retry_delay_s=refused.retry_delay_s,
+        ) from error
+    except (grpc.FutureCancelledError, grpc.FutureTimeoutError) as error:
+        raise PlaneUnavailableError("the push was cancelled") from error
+    return answer
 
 
 def may_send_to(address: str, hosts: Collection[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The event loop of the planes' programs, and the gRPC that runs on it (ADR 0013)."""
+"""The event loop of the planes' programs, and the gRPC that runs on it (docs/adr/steps.md)."""
 
 from __future__ import annotations
 

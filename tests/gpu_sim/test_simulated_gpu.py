@@ -19,9 +19,6 @@ TESTS = (
 )
 KERNELS = ("on_gpu", "test_cuda_plans", "test_cuda_splits", "test_oracle_blocks")
 NIGHTLY = {
-    "the time of a step": (
-        *("benchmarks.gpu.step", "--batch", "2", "--context", "40", "--layers", "2"),
-    ),
     "every kernel": ("benchmarks.gpu.smoke", "--tiny", "check", "race"),
     "every kernel's time": ("benchmarks.gpu.measure", "--tiny"),
     "a model": ("benchmarks.gpu.try_model",),

@@ -197,14 +197,32 @@ def document(rows: Sequence[Row]) -> str:
     """The text of ``docs/models.md``."""
     head = DOCUMENT.read_text(encoding="utf-8").partition("## The census")[0]
     counts = {v: sum(row.verdict == v for row in rows) for v in (EXACT, REFUSED, NOT_RUN)}
+    of: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        of.setdefault((row.verdict, row.note), []).append(row.model_type)
     return (
         f"{head}## The census\n\n"
         f"Of the {len(rows)} causal types of transformers {transformers.__version__}: "
         f"{counts[EXACT]} exact, {counts[REFUSED]} refused, {counts[NOT_RUN]} not run.\n"
         "`python -m tests.models.census` writes this table, and `tests/models/` holds it "
-        "true.\n\n| type | result | with what, or why not |\n|---|---|---|\n"
-        + "".join(f"{row}\n" for row in rows)
+        "true.\n\n| result | with what, or why not | types |\n|---|---|---|\n"
+        + "".join(
+            f"| {verdict} | {note} | {', '.join(of[verdict, note])} |\n"
+            for verdict, note in sorted(of)
+        )
     )
+
+
+def documented() -> dict[str, Row]:
+    """The rows of ``docs/models.md``, by type."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## The census")[2]
+    table = text.partition("|---|---|---|\n")[2]
+    rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()]
+    return {
+        name: Row(name, verdict, note)
+        for verdict, note, names in rows
+        for name in names.split(", ")
+    }
 
 
 def main(model_types: Sequence[str]) -> None:

@@ -12,10 +12,10 @@ from benchmarks.control_plane.report import GOALS, GOALS_P99, goal_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ("hit_in_use_32k", "miss_32k", "hit_free_32k_pool100k")
-OTHERS = ("empty_step", "decode_step_256", "fork_2048_blocks", "swap_2048_blocks", "abort_256x2048")
+OTHERS = ("empty_step", "decode_step_256", "swap_2048_blocks", "abort_256x2048")
 RATES = ("steps_per_s_1_engine", "steps_per_s_8_engines", "steps_per_s_64_engines")
 REPORTS = ("rebuild_1M_blocks", "resume_1M_blocks")
-UNITS = {"us", "steps/s", "ns/block", "looks/block", "bytes", "x"}
+UNITS = {"us", "steps/s", "bytes"}
 
 
 def run(out: Path, *flags: str) -> tuple[dict[str, Any], str]:
@@ -42,8 +42,7 @@ def test_every_case_gives_a_row_and_every_goal_belongs_to_one(tmp_path: Path) ->
         assert row["num_samples"] > 0
         assert row.get("goal") == goal_of(name)
         assert row.get("goal_p99") == GOALS_P99.get(name)
-        assert f"\n{name} " in printed
-    assert rows["grpc/steps_per_s_64_engines_paced"]["p50"] < 5_500
+        assert f"\n| {name} |" in printed
 
 
 def test_no_slice_holds_the_event_loop_for_long(tmp_path: Path) -> None:

@@ -151,14 +151,6 @@ FAULTS = (
         f"{PAGE}::test_a_tenant_sees_no_session_of_another",
     ),
     Fault(
-        "an_adapter_computes_what_is_cached",
-        "examples/engine_adapter.py",
-        "sequence.num_computed = result.admit.num_cached_tokens",
-        "sequence.num_computed = 0",
-        "tests/rpc/test_examples.py"
-        "::test_an_engine_with_the_adapter_answers_as_without_pages[with_room]",
-    ),
-    Fault(
         "a_plan_forgets_its_trace",
         "control_plane/steps/plans.py",
         "if tracing.checked(traceparent):",

@@ -1,1 +1,0 @@
-"""Simulates a router before several engines, on a trace of requests."""
