@@ -83,9 +83,10 @@ class BlocksFromOutside:
 
     def span(self, lane: Lane, sequence_id: int, plan_number: int) -> Future[range]:
         """Return the table entries that the session's latest plan, which must have this number,
-        computes for a sequence, the same in each layer group. Raises as ``Executor.span_blocks``.
+        computes for a sequence, the same in each layer group. Raises as ``TableBlocks.of_span``.
         """
-        command = partial(self._executor.span_blocks, lane.session_id, sequence_id, plan_number)
+        blocks = self._executor.blocks
+        command = partial(blocks.of_span, lane.session_id, sequence_id, plan_number)
         return self._submit(command, lane)
 
     def read(self, lane: Lane, blocks: BlockRange) -> Future[memoryview]:
@@ -94,14 +95,9 @@ class BlocksFromOutside:
         """
 
         def command() -> memoryview:
-            data, _ = self._executor.read_blocks(
-                lane.session_id,
-                blocks.sequence_id,
-                range(blocks.first_block, blocks.first_block + blocks.num_blocks),
-                group=blocks.group,
-                first_layer=blocks.first_layer,
-                num_layers=blocks.num_layers,
-                only_written=True,
+            entries = range(blocks.first_block, blocks.first_block + blocks.num_blocks)
+            data, _ = self._executor.blocks.read(
+                lane.session_id, blocks, entries, only_written=True
             )
             with device_errors():
                 here = data.cpu().contiguous()
@@ -150,16 +146,7 @@ def write_bytes(
     if executor.device.type != "cpu":
         with device_errors():
             here = upload([here], executor.device)[0]
-    return executor.write_blocks(
-        session_id,
-        blocks.sequence_id,
-        blocks.first_block,
-        here,
-        group=blocks.group,
-        first_layer=blocks.first_layer,
-        num_layers=blocks.num_layers,
-        plan_number=plan_number,
-    )
+    return executor.blocks.write(session_id, blocks, here, plan_number)
 
 
 class PlugIn(Protocol):

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import FP8_BYTES
+from kvplane.layout import ELEMENT_BYTES, FLOAT_BYTES
 from kvplane.serving.config import (
     ClientTls,
     LayoutSettings,
@@ -18,10 +18,6 @@ from kvplane.serving.config import (
     ThreadSettings,
 )
 from kvplane.serving.settings import Settings, setting
-
-ROOT: Final = Path(__file__).resolve().parent.parent
-DTYPES: Final = ("float32", "bfloat16", "float16")
-KV_DTYPES: Final = (*DTYPES, *FP8_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +79,12 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
     )
     dtype: str = setting(
         "auto",
-        choices=("auto", *DTYPES),
+        choices=("auto", *FLOAT_BYTES),
         help="Type of weights, queries, keys and values; auto takes the pool's.",
     )
     kv_dtype: str = setting(
         "auto",
-        choices=("auto", *KV_DTYPES),
+        choices=("auto", *ELEMENT_BYTES),
         help="Type of keys and values as stored; auto takes the pool's, and for an embedded pool"
         " that of --dtype.",
     )

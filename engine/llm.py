@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
 from kvplane.sync.caller_loop import CallerLoop
-from kvplane.sync.loop_thread import LoopThread
 from kvplane.wire.v1 import types_pb2 as tpb
 
 from .config import EngineSettings
@@ -63,22 +62,19 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer ``prompts``, which are texts or token ids, in their order.
 
-        ``sampling_params``: one for all, or one for each. ``on_output`` is called with each answer
-        as it is done. A prompt that cannot be served (NeverFitsError, PoolFullError) has its error
-        in its own output, and the others continue. Raises InvalidRequestError naming ``prompts[i]``
-        before anything starts, and UnavailableError when a plane stays away for longer than
-        ``recovery_timeout_s``.
+        ``sampling_params``: one for all, or one for each. A prompt that cannot be served
+        (NeverFitsError, PoolFullError) has its error in its own output, and the others continue.
+        Raises InvalidRequestError naming ``prompts[i]`` before anything starts, and
+        UnavailableError when a plane stays away for longer than ``recovery_timeout_s``.
         """
         request_ids = self._add_all(prompts, sampling_params)
         outputs: dict[str, RequestOutput] = {}
         may_arrive, self._core.may_arrive = self._core.may_arrive, False
         try:
-            for _ in self._run(request_ids, outputs, on_output):
+            for _ in self._run(request_ids, outputs):
                 pass
         finally:
             self._core.may_arrive = may_arrive
@@ -199,7 +195,11 @@ class LLM:
             pool = None if is_embedded else self._link.pool_layout(config.recovery_timeout_s)
             self._loaded, layout = _load(config, pool)
             self._link.namespace = self._loaded.namespace
-            self._backend = _backend(config, loop, self._loaded, layout)
+            self._backend: DataBackend
+            if config.tensor_parallel == 1:
+                self._backend = backend_of(config, layout, loop)
+            else:
+                self._backend = ParallelBackend(config, layout, loop, self._loaded.model)
             plane.callback(self._backend.stop)
             if is_embedded:
                 self._link.pool_layout(config.recovery_timeout_s)  # until its shards are there
@@ -252,7 +252,6 @@ class LLM:
         self,
         request_ids: list[str],
         outputs: dict[str, RequestOutput],
-        on_output: Callable[[RequestOutput], None] | None = None,
     ) -> Iterator[Delta]:
         """Step until all of ``request_ids`` are in ``outputs``; yield deltas as they come."""
         open_ids = set(request_ids)
@@ -263,8 +262,6 @@ class LLM:
                     output = self._core.take_output(request_id)
                     if output is not None:
                         outputs[request_id] = output
-                        if on_output is not None:
-                            on_output(output)
                         open_ids.discard(request_id)
                 yield from deltas
         finally:
@@ -273,14 +270,6 @@ class LLM:
         while self._core.has_work:
             self._core.step()
         self._core.settle()
-
-
-def _backend(
-    config: EngineSettings, loop: LoopThread, loaded: loader.LoadedModel, layout: Layout
-) -> DataBackend:
-    if config.tensor_parallel == 1:
-        return backend_of(config, layout, loop)
-    return ParallelBackend(config, layout, loop, loaded.model)
 
 
 def _core(

@@ -21,6 +21,7 @@ class EngineStats:
     num_computed_tokens: int = 0
     num_swap_preemptions: int = 0
     num_recompute_preemptions: int = 0
+    num_forks: int = 0
     num_aborted_plans: int = 0
     num_reopened_sessions: int = 0
     step_latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from kvplane import ops
@@ -84,12 +83,7 @@ class PrefixLoader:
     async def __aenter__(self) -> PrefixLoader:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def load(self, tokens: ops.Tokens) -> Loaded:

@@ -520,11 +520,15 @@ class ShardBlocks:
 
 def shard_blocks(message: dpb.ReadBlocksResponse) -> ShardBlocks:
     """Read the blocks of an answer. Raises InternalError for a malformed tensor."""
+    return ShardBlocks(answered_tensor(message.blocks, "blocks"), message.layout_fingerprint)
+
+
+def answered_tensor(message: types_pb2.Tensor, field: str) -> Tensor:
+    """Read a data plane's tensor. Raises InternalError when it is malformed."""
     try:
-        blocks = Tensor.from_proto(message.blocks, field="blocks")
+        return Tensor.from_proto(message, field=field)
     except InvalidRequestError as error:
         raise InternalError(f"the data plane's answer is malformed: {error}") from error
-    return ShardBlocks(blocks, message.layout_fingerprint)
 
 
 def error_of(failure: pb.ItemFailure) -> KvplaneError:

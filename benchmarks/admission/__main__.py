@@ -18,7 +18,6 @@ machine.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 
@@ -59,14 +58,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each case")
     parser.add_argument("--duration-s", type=float, default=200.0, help="simulated seconds")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
-    for setting in dataclasses.fields(AdmissionConfig):
-        kind = type(setting.default)
-        parser.add_argument(
-            f"--{setting.name.replace('_', '-')}", type=kind, default=setting.default
-        )
     arguments = vars(parser.parse_args())
-    names = [setting.name for setting in dataclasses.fields(AdmissionConfig)]
-    config = AdmissionConfig(**{name: arguments[name] for name in names})
+    config = AdmissionConfig()
     rows = [json.loads(line) for line in arguments["trace"].read_text().splitlines()]
     results = {
         name: [
@@ -76,7 +69,7 @@ def main() -> None:
         for name in arguments["case"] or CASES
     }
     print_table(results)
-    save(arguments["json"], {"config": dataclasses.asdict(config), "rows": results})
+    save(arguments["json"], {"rows": results})
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """Measures the CPU kernels: against the speed of memory, torch's attention, and each other.
 
-    python -m benchmarks.attention_cpu [PART] [--isa ISA] [--quick] [--rounds N] [--runs N]
+    python -m benchmarks.attention_cpu [PART] [--quick] [--rounds N] [--runs N]
                                        [--threads N] [--json OUT]
 
     kernels   every kernel against the speed of memory, torch's attention, and bare loops (default)
-    idle      decode after the caller slept: are all threads at work at once?
-    prefill   a prompt in bf16 against torch and a bare loop of fused products
     shared    decode over a common prefix, against decode that does not share reads or blocks
     latents   a layer of DeepSeek V3 over latents, against keys and values
 
 All measurements of a part take turns in rounds, so that noise from elsewhere affects them alike:
 compare rows of one run, not of two. ``--runs``: the number of passes over all rounds; the figures
 of ``kernels`` are the medians of the passes' medians. Before every call, torch's included, other
-memory is read so that no cache holds the call's data. ``--isa``: the kernels' instruction set, and
-with it the most that torch may use, which else computes on larger units (AVX-512, AMX).
+memory is read so that no cache holds the call's data.
 
 A decode of ``kernels`` is a step of four layers. ``GB/s`` count each byte once: the keys and values
 that decode reads, and the bytes that a copy copies, not both its read and its write.
@@ -48,13 +45,6 @@ SETTINGS: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
 }
-# The limits of torch's own kernels, oneDNN and MKL, by instruction set.
-TORCH_LIMITS: Final = {
-    "avx2": ("avx2", "AVX2", "AVX2"),
-    "avx512": ("avx512", "AVX512_CORE", "AVX512"),
-    "avx512bf16": ("avx512", "AVX512_CORE_BF16", "AVX512_E3"),
-}
-TORCH_VARIABLES: Final = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -63,7 +53,6 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "part", nargs="?", default="kernels", choices=("kernels", *parts.PARTS), metavar="PART"
     )
-    parser.add_argument("--isa", choices=sorted(TORCH_LIMITS), help="of the kernels and of torch")
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--runs", type=int, default=1, help="passes over all rounds")
@@ -100,19 +89,9 @@ def main(words: Sequence[str] | None = None) -> None:
     save(given.json, {"machine": described, "part": given.part, "rows": rows})
 
 
-def environment(isa: str | None) -> dict[str, str]:
-    """Return the variables that this program needs, which are read when it starts or when torch is
-    loaded.
-    """
-    wanted = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
-    if isa is not None:
-        wanted |= dict(zip(TORCH_VARIABLES, TORCH_LIMITS[isa], strict=True))
-        wanted["KVPLANE_KERNELS_ISA"] = isa
-    return wanted
-
-
 if __name__ == "__main__":
-    wanted = environment(parse(None).isa)
+    # They are read when the program starts.
+    wanted = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         command = [sys.executable, "-m", "benchmarks.attention_cpu", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | wanted)

@@ -4,26 +4,19 @@ compared with.
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
 import torch
 
-from benchmarks.attention_cpu import kernels
 from benchmarks.attention_cpu.kernels import (
-    BATCH,
     BLOCK_SIZE,
     DTYPES,
     GROUPS,
     HEAD_SIZE,
     NUM_KV_HEADS,
     Sizes,
-    bare_rows,
-    prefill_rows,
-    products_of_prefill,
     query_dtype_of,
     random_pool,
 )
@@ -38,9 +31,6 @@ from kvplane.layout import LATENT, LayerGroup
 
 Groups = Iterator[list[Calls]]
 
-IDLE_S: Final = (0.0, 0.0002, 0.005, 0.02)
-NUM_PLACES: Final = 4
-"""How many batches lie side by side: a call's pages have left the caches when it comes again."""
 NUM_SHARING: Final = 16
 OWN_TOKENS: Final = 256
 NUM_LATENT_HEADS: Final = 128
@@ -50,38 +40,6 @@ LATENT_GROUPS: Final = {
 }
 # Sequences, tokens of each, and how many of these are new.
 LATENT_CASES: Final = ((1, 512, 1), (1, 4096, 1), (4, 4096, 1), (1, 256, 256), (1, 4096, 64))
-
-
-def idle(sizes: Sizes, num_threads: int) -> Groups:
-    """Yield a decode call over pages in random order, after its caller slept for 0 to 20 ms."""
-    of_call = BATCH * sizes.context_tokens // BLOCK_SIZE
-    pages = random_pool(NUM_PLACES * of_call, torch.bfloat16)[:, 0]
-    places = torch.randperm(len(pages)).view(NUM_PLACES, BATCH, -1)
-    query = torch.randn(BATCH, NUM_KV_HEADS * 4, HEAD_SIZE).bfloat16()
-    starts, lens = torch.arange(BATCH + 1), torch.full((BATCH,), sizes.context_tokens)
-    ours = CpuKernels(num_threads)
-    arguments = [AttentionArguments(query, pages, place, starts, lens) for place in places]
-    in_turn = itertools.cycle(arguments)
-
-    def attend() -> None:
-        ours.paged_attention(next(in_turn))
-
-    def sleep(seconds: float) -> Callable[[], None]:
-        return lambda: time.sleep(seconds) if seconds else attend()
-
-    num_bytes = of_call * pages[0].nbytes
-    yield [
-        Calls(f"decode after {1000 * s:g} ms", "GB/s", num_bytes, attend, sleep(s)) for s in IDLE_S
-    ]
-
-
-def prefill(sizes: Sizes, num_threads: int) -> Groups:
-    """Yield the prefill of one prompt in bf16, torch's, and a bare loop of fused products."""
-    kernels.KERNELS.num_threads = num_threads
-    rows = [*prefill_rows(sizes.prefill_tokens), *bare_rows(num_threads, 5 * kernels.BARE_ROUNDS)]
-    for row in rows[:2]:
-        row.amount, row.unit = products_of_prefill(row.amount), "10^9 products/s"
-    yield rows
 
 
 def shared(sizes: Sizes, num_threads: int) -> Groups:
@@ -146,7 +104,7 @@ def latents(sizes: Sizes, num_threads: int) -> Groups:
         yield rows
 
 
-PARTS: Final = {"idle": idle, "prefill": prefill, "shared": shared, "latents": latents}
+PARTS: Final = {"shared": shared, "latents": latents}
 
 
 def table(groups: Sequence[Sequence[Calls]]) -> Iterator[str]:

@@ -6,11 +6,10 @@ GB/s count each byte that has to be moved once: the keys and values of the conte
 reads and writes of a copy, what crosses the link for a swap. Each figure is the median of runs with
 an emptied L2 cache, of replayed graphs except for swaps and links; ``us`` excludes the plan, whose
 time is ``plan_us``: a step makes it once for all layers. Each result is checked before it is timed.
-FILE gets a line of JSON for each row as it comes. A line is printed for each batch with the
-data plane's split, and one for each target that a case misses; the targets come last, also when the
-program is interrupted. ``--few`` measures the shapes that say most, with that split alone;
-``--tiny`` runs each operation once on a few tokens. The exit code is 1 when a
-result was wrong.
+FILE gets a line of JSON for each row as it comes. A line is printed for each batch, and one
+for each target that a case misses; the targets come last, also when the program is interrupted.
+``--few`` measures the shapes that say most; ``--tiny`` runs each operation once on a few tokens.
+The exit code is 1 when a result was wrong.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from benchmarks.gpu.peers import peers_of
 from benchmarks.gpu.timing import bandwidths, cold_seconds
 
 SPLIT: Final = 512  # the data plane's
-SPLITS: Final = (SPLIT, 128, 256, 1024, 2048)
 OF_COPY, OF_READ, OF_LINK = 0.90, 0.93, 0.90
 OVER_PEER, OVER_BF16, OVER_ALONE = 1.05, 1.7, 3.0
 # Those of decode apply to batches of 16 or more sequences of 4096 or more tokens.
@@ -172,12 +170,11 @@ def with_fp8(shapes: Iterator[Shape]) -> Iterator[Shape]:
 class Measurement:
     """The rows of a run; nothing is started later than ``seconds`` after its start."""
 
-    def __init__(self, log: Log, seconds: float, splits: Sequence[int] = SPLITS) -> None:
+    def __init__(self, log: Log, seconds: float) -> None:
         self.log = log
         self.mets: dict[str, list[bool]] = defaultdict(list)
         """For each target whether the measured cases meet it, in their order."""
         self._end_s = time.monotonic() + seconds
-        self._splits = splits
         self._rates: dict[str, float] = {}  # bytes a second
         self._bf16: tuple[Shape | None, float] = None, math.inf  # the last one, and its seconds
 
@@ -198,7 +195,7 @@ class Measurement:
         torch.cuda.empty_cache()
 
     def attention(self, shape: Shape) -> None:
-        """Add a row for each split of a shape, and one for each peer."""
+        """Add a row for a shape, and one for each peer."""
         about = {"case": shape.kind, **asdict(shape)}
         self.attempt(about, partial(self._attention, shape), is_ours=True)
 
@@ -207,24 +204,20 @@ class Measurement:
         if one > MEMORY_SHARE * torch.cuda.mem_get_info()[0]:
             raise torch.OutOfMemoryError(f"its pages take {one >> 30} GiB")
         case, kind, took = shape.case(), shape.kind, dict[str, float]()
-        ours = [(kind, split, True) for split in (self._splits if kind == "decode" else (SPLIT,))]
-        ours += [("shared/alone", SPLIT, False)] * bool(shape.shared)
-        for name, split, share in ours:
-            case.prepare(split=split, share=share and shape.shared > 0)
+        for name in (kind, *(["shared/alone"] if shape.shared else [])):
+            case.prepare(share=name == "shared")
             plan = case.plan()
             case.out.fill_(math.nan)
             case.attend(plan, lse=True)
             torch.cuda.synchronize()
             error, whole = case.errors()[0], bool(case.out.isfinite().all())
             ok = error < MAX_ERRORS[BF16] and whole and int(case.faults.item()) == 0
-            about = {**asdict(shape), "split": split, "error": error}
+            about = {**asdict(shape), "error": error}
             if not ok:
                 self.log.check(name, ok, **about)
                 continue
             about["plan_us"] = 1e6 * cold_seconds(case.plan)
-            seconds = self._time(name, case, partial(case.attend, plan), about)
-            if split == SPLIT:
-                took[name] = seconds
+            took[name] = self._time(name, case, partial(case.attend, plan), about)
         peers: dict[str, float] = {}
         for name, make in peers_of(case).items():
             about = {"case": f"{kind}/{name}", **asdict(shape)}
@@ -411,7 +404,7 @@ def main(words: Sequence[str] | None = None) -> int:
     others = [shape for shape in every if not shape.is_held]
     few = with_fp8(Shape(batch, context, new=new) for batch, context, new in FEW)
     shapes = chain(held, SHARED, with_fp8(appends()), others)
-    m = Measurement(log, given.seconds, (SPLIT,) if given.few else SPLITS)
+    m = Measurement(log, given.seconds)
     try:
         measure(m, list(TINY if given.tiny else few if given.few else shapes))
     except KeyboardInterrupt:

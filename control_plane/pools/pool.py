@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from kvplane_blocks import GroupedPool
+from kvplane_blocks import LayerGroup
 from kvplane_blocks import Pool as NativePool
 
 from control_plane import limits
@@ -52,9 +52,6 @@ _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")  # does not add up
 _OF_TOKENS: Final = [i for i, name in enumerate(_COUNTERS) if name.endswith("_tokens")]
 
 
-Native = NativePool | GroupedPool
-
-
 class Follower(Protocol):
     """Follows the prefix index."""
 
@@ -65,11 +62,11 @@ class Follower(Protocol):
 class Pool:
     """State of one pool; registration, steps and publication are in other modules."""
 
-    groups: list[NativePool]
+    groups: list[LayerGroup]
     """The core of each layer group."""
-    native: Native
-    """Runs operations: the only group, or all groups, kept in step."""
-    primary: NativePool
+    native: NativePool
+    """Runs operations in all groups."""
+    primary: LayerGroup
     """The group that tells, outside of sessions, whether a prefix is cached: the first without an
     attention window, in which a prefix is whole.
     """
@@ -176,10 +173,10 @@ class Pool:
         self._adopt(self.shards.reports.take())
         self.is_building, self.built = False, True
 
-    def _made(self, num_blocks: Sequence[dict[tpb.Tier, int]]) -> list[NativePool]:
+    def _made(self, num_blocks: Sequence[dict[tpb.Tier, int]]) -> list[LayerGroup]:
         size = self.block_size
         return [
-            NativePool(size, of_group[_DEVICE], of_group[_HOST], *self._settings(group))
+            LayerGroup(size, of_group[_DEVICE], of_group[_HOST], *self._settings(group))
             for group, of_group in enumerate(num_blocks)
         ]
 
@@ -200,7 +197,7 @@ class Pool:
             config.max_tenant_blocks,
         )
 
-    def _adopt(self, groups: list[NativePool]) -> None:
+    def _adopt(self, groups: list[LayerGroup]) -> None:
         self._earlier_counters = self._count()
         self._earlier_times = self._block_times()
         self._earlier_revision += self.primary.revision
@@ -218,9 +215,9 @@ class Pool:
             self.keep_changes()
         self.set_time(self.now_s)
 
-    def _use(self, groups: list[NativePool]) -> None:
+    def _use(self, groups: list[LayerGroup]) -> None:
         self.groups = groups
-        self.native = groups[0] if len(groups) == 1 else GroupedPool(groups)
+        self.native = NativePool(groups)
         windows = [group.sliding_window_tokens for group in self.layout.groups]
         self.primary = groups[windows.index(0) if 0 in windows else 0]
         self._counted.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from kvplane_blocks import ColumnError, Pool, Rebuild
+from kvplane_blocks import ColumnError, LayerGroup, Rebuild
 
 from control_plane.pools.publications import reported_root
 from kvplane.errors import InvalidRequestError
@@ -33,7 +33,7 @@ class Reports:
         for rebuild, of_group in zip(self.rebuilds, num_blocks, strict=True):
             rebuild.start_shard(shard_index, *(of_group[tier] for tier in TIERS))
 
-    def take(self) -> list[Pool]:
+    def take(self) -> list[LayerGroup]:
         """Return the pools that were built, by layer group. No report is left then."""
         return [rebuild.take() for rebuild in self.rebuilds]
 

@@ -9,7 +9,7 @@ around it. Commands run one at a time. One that is refused changes neither table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ import torch
 from data_plane.execution.commands import Commands, Observer
 from data_plane.execution.counters import ExecutorCounters
 from data_plane.execution.fixed_step import FixedStep
-from data_plane.execution.layer_runner import LayerRunner, RanLayer, ServeLayers
-from data_plane.execution.plan_runner import PlanRunner, StartedPlan
+from data_plane.execution.layer_runner import LayerRunner
+from data_plane.execution.plan_runner import PlanLayer, PlanRunner, StartedPlan
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.execution.table_blocks import BlockRange, TableBlocks
 from data_plane.kernels.arguments import require
 from data_plane.kernels.backend import Kernels, check_cache_kinds, kernels_of
-from data_plane.kernels.backends.bound_layers import BoundLayer, LayerTensors
 from data_plane.kernels.device.device_watch import DeviceWatch
 from data_plane.kernels.device.devices import with_index
 from data_plane.memory.pool import Pools
@@ -41,7 +40,6 @@ from kvplane.errors import (
 )
 from kvplane.layout import Layout
 from kvplane.shard import Shard
-from kvplane.slices import Slices, guarded
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
@@ -116,11 +114,10 @@ class Executor:
             layers=self.layers,
             check_device=self.device_watch.check,
         )
-        self._blocks = TableBlocks(
-            layout, shard, self._tables, self._sessions, self._plans, self._compute
+        self.blocks = TableBlocks(
+            layout, shard, self._tables, self._sessions, self._plans, self._compute, self._command
         )
-        self.published = self._blocks.published(self._command)
-        self._layers = LayerRunner(self._plans, self._compute, self.layers)
+        self.layer_runner = LayerRunner(self._plans, self._compute, self.layers, self._command)
 
     @property
     def pool_id(self) -> str:
@@ -288,7 +285,6 @@ class Executor:
         options: AttentionOptions = AttentionOptions(),
         plan_number: int,
         pass_index: int | None = None,
-        field: str = "",
     ) -> torch.Tensor | None:
         """Write one layer's keys and values to the slots of the latest plan's spans, then attend
         from these over their sequences. Returns the attention output, None without a query.
@@ -300,7 +296,6 @@ class Executor:
         dtype. Tensors may also be as transformers has them, [num_rows, heads, num_columns, size],
         with an output of [num_rows, num_columns, num_heads, value_head_size]. ``plan_number`` and
         ``pass_index``: what the layer belongs to, None for a plan that computes all tokens at once.
-        ``field`` prefixes the field names in errors.
 
         Layers are written in ascending order; one that was written may be sent again. Once the plan
         has run, attention is computed and nothing is written. ``receipt`` returns the receipt.
@@ -309,64 +304,8 @@ class Executor:
         SessionExpiredError, StaleGenerationError when a block has been allocated again, and
         InternalError when the device failed.
         """
-        tensors = query, key, value
-        with self._command.lock, self._command("layer"):
-            return self._layers.run(
-                session_id, layer, tensors, options, plan_number, pass_index, field
-            )
-
-    def layer_slices(
-        self,
-        session_id: int,
-        layer: int,
-        tensors: LayerTensors,
-        options: AttentionOptions,
-        plan_number: int,
-        pass_index: int | None,
-        field: str,
-        slice_s: float | None,
-        out: torch.Tensor | None = None,
-    ) -> Slices[torch.Tensor | None]:
-        """Do as ``layer`` does, by slices. ``tensors``: query, key, value. ``out`` receives the
-        output: contiguous and apart from the tensors; None for new memory.
-        """
-        slices = self._layers.run_slices(
-            session_id, layer, tensors, options, plan_number, pass_index, field, slice_s, out
-        )
-        return guarded(slices, self._command.lock, lambda: self._command("layer"))
-
-    def bind_layer(
-        self,
-        session_id: int,
-        layer: int,
-        tensors: LayerTensors,
-        options: AttentionOptions,
-        plan_number: int,
-        field: str = "",
-    ) -> BoundLayer | None:
-        """Do ``LayerRunner.bind``."""
-        with self._command.lock, self._command("bind_layer"):
-            return self._layers.bind(session_id, layer, tensors, options, plan_number, field)
-
-    def serve_layers(
-        self,
-        session_id: int,
-        layer: int,
-        plan_number: int,
-        pass_index: int | None,
-        slice_s: float,
-        serve: ServeLayers,
-        take_ran: Callable[[], Sequence[RanLayer]],
-    ) -> None:
-        """Do ``LayerRunner.serve``; each layer that ran counts as a command."""
-        with self._command.lock:
-            ran = self._layers.serve(
-                session_id, layer, plan_number, pass_index, slice_s, serve, take_ran
-            )
-        observe = self._command.observe
-        if observe is not None:
-            for each in ran:
-                observe("layer", sum(each.seconds))
+        named = PlanLayer(session_id, layer, plan_number, pass_index)
+        return self.layer_runner.run(named, (query, key, value), options)
 
     def fixed_step(self, session_id: int, bounds: StepBounds) -> FixedStep:
         """Return a step whose layers can be captured in a CUDA graph, which is then replayed for
@@ -375,17 +314,16 @@ class Executor:
         Raises SessionExpiredError, and InvalidRequestError for kernels that have no graphs and for
         bounds that are out of range.
         """
-        with self._command.lock:
+        with self._command.lock, self._command("fixed_step"):
             session = self._sessions.get(session_id)
             step = FixedStep(
                 session_id,
                 bounds,
                 layout=self.layout,
                 layers=self.layers,
-                plans=self._plans,
+                runner=self.layer_runner,
                 compute=self._compute,
                 device=self.device,
-                command=self._command,
             )
             session.has_fixed_steps = True
         return step
@@ -406,14 +344,12 @@ class Executor:
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
-        only_written: bool = False,
     ) -> tuple[torch.Tensor, pb.Blocks]:
         """Copy whole blocks out of a sequence's table: ``entries`` of it, counted from 0, in any
         order. Returns the data, and the blocks' tier, indices and generations.
 
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
-        on; 0 for all. ``only_written``: refuse blocks that the session's latest plan computes and
-        has not written. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
+        on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
         head_size] of the layout's kv_dtype (``BlockService`` says what it is where values are
         smaller than keys), on the device for the device tier and on the CPU for the host tier.
         Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
@@ -422,8 +358,7 @@ class Executor:
         the latest plan's transfers have not all run.
         """
         place = BlockRange(sequence_id, 0, len(entries), group, first_layer, num_layers)
-        with self._command.lock, self._command("read_blocks"):
-            return self._blocks.read(session_id, place, entries, only_written=only_written)
+        return self.blocks.read(session_id, place, entries)
 
     def write_blocks(
         self,
@@ -446,16 +381,7 @@ class Executor:
         ``layer`` does.
         """
         place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
-        with self._command.lock, self._command("write_blocks"):
-            return self._blocks.write(session_id, place, blocks, plan_number)
-
-    def span_blocks(self, session_id: int, sequence_id: int, plan_number: int) -> range:
-        """Return the table entries that ``write_blocks`` writes for a sequence, the same in each
-        layer group. Raises SessionExpiredError, PlanOutOfOrderError, and InvalidRequestError when
-        the plan computes nothing for it.
-        """
-        with self._command.lock, self._command("span_blocks"):
-            return self._blocks.of_span(session_id, sequence_id, plan_number)
+        return self.blocks.write(session_id, place, blocks, plan_number)
 
     def check_integrity(self) -> None:
         """Raise InternalError unless tables, counts, generations and publications agree."""

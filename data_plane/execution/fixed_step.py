@@ -10,23 +10,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 
-from data_plane.execution.commands import Commands
+from data_plane.execution.layer_runner import LayerRunner, Result
 from data_plane.execution.layers import layer_index
-from data_plane.execution.plan_runner import PlanRunner
 from data_plane.execution.shards.shard_kernels import ShardKernels, check_window
 from data_plane.kernels.arguments import NumbersOfHeads, numbers_of_heads, require
-from data_plane.kernels.step_memory import is_capturing
+from data_plane.kernels.backends.cuda import is_capturing
 from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
 from data_plane.plans.sessions import RunningPlan
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
+from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
-
-Result = TypeVar("Result")
 
 
 class FixedStep:
@@ -43,10 +39,9 @@ class FixedStep:
         *,
         layout: Layout,
         layers: Sequence[int],
-        plans: PlanRunner,
+        runner: LayerRunner,
         compute: ShardKernels,
         device: torch.device,
-        command: Commands,
     ) -> None:
         memories = [compute.step_memory() for _ in layout.groups]
         self._memories = [memory for memory in memories if memory is not None]
@@ -57,12 +52,11 @@ class FixedStep:
         self.session_id = session_id
         self.bounds = bounds
         self._layers = layers
-        self._plans = plans
+        self._runner = runner
         self._compute = compute
         self._device = device
-        self._command = command
         block_size = layout.block_size_tokens
-        with command("fixed_step"), compute.computing():
+        with compute.computing():
             self._rows = [FixedRows(bounds, block_size, device) for _ in layout.groups]
         self._of_heads: dict[tuple[AttentionOptions, int], NumbersOfHeads] = {}
         self._windows: list[set[int]] = [set() for _ in layout.groups]
@@ -96,12 +90,11 @@ class FixedStep:
                 memory.begin()
         compute, group = self._compute, self._compute.group_of_layer(index)
         rows = self._rows[group].padded(query.shape[0])
-        to_write = compute.write_arguments(rows, index, key, value)
         of_heads = self._numbers_of_heads(options, query.shape[1])
-        to_attend = compute.attention_arguments(rows, index, query, options, of_heads=of_heads)
-        window = to_attend.options.sliding_window_tokens
+        window = compute.options_of(index, options).sliding_window_tokens
         check_window(window, self._widest[group])
-        output = compute.queue(self._memories[group], to_write, to_attend, out)
+        memory, tensors = self._memories[group], (query, key, value)
+        output = self._runner.queue(rows, memory, index, tensors, options, of_heads, out)
         self._windows[group].add(window)
         self._called[rows.num_tokens].add(index)
         return output
@@ -125,23 +118,19 @@ class FixedStep:
         run by ``Executor.layer``, and for a step whose layers were never all called;
         PlanOutOfOrderError if the plan has run; and as ``Executor.layer`` does.
         """
-        with self._command.lock, self._command("step"):
-            run, may_write = self._plans.check_may_run(
-                self.session_id, plan_number, pass_index, 0, writes=True, attends=True
-            )
-            if not may_write:
-                raise PlanOutOfOrderError(
-                    f"plan {run.number} has run: start the next one", field="plan.number"
-                )
-            num_tokens = num_tokens or self.bounds.num_tokens
+        num_tokens = num_tokens or self.bounds.num_tokens
+
+        def queue(run: RunningPlan) -> Result:
             self._check_fits(run, num_tokens)
             try:
                 self._load(run, num_tokens)
                 result = call()
             finally:
                 self._clear()
-            self._finish(run, num_tokens)
-        return result
+            self._check_all_called(num_tokens)
+            return result
+
+        return self._runner.run_all(self.session_id, plan_number, pass_index, queue)
 
     def _check_fits(self, run: RunningPlan, num_tokens: int) -> None:
         require(
@@ -168,16 +157,13 @@ class FixedStep:
             for rows in self._rows:
                 rows.clear()
 
-    def _finish(self, run: RunningPlan, num_tokens: int) -> None:
+    def _check_all_called(self, num_tokens: int) -> None:
         missing = set(range(len(self._layers))) - self._called[num_tokens]
         if missing:
             raise InvalidRequestError(
                 f"layer {self._layers[min(missing)]} was never called with {num_tokens} tokens",
                 field="num_tokens",
             )
-        for index in range(len(self._layers)):
-            run.progress.finish_layer(index)
-        self._compute.count_step(run.on_host[0].num_tokens, len(self._layers))
 
     def _numbers_of_heads(self, options: AttentionOptions, num_heads: int) -> NumbersOfHeads:
         """Return tensors that live as long as the step, since a graph has their addresses."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,19 @@ class StartedPlan:
     pass_index: int | None = None
     num_copied_blocks: int = 0
     num_swapped_blocks: int = 0
+
+
+class PlanLayer(NamedTuple):
+    """Names a layer of the model in a plan, which has to be the session's latest one, and in the
+    plan's present pass; None for all tokens at once. ``field`` prefixes the names of fields in
+    errors.
+    """
+
+    session_id: int
+    layer: int
+    plan_number: int
+    pass_index: int | None = None
+    field: str = ""
 
 
 class PlanRunner:
@@ -244,29 +258,21 @@ class PlanRunner:
         return run.attention[group]
 
     def check_may_run(
-        self,
-        session_id: int,
-        plan_number: int,
-        pass_index: int | None,
-        index: int,
-        field: str = "",
-        *,
-        writes: bool,
-        attends: bool,
+        self, named: PlanLayer, index: int, *, writes: bool, attends: bool
     ) -> tuple[RunningPlan, bool]:
         """Return the session's latest plan if its layer ``index`` may run now, and whether it may
         write: a plan that has run writes nothing, and attends again. This is where every
         layer is checked, before each of its slices: the keys of a late one of another plan or pass
-        would be written to the slots of the present one. ``pass_index``: None for all tokens at
-        once. ``writes``, ``attends``: what the layer does.
+        would be written to the slots of the present one. ``index``: of the layer in the shard.
+        ``writes``, ``attends``: what the layer does.
 
         Raises as ``latest``; PlanOutOfOrderError for another pass; InvalidRequestError for a layer
         whose turn it is not; BlockNotWritableError if a block to be written was published since the
         plan started; StaleGenerationError if a block of the spans' tables was allocated again.
-        Errors name fields after the prefix ``field``.
         """
-        session, run = self.latest(session_id, plan_number, f"{field}plan_number")
-        run.check_pass(pass_index, f"{field}pass_index")
+        field = named.field
+        session, run = self.latest(named.session_id, named.plan_number, f"{field}plan_number")
+        run.check_pass(named.pass_index, f"{field}pass_index")
         if not writes:
             require(
                 run.progress.is_written(index),

@@ -42,7 +42,9 @@ class BlockRange(NamedTuple):
 
 
 class TableBlocks:
-    """The blocks of one executor's tables. Not thread-safe: the executor's lock guards it."""
+    """The blocks of one executor's tables, and the published ones, of which it also notes which
+    prefixes are reused. Thread-safe: each method is a command of the executor.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,9 @@ class TableBlocks:
         sessions: Sessions,
         plans: PlanRunner,
         compute: ShardKernels,
+        command: Commands,
     ) -> None:
+        """``command``: makes commands of methods."""
         self._layout = layout
         self._shard = shard
         self._layers = shard.layers(layout)
@@ -60,18 +64,25 @@ class TableBlocks:
         self._sessions = sessions
         self._plans = plans
         self._compute = compute
-
-    def published(self, command: Commands) -> PublishedBlocks:
-        """Return the published blocks. ``command``: see ``PublishedBlocks``."""
-        layers = range(len(self._shard.group_layers(self._layout, 0)))
-        return PublishedBlocks(
-            layers, self._tables, self._sessions, self._plans, self._compute, command
-        )
+        self._command = command
 
     def read(
+        self,
+        session_id: int,
+        blocks: BlockRange,
+        entries: Sequence[int],
+        *,
+        only_written: bool = False,
+    ) -> tuple[torch.Tensor, pb.Blocks]:
+        """Do as ``Executor.read_blocks``. ``blocks``: where ``entries`` are. ``only_written``:
+        refuse blocks that the session's latest plan computes and has not written.
+        """
+        with self._command.lock, self._command("read_blocks"):
+            return self._read(session_id, blocks, entries, only_written=only_written)
+
+    def _read(
         self, session_id: int, blocks: BlockRange, entries: Sequence[int], *, only_written: bool
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """Do ``Executor.read_blocks``. ``blocks``: where ``entries`` are."""
         latest = self._sessions.get(session_id).latest
         if latest is not None:
             latest.check_transferred()
@@ -99,7 +110,13 @@ class TableBlocks:
     def write(
         self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
     ) -> pb.SignedPayload | None:
-        """Do ``Executor.write_blocks``; the number of blocks is that of ``data``."""
+        """Do as ``Executor.write_blocks``; the number of blocks is that of ``data``."""
+        with self._command.lock, self._command("write_blocks"):
+            return self._write(session_id, blocks, data, plan_number)
+
+    def _write(
+        self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
+    ) -> pb.SignedPayload | None:
         session, run = self._plans.latest(session_id, plan_number)
         if run.pass_index is not None:
             raise PlanOutOfOrderError(
@@ -119,15 +136,65 @@ class TableBlocks:
         return self._plans.receipt(session, run)
 
     def of_span(self, session_id: int, sequence_id: int, plan_number: int) -> range:
-        """Return the table entries with tokens of the latest plan's span for a sequence. Raises as
-        ``PlanRunner.latest``, and InvalidRequestError when there is no such span.
+        """Return the table entries that ``write`` writes for a sequence of the latest plan, the
+        same in each layer group. Raises as ``PlanRunner.latest``, and InvalidRequestError when the
+        plan computes nothing for it.
         """
-        _, run = self._plans.latest(session_id, plan_number)
-        batch = run.whole[0]
-        span = batch.span_of(sequence_id)
+        with self._command.lock, self._command("span_blocks"):
+            _, run = self._plans.latest(session_id, plan_number)
+            batch = run.whole[0]
+            span = batch.span_of(sequence_id)
         first, size = int(batch.first_positions[span]), self._layout.block_size_tokens
         last = first + int(batch.starts[span + 1] - batch.starts[span]) - 1
         return range(first // size, last // size + 1)
+
+    @property
+    def num_published(self) -> int:
+        """Device blocks with a publication, of all layer groups."""
+        return sum(map(len, self._tables.publications))
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a file tier writes and loads blocks."""
+        return self._plans.reused is not None
+
+    def watch_reuse(self, on_reuse: Callable[[], None]) -> None:
+        """Note from now on which prefixes new sequences find. ``on_reuse`` is called, inside a
+        command, when ``take_reused`` may have more.
+        """
+        with self._command.lock, self._command("watch_reuse"):
+            reused = self._plans.reused = ReusedBlocks(self._tables, on_reuse)
+            self._tables.publications[0].on_keep = reused.published
+
+    def take_reused(self) -> list[ReusedPrefix]:
+        """Return the prefixes that were noted and are published, each once."""
+        with self._command.lock, self._command("take_reused"):
+            return [] if self._plans.reused is None else self._plans.reused.take()
+
+    def drop_reused(self, tenant: str | None) -> None:
+        """Drop the prefixes that were noted of a tenant, or with None of all."""
+        with self._command.lock, self._command("drop_reused"):
+            if self._plans.reused is not None:
+                self._plans.reused.drop(tenant)
+
+    def read_published(self, block: int, generation: int) -> torch.Tensor | None:
+        """Read all layers of a published device block, [num_layers, 1, ...] as ``read_blocks`` of
+        the executor. Returns None if it is no longer published, or has another generation.
+        """
+        with self._command.lock, self._command("read_published"):
+            is_present = self._tables.generations[_DEVICE][block] == generation
+            if not is_present or not self._tables.publications[0].published[block]:
+                return None
+            layers = range(len(self._shard.group_layers(self._layout, 0)))
+            full = np.array([self._tables.block_size_tokens])
+            return self._compute.read(_DEVICE, np.array([block], np.int32), layers, full)
+
+    def scope_of(self, session_id: int) -> tuple[str, str]:
+        """Return tenant and namespace. Raises SessionExpiredError, InvalidRequestError."""
+        with self._command.lock, self._command("scope_of"):
+            session = self._sessions.get(session_id)
+            require(session.namespace is not None, "must say the namespace", "grant.namespace")
+            return session.tenant, session.namespace or ""
 
 
 def _check_entries(table: Table, entries: Sequence[int]) -> NDArray[np.int64]:
@@ -157,73 +224,3 @@ def _check_written(latest: RunningPlan, group: int, part: Table) -> None:
         raise PlanOutOfOrderError(
             f"plan {latest.number} computes these blocks: finish it first", field="sequence_id"
         )
-
-
-class PublishedBlocks:
-    """Notes which published prefixes are reused, and reads published blocks. Thread-safe: each
-    method is a command of the executor.
-    """
-
-    def __init__(
-        self,
-        layers: range,
-        tables: BlockTables,
-        sessions: Sessions,
-        plans: PlanRunner,
-        compute: ShardKernels,
-        command: Commands,
-    ) -> None:
-        """``layers``: of the shard, in the first group. ``command``: makes commands of methods."""
-        self._layers = layers
-        self._tables = tables
-        self._sessions = sessions
-        self._plans = plans
-        self._compute = compute
-        self._command = command
-
-    @property
-    def num_blocks(self) -> int:
-        """Device blocks with a publication, of all layer groups."""
-        return sum(map(len, self._tables.publications))
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a file tier writes and loads blocks."""
-        return self._plans.reused is not None
-
-    def watch_reuse(self, on_reuse: Callable[[], None]) -> None:
-        """Note from now on which prefixes new sequences find. ``on_reuse`` is called, inside a
-        command, when ``take_reused`` may have more.
-        """
-        with self._command.lock, self._command("watch_reuse"):
-            reused = self._plans.reused = ReusedBlocks(self._tables, on_reuse)
-            self._tables.publications[0].on_keep = reused.published
-
-    def take_reused(self) -> list[ReusedPrefix]:
-        """Return the prefixes that were noted and are published, each once."""
-        with self._command.lock, self._command("take_reused"):
-            return [] if self._plans.reused is None else self._plans.reused.take()
-
-    def drop_reused(self, tenant: str | None) -> None:
-        """Drop the prefixes that were noted of a tenant, or with None of all."""
-        with self._command.lock, self._command("drop_reused"):
-            if self._plans.reused is not None:
-                self._plans.reused.drop(tenant)
-
-    def read(self, block: int, generation: int) -> torch.Tensor | None:
-        """Read all layers of a published device block, [num_layers, 1, ...] as ``read_blocks`` of
-        the executor. Returns None if it is no longer published, or has another generation.
-        """
-        with self._command.lock, self._command("read_published"):
-            is_present = self._tables.generations[_DEVICE][block] == generation
-            if not is_present or not self._tables.publications[0].published[block]:
-                return None
-            full = np.array([self._tables.block_size_tokens])
-            return self._compute.read(_DEVICE, np.array([block], np.int32), self._layers, full)
-
-    def scope_of(self, session_id: int) -> tuple[str, str]:
-        """Return tenant and namespace. Raises SessionExpiredError, InvalidRequestError."""
-        with self._command.lock, self._command("scope_of"):
-            session = self._sessions.get(session_id)
-            require(session.namespace is not None, "must say the namespace", "grant.namespace")
-            return session.tenant, session.namespace or ""

@@ -16,9 +16,8 @@ import torch
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backends.bound_layers import BoundLayers
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.kernels.backends.cuda import CudaKernels
+from data_plane.kernels.backends.cuda import CudaKernels, StepMemory
 from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams, Streams
-from data_plane.kernels.step_memory import StepMemory
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 

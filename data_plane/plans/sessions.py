@@ -287,11 +287,6 @@ class EndedSessions:
         i = bisect_right(self._first, ordinal) - 1
         return i >= 0 and ordinal <= self._last[i]
 
-    @property
-    def num_ranges(self) -> int:
-        """Number of ranges kept."""
-        return len(self._first)
-
     def add(self, ordinal: int) -> None:
         """Add an ordinal, joining adjacent ranges. Does nothing if it is in the set."""
         if ordinal in self:

@@ -9,10 +9,11 @@ import numpy as np
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.plan_runner import StartedPlan
+from data_plane.execution.table_blocks import BlockRange
 from data_plane.server.calls import Calls, refuse_fields
 from data_plane.server.fair_queue import Lane
 from data_plane.server.file_tier import FileTier
-from data_plane.server.tensor_codec import tensor_to_message
+from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from data_plane.tier_keys import tier_key_of
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
 from kvplane.serving.callers.identity import payer
@@ -53,14 +54,9 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
 
         def command() -> pb.ReadBlocksResponse:
             session_id = self._executor.open(request.grant, tenant=tenant)
-            blocks, table = self._executor.read_blocks(
-                session_id,
-                request.sequence_id,
-                entries,
-                group=request.group,
-                first_layer=request.first_layer,
-                num_layers=request.num_layers,
-            )
+            layers = request.group, request.first_layer, request.num_layers
+            place = BlockRange(request.sequence_id, 0, len(entries), *layers)
+            blocks, table = self._executor.blocks.read(session_id, place, entries)
             return pb.ReadBlocksResponse(
                 blocks=tensor_to_message(blocks),
                 table=table,
@@ -82,22 +78,16 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
         tenant = self._calls.tenant()
 
         def command() -> pb.WriteBlocksResponse:
-            blocks = self._calls.tensor(request.blocks, "blocks")
+            blocks = tensor_from_message(request.blocks, self._executor.device, field="blocks")
             if blocks.dim() > 1 and blocks.shape[1] != len(entries):
                 raise InvalidRequestError(
                     f"must hold {len(entries)} blocks, one for each entry", field="blocks.shape"
                 )
-            session_id, number = self._calls.start(request, tenant)
-            receipt = self._executor.write_blocks(
-                session_id,
-                sequence_id,
-                entries.start,
-                blocks,
-                group=request.group,
-                first_layer=request.first_layer,
-                num_layers=request.num_layers,
-                plan_number=number,
-            )
+            session_id = self._executor.open(request.grant, tenant=tenant)
+            number = self._executor.start(session_id, request.plan).number
+            layers = request.group, request.first_layer, request.num_layers
+            place = BlockRange(sequence_id, entries.start, len(entries), *layers)
+            receipt = self._executor.blocks.write(session_id, place, blocks, number)
             return pb.WriteBlocksResponse(receipt=receipt)
 
         return await self._calls.run(command)

@@ -5,18 +5,16 @@ worker thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
 from data_plane.execution.executor import Executor
 from data_plane.server.fair_queue import Lane
-from data_plane.server.tensor_codec import tensor_from_message
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.serving.callers.identity import caller, payer
 from kvplane.slices import Slices, whole
-from kvplane.wire.v1 import execution_pb2 as pb
 
 T = TypeVar("T")
 
@@ -50,16 +48,6 @@ class Calls:
     def tenant(self) -> str | None:
         """Return the caller's tenant; None where callers are not authenticated."""
         return caller().tenant if self._knows_callers else None
-
-    def start(self, request: pb.WriteBlocksRequest, tenant: str | None) -> tuple[int, int]:
-        """Open the request's session and start its plan. Returns the session's id and the plan's
-        number.
-        """
-        session_id = self._executor.open(request.grant, tenant=tenant)
-        return session_id, self._executor.start(session_id, request.plan).number
-
-    def tensor(self, message: Any, field: str) -> Any:
-        return tensor_from_message(message, self._executor.device, field=field)
 
 
 def refuse_fields(request: Message, fields: Iterable[str], why: str, prefix: str = "") -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.layers import layer_index
+from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.backends.bound_layers import BoundLayer
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
@@ -25,9 +26,6 @@ from kvplane.wire.twin import whole
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-
-SLICE_S: Final = 0.01
-"""For how long a long layer occupies the thread before other commands may run."""
 
 
 class Begun(NamedTuple):
@@ -120,10 +118,9 @@ class ExecuteStream:
         """
         layer, begun, bound = self._read(request, is_local=True), self.begun, None
         if begun is not None and self._executor.device.type == "cpu":
+            named = PlanLayer(self.session_id, layer.index, *begun, "layer.")
             tensors = layer.query, layer.key, layer.value
-            bound = self._executor.bind_layer(
-                self.session_id, layer.index, tensors, layer.options, begun.plan_number, "layer."
-            )
+            bound = self._executor.layer_runner.bind(named, tensors, layer.options)
         return layer, bound
 
     def run(
@@ -140,16 +137,9 @@ class ExecuteStream:
                 query = None if query is None else _on(query, executor.device)
                 key = None if key is None else _on(key, executor.device)
                 value = None if value is None else _on(value, executor.device)
-        output = yield from executor.layer_slices(
-            session_id,
-            layer.index,
-            (query, key, value),
-            layer.options,
-            plan_number,
-            pass_index,
-            prefix,
-            SLICE_S,
-            layer.out,
+        named = PlanLayer(session_id, layer.index, plan_number, pass_index, prefix)
+        output = yield from executor.layer_runner.run_slices(
+            named, (query, key, value), layer.options, layer.out
         )
         if layer.is_in_place:
             executor.finish(raises=True)

@@ -103,7 +103,7 @@ class FileWriter:
 
     def start(self) -> None:
         """Find the files of an earlier process, then write."""
-        self._executor.published.watch_reuse(self._wake.set)
+        self._executor.blocks.watch_reuse(self._wake.set)
         self._thread.start()
 
     def stop(self) -> None:
@@ -120,7 +120,7 @@ class FileWriter:
             self._wake.clear()
             try:
                 for prefix in self._worker.submit(
-                    self._executor.published.take_reused, _LANE
+                    self._executor.blocks.take_reused, _LANE
                 ).result():
                     self._write(prefix)
             except (RuntimeError, KvplaneError) as error:
@@ -155,7 +155,7 @@ class FileWriter:
             parent = name
 
     def _read(self, block: int, generation: int) -> bytes | None:
-        data = self._executor.published.read(block, generation)
+        data = self._executor.blocks.read_published(block, generation)
         if data is None:
             return None
         with device_errors():
@@ -254,7 +254,8 @@ class FileTier:
         Raises InvalidRequestError, and as ``Executor.write_blocks``.
         """
         span = await self._worker.run(
-            partial(self._executor.span_blocks, session_id, request.sequence_id, plan_number), lane
+            partial(self._executor.blocks.of_span, session_id, request.sequence_id, plan_number),
+            lane,
         )
         size = self._executor.layout.block_size_tokens
         columns.read(columns.INT32, request.token_ids, "token_ids", length=span.stop * size)
@@ -290,7 +291,7 @@ class FileTier:
     async def forget(self, message: rpb.ForgetFiles) -> None:
         """Delete files, and cancel pending writes of them. Raises OSError."""
         tenant = None if message.all_tenants else message.tenant
-        await self._worker.run(partial(self._executor.published.drop_reused, tenant))
+        await self._worker.run(partial(self._executor.blocks.drop_reused, tenant))
         fingerprint = self._executor.layout.fingerprint
         scope = scope_of(fingerprint, message.tenant, message.namespace)
         forget = self.files.forget
@@ -310,7 +311,7 @@ class FileTier:
         self.files.forget(tenant=scope.tenant, name=name)
 
     async def _scope(self, session_id: int) -> Scope:
-        names = await self._worker.run(partial(self._executor.published.scope_of, session_id))
+        names = await self._worker.run(partial(self._executor.blocks.scope_of, session_id))
         return scope_of(self._executor.layout.fingerprint, *names)
 
     def _keys(self, scope: Scope, token_ids: bytes, span: range) -> list[BlockKey]:

@@ -209,7 +209,7 @@ def _add_state(samples: Samples, executor: Executor) -> None:
     samples.add(_BACKEND, 1, executor.kernels.backend, str(executor.device))
     samples.add(_OPEN_SESSIONS, executor.num_sessions)
     samples.add(_TABLES, executor.num_sequences)
-    samples.add(_PUBLISHED, executor.published.num_blocks)
+    samples.add(_PUBLISHED, executor.blocks.num_published)
     for tier_key, num_blocks in executor.pools.num_blocks.items():
         labels = TIER_NAMES[tier_of(tier_key)], executor.layout.groups[group_of(tier_key)].name
         samples.add(_POOL_BLOCKS, num_blocks, *labels)

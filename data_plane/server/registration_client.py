@@ -232,7 +232,7 @@ def _hello_of(executor: Executor, address: str) -> rpb.Hello:
         version=release(),
         oldest_payload_version=OLDEST_PAYLOAD_VERSION,
         newest_payload_version=NEWEST_PAYLOAD_VERSION,
-        has_file_tier=executor.published.is_watched,
+        has_file_tier=executor.blocks.is_watched,
     )
 
 

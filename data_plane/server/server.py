@@ -252,7 +252,7 @@ class DataPlaneServer(PlaneServer):
             epoch=executor.epoch,
             address=self._advertised,
             connected=self.metrics.registered,
-            has_file_tier=executor.published.is_watched,
+            has_file_tier=executor.blocks.is_watched,
         )
         return pool_pb2.GetServerInfoResponse(
             version=release(),

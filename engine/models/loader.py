@@ -25,11 +25,6 @@ from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independe
 
 from . import baichuan
 
-TORCH_DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 NO_LIMIT: Final = 2**31 - 1
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -123,7 +118,7 @@ def load(
     attention.register()
     is_baichuan = read_config(folder).model_type == baichuan.MODEL_TYPE
     load_model = baichuan.load if is_baichuan else _load_model
-    model = load_model(folder, TORCH_DTYPES[dtype])
+    model = load_model(folder, getattr(torch, dtype))
     model.train(mode=False)
     adapters.adapt(model)
     if packs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -12,8 +13,32 @@ from kvplane.runtime.backend import DataBackend, OpenedSession, RemoteBackend
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import Tls
+from kvplane.wire.v1 import session_pb2 as cpb
+from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from ..config import EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSession:
+    """A session that rank 0 opened, as a backend needs it, with all shards or only a rank's own."""
+
+    grant: Signed
+    shards: Sequence[ShardInfo]
+    layout: Layout
+
+    def encode(self) -> bytes:
+        """Encode the session for ``decode`` of another rank."""
+        return cpb.OpenSessionResponse(
+            grant=cast(SignedPayload, self.grant), shards=[each.to_proto() for each in self.shards]
+        ).SerializeToString()
+
+    @classmethod
+    def decode(cls, message: bytes, layout: Layout) -> SharedSession:
+        """Decode the result of ``encode``."""
+        response = cpb.OpenSessionResponse.FromString(message)
+        shards = [ShardInfo.from_proto(each) for each in response.shards]
+        return cls(response.grant, shards, layout)
 
 
 def backend_of(
@@ -78,13 +103,4 @@ class RankBackend(RemoteBackend):
                 "must be the number of the pool's shards, which divide its KV heads evenly",
                 field="tensor_parallel",
             )
-        super().open(_OfShard(session.grant, own, session.layout))
-
-
-@dataclass(frozen=True)
-class _OfShard:
-    """A session for the client of one shard only."""
-
-    grant: Signed
-    shards: Sequence[ShardInfo]
-    layout: Layout
+        super().open(SharedSession(session.grant, own, session.layout))

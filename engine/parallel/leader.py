@@ -23,7 +23,7 @@ from kvplane.sync.loop_thread import LoopThread
 
 from ..config import EngineSettings
 from . import rank as ranks
-from .backends import backend_of
+from .backends import SharedSession, backend_of
 from .group import RankGroup
 from .model_part import keep_part
 
@@ -67,7 +67,7 @@ class ParallelBackend:
 
     def open(self, session: OpenedSession) -> None:
         """Serve this session on all ranks."""
-        shared = ranks.SharedSession(session.grant, session.shards, session.layout)
+        shared = SharedSession(session.grant, session.shards, session.layout)
         self._tell(ranks.OPEN + shared.encode())
         ranks.together(self._group, lambda: self._backend.open(shared))
 

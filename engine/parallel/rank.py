@@ -10,7 +10,7 @@ continues with zeros, and reports the error at the end.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,18 +23,17 @@ from transformers import PreTrainedModel
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, KvplaneError
 from kvplane.layout import Layout
-from kvplane.results import ShardInfo, Signed, read_signed
+from kvplane.results import Signed, read_signed
 from kvplane.runtime.backend import DataBackend
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.wire.error_messages import from_wire, to_wire
-from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1.execution_pb2 import ExecuteResponse, RunLayerResponse, StartPlanResponse
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from ..config import EngineSettings
 from ..models import loader
-from .backends import backend_of
+from .backends import SharedSession, backend_of
 from .group import RankGroup
 from .model_part import keep_part
 
@@ -46,28 +45,6 @@ START: Final = b"S"
 FORWARD: Final = b"F"
 CLOSE: Final = b"C"
 STOP: Final = b"Q"
-
-
-@dataclass(frozen=True, slots=True)
-class SharedSession:
-    """A session that rank 0 opened, as other ranks need it."""
-
-    grant: Signed
-    shards: Sequence[ShardInfo]
-    layout: Layout
-
-    def encode(self) -> bytes:
-        """Encode the session for ``decode`` of another rank."""
-        return cpb.OpenSessionResponse(
-            grant=cast(SignedPayload, self.grant), shards=[each.to_proto() for each in self.shards]
-        ).SerializeToString()
-
-    @classmethod
-    def decode(cls, message: bytes, layout: Layout) -> SharedSession:
-        """Decode the result of ``encode``."""
-        response = cpb.OpenSessionResponse.FromString(message)
-        shards = [ShardInfo.from_proto(each) for each in response.shards]
-        return cls(response.grant, shards, layout)
 
 
 class DeferredErrorStep:

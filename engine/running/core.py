@@ -49,7 +49,6 @@ from ..sampling.sampler import logprobs_of, new_stream, sample
 from ..scheduling.intents import Intent, Outcome, Span
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import EngineSequence, SequenceStatus
-from ..stats import EngineStats
 from .beams import BeamRequest
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
@@ -225,7 +224,7 @@ class EngineCore:
         self._pass: _Pass | None = None  # of the present plan, to be computed next
         self._stalled_since_s: float | None = None
         self._stepped_s = 0.0
-        self.stats = EngineStats()
+        self.stats = scheduler.stats
 
     # Requests.
 
@@ -390,7 +389,6 @@ class EngineCore:
         result = wait(asked.answer)
         self._has_plan = result.plan is not None
         outcome = self._scheduler.apply(asked.intents, result)
-        self._note_counts()
         for sequence, error in outcome.failed:
             self._fail(sequence.request.request_id, error)
         return outcome, result.plan
@@ -637,8 +635,3 @@ class EngineCore:
             stream=new_stream(request.params.seed, index),
             detokenizer=Detokenizer(self._loaded.tokenizer, request.params.stop),
         )
-
-    def _note_counts(self) -> None:
-        counts = self._scheduler.counts
-        self.stats.num_swap_preemptions = counts.num_swap_preemptions
-        self.stats.num_recompute_preemptions = counts.num_recompute_preemptions

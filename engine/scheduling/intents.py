@@ -67,14 +67,3 @@ class Outcome:
     in_passes: bool = False
     """Whether the spans are computed token by token."""
     failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Counts:
-    """Totals of the scheduler. They never fall."""
-
-    num_swap_preemptions: int = 0
-    num_recompute_preemptions: int = 0
-    num_swap_ins: int = 0
-    num_admissions: int = 0
-    num_forks: int = 0

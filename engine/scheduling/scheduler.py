@@ -19,7 +19,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Final, Protocol
+from operator import attrgetter
+from typing import Final
 
 from kvplane import ops
 from kvplane.errors import InternalError, PositionMismatchError, SequenceNotFoundError
@@ -33,30 +34,13 @@ from kvplane.results import (
 )
 from kvplane.wire.v1 import types_pb2 as types
 
-from .intents import Counts, Failures, Intent, Kind, Outcome, Span
+from ..stats import EngineStats
+from .intents import Failures, Intent, Kind, Outcome, Span
 from .sequence import EngineSequence, SequenceStatus, most_passes
 
 # Steps to wait for pending blocks, or without any progress, before more is preempted.
 PATIENCE_STEPS: Final = 32
-
-
-class Policy(Protocol):
-    """The order of sequences: a smaller key goes first and is preempted last. It must be total and
-    must not change while a sequence lives, or two could preempt each other for ever. Continuations
-    of one request should be neighbours.
-    """
-
-    def key(self, sequence: EngineSequence) -> tuple[int, ...]:
-        """Return the sort key of ``sequence``."""
-        ...
-
-
-class PriorityThenArrival:
-    """Orders requests by priority, lower first, then by arrival."""
-
-    def key(self, sequence: EngineSequence) -> tuple[int, ...]:
-        """Return priority, arrival, then the continuation's index."""
-        return sequence.place
+_PLACE: Final = attrgetter("place")
 
 
 class _Room:
@@ -90,8 +74,7 @@ class _Queues:
     |---- recompute --|  |----- swap in -----|
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._key = policy.key
+    def __init__(self) -> None:
         self._next_kv_id = 1
         self.waiting: list[EngineSequence] = []
         self.running: list[EngineSequence] = []
@@ -107,7 +90,7 @@ class _Queues:
 
     def head(self) -> EngineSequence | None:
         """Return the live sequence that goes first."""
-        return min((*self.waiting, *self.running, *self.swapped), key=self._key, default=None)
+        return min((*self.waiting, *self.running, *self.swapped), key=_PLACE, default=None)
 
     def arrive(self, sequence: EngineSequence) -> None:
         """Queue the first sequence of a request."""
@@ -116,7 +99,7 @@ class _Queues:
     def add(self, sequence: EngineSequence) -> None:
         """Queue a sequence that has no blocks."""
         sequence.forget_blocks()
-        insort(self.waiting, sequence, key=self._key)
+        insort(self.waiting, sequence, key=_PLACE)
 
     def branch(self, parent: EngineSequence, sequences: Sequence[EngineSequence]) -> None:
         """Continue the computed tokens of ``parent`` as ``sequences``, which may or may not hold
@@ -179,9 +162,8 @@ class Scheduler(_Queues):
         block_size_tokens: int,
         max_batch_tokens: int,
         max_sequences: int,
-        policy: Policy | None = None,
     ) -> None:
-        super().__init__(policy or PriorityThenArrival())
+        super().__init__()
         self._block_size_tokens = block_size_tokens
         self._max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
@@ -194,7 +176,7 @@ class Scheduler(_Queues):
         self._num_waits = 0
         self._num_idle = 0
         self._room = _Room()
-        self.counts = Counts()
+        self.stats = EngineStats()
         self.max_passes = 1
         """The next plan has at most so many; requests that arrive meanwhile wait for all."""
 
@@ -404,7 +386,7 @@ class Scheduler(_Queues):
         if num_blocks <= self._room.num_host_blocks and not refused:
             swap = ops.swap([s.kv_id for s in victims], "host")
             return [Intent(Kind.SWAP_OUT, swap, tuple(victims))]
-        self.counts.num_recompute_preemptions += len(victims)
+        self.stats.num_recompute_preemptions += len(victims)
         for sequence in victims:
             self.running.remove(sequence)
             self._recompute(sequence)
@@ -418,7 +400,7 @@ class Scheduler(_Queues):
         asked = [s for s in self.running if s.kv_id in self._asked]
         if asked:
             return asked
-        order = sorted(self.running, key=self._key)
+        order = sorted(self.running, key=_PLACE)
         if len(order) < 2:
             return []
         last = order[-1].request
@@ -431,13 +413,13 @@ class Scheduler(_Queues):
         each part in order.
         """
         order = (s for s in self.running if s.kv_id not in victims)
-        return sorted(order, key=lambda s: (s.num_uncomputed > 1, self._key(s)))
+        return sorted(order, key=lambda s: (s.num_uncomputed > 1, s.place))
 
     def _swap_in_intents(self) -> list[Intent]:
         intents: list[Intent] = []
         num_running, num_blocks = self._num_on_device(), 0
         groups: dict[str, list[EngineSequence]] = {}
-        for sequence in sorted(self.swapped, key=self._key):
+        for sequence in sorted(self.swapped, key=_PLACE):
             groups.setdefault(sequence.request.request_id, []).append(sequence)
         for group in groups.values():
             num_running += len(group)
@@ -488,7 +470,7 @@ class Scheduler(_Queues):
     ) -> None:
         for item, sequence in enumerate(intent.sequences):
             if item not in failures:
-                self.counts.num_forks += 1
+                self.stats.num_forks += 1
             elif sequence.status is not SequenceStatus.FINISHED:
                 self.running.remove(sequence)
                 self.add(sequence)
@@ -506,7 +488,7 @@ class Scheduler(_Queues):
         if failures:
             self._no_swap.update(s.kv_id for s in intent.sequences)
             return
-        self.counts.num_swap_preemptions += len(intent.sequences)
+        self.stats.num_swap_preemptions += len(intent.sequences)
         for sequence in intent.sequences:
             self.running.remove(sequence)
             sequence.status = SequenceStatus.SWAPPED
@@ -517,7 +499,6 @@ class Scheduler(_Queues):
     ) -> None:
         if failures:
             return
-        self.counts.num_swap_ins += len(intent.sequences)
         for sequence in intent.sequences:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
@@ -578,7 +559,6 @@ class Scheduler(_Queues):
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.start(num_blocks, num_cached_tokens)
-        self.counts.num_admissions += 1
 
     def _note_cuts(self, news: SessionNews) -> None:
         """Queue sequences that lost their blocks to be admitted and computed again."""
@@ -588,7 +568,7 @@ class Scheduler(_Queues):
         for sequence in [s for s in self.running if s.kv_id in news.cut]:
             self.running.remove(sequence)
             self._recompute(sequence)
-            self.counts.num_recompute_preemptions += 1
+            self.stats.num_recompute_preemptions += 1
 
     def _compute(
         self, sequence: EngineSequence, first: int, num_tokens: int, outcome: Outcome
@@ -613,7 +593,7 @@ class Scheduler(_Queues):
         """Queue all swapped sequences to be computed again, when none runs or moves: a group that
         swapped out together may never fit together again, but each sequence fits alone.
         """
-        self.counts.num_recompute_preemptions += len(self.swapped)
+        self.stats.num_recompute_preemptions += len(self.swapped)
         swapped, self.swapped = self.swapped, []
         for sequence in swapped:
             self._recompute(sequence)

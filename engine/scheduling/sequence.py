@@ -67,7 +67,9 @@ class EngineSequence:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The sort key: requests by priority, then by arrival, then continuations by index."""
+        """The sort key: requests by priority, then by arrival, then continuations by index. The
+        smallest goes first and is preempted last. It never changes: two could preempt each other.
+        """
         return (self.request.params.priority, self.request.arrival, self.index)
 
     @property

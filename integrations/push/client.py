@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import cast
 
 from kvplane import ops
@@ -36,12 +35,7 @@ class PushClient:
     async def __aenter__(self) -> PushClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def receive_blocks(
@@ -141,12 +135,7 @@ class PrefixMover:
     async def __aenter__(self) -> PrefixMover:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def move(

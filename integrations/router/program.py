@@ -20,11 +20,11 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.observability import logs
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
-from kvplane.transport.renewed import RenewedClientContext
 
 from . import metrics as of
 from .app import RouterApp
 from .config import RouterSettings
+from .engine_tls import RenewedClientContext
 from .engines import Engines
 from .feeds import PoolFeeds
 from .metrics import Reading, RouterMetrics

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+import click
 from rich.console import Console
 
+from kvplane.cli.group import command, with_pool
 from kvplane.cli.values import Context, only_pool, print_json, share, table_of
 from kvplane.clients.control_client import ControlClient
 from kvplane.errors import NotPermittedError
@@ -30,8 +32,9 @@ async def _counters(client: ControlClient, pool_id: str) -> Mapping[str, int]:
         return {}
 
 
+@command
 async def status(context: Context) -> int:
-    """Show the control plane and its pools. Returns 0 if all of them are ready."""
+    """The control plane and its pools; exit code 0 if all of them are ready."""
     async with context.client() as client:
         plane = await client.get_server_info()
         pools = await _pools(client)
@@ -56,8 +59,9 @@ async def status(context: Context) -> int:
     return 0 if rows and all(pool.ready for pool in pools.values()) else 1
 
 
+@command
 async def pools(context: Context) -> int:
-    """Show each tier of each pool, and each shard."""
+    """Tiers and shards of each pool."""
     async with context.client() as client:
         described = await _pools(client)
     tiers, shards = [], []
@@ -91,8 +95,10 @@ async def pools(context: Context) -> int:
     return 0
 
 
+@command
+@with_pool
 async def sessions(context: Context, pool: str) -> int:
-    """Show the open sessions of this caller's tenant."""
+    """The open sessions of this caller's tenant."""
     async with context.client() as client:
         pool_ids = [pool] if pool else await client.list_pools()
         rows = [
@@ -114,12 +120,15 @@ async def sessions(context: Context, pool: str) -> int:
     return 0
 
 
-async def sequences(context: Context, session_id: int, pool: str) -> int:
-    """Show the sequences of a session. Returns 1 if it is not open."""
+@command
+@click.argument("session", type=int)
+@with_pool
+async def sequences(context: Context, session: int, pool: str) -> int:
+    """The sequences of SESSION; exit code 1 if it is not open."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         listed = await client.list_sessions(pool_id)
-        found = [each for each in listed if each.session_id == session_id]
+        found = [each for each in listed if each.session_id == session]
         states = [s for each in found for s in await client.list_sequences(each)]
     rows = [
         {

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Final
 
-from kvplane.cli.values import Context, only_pool, print_json
-from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, ForgetScope, PrefixEvent
+import click
+
+from kvplane.cli.group import POSITIVE, command, with_namespace, with_pool, with_tokens
+from kvplane.cli.values import Context, only_pool, print_json, read_tokens
+from kvplane.prefixes import (
+    DEFAULT_PRIORITY,
+    BlocksRemoved,
+    BlocksStored,
+    CaughtUp,
+    ForgetScope,
+    PrefixEvent,
+)
 from kvplane.wire.v1 import types_pb2 as tpb
 
+_SCOPES: Final = {"namespace": ForgetScope.NAMESPACE, "tenant": ForgetScope.TENANT}
 
+
+@command
+@with_tokens
+@with_pool
+@with_namespace
 async def lookup(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
-    """Show how much of a prompt each pool has cached."""
+    """How much of a prompt each pool has cached.
+
+    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
+    """
     async with context.client() as client:
         matches = await client.find_prefix(
             tokens, pool_ids=[pool] if pool else [], namespace=namespace
@@ -30,8 +50,15 @@ async def lookup(context: Context, tokens: list[int], pool: str, namespace: str)
     return 0
 
 
+@command
+@with_tokens
+@with_pool
+@with_namespace
 async def explain(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
-    """Show the cached blocks of a prompt's prefix."""
+    """The cached blocks of a prompt, their hits, age and references.
+
+    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
+    """
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         (match,) = await client.find_prefix(
@@ -46,8 +73,12 @@ async def explain(context: Context, tokens: list[int], pool: str, namespace: str
     return 0
 
 
+@command
+@with_pool
+@with_namespace
+@click.option("--count", default=0, type=click.IntRange(min=0), help="Lines; 0: no end.")
 async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
-    """Print each change of the index on a line, ``count`` lines; 0: until interrupted."""
+    """Each change of a pool's prefix index, until Ctrl-C."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         shown = 0
@@ -63,10 +94,24 @@ async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
     return 0
 
 
+@command
+@with_tokens
+@with_pool
+@with_namespace
+@click.option("--ttl-s", default=3600.0, type=POSITIVE, help="For how long.")
+@click.option(
+    "--priority",
+    default=DEFAULT_PRIORITY,
+    type=click.IntRange(1, 100),
+    help="Among retained prefixes; 1 is evicted first.",
+)
 async def retain(
     context: Context, tokens: list[int], pool: str, namespace: str, ttl_s: float, priority: int
 ) -> int:
-    """Keep a prompt's cached prefix longer."""
+    """Keep a cached prefix longer than others.
+
+    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
+    """
     async with context.client() as client:
         num_blocks = await client.retain_prefix(
             only_pool(await client.list_pools(), pool),
@@ -79,10 +124,27 @@ async def retain(
     return 0
 
 
+@command
+@click.argument("tokens", type=read_tokens, required=False)
+@click.option("--all-of", type=click.Choice(list(_SCOPES)), help="In place of TOKENS.")
+@with_pool
+@with_namespace
+@click.option("--force", is_flag=True, help="Also what sequences refer to.")
 async def forget(
-    context: Context, what: list[int] | ForgetScope, pool: str, namespace: str, force: bool
+    context: Context,
+    tokens: list[int] | None,
+    all_of: str | None,
+    pool: str,
+    namespace: str,
+    force: bool,
 ) -> int:
-    """Take prefixes out of the index."""
+    """Take cached prefixes out of the index.
+
+    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
+    """
+    if (tokens is None) == (all_of is None):
+        raise click.UsageError("give either TOKENS or --all-of")
+    what = _SCOPES[all_of] if all_of is not None else tokens or []
     async with context.client() as client:
         forgotten = await client.forget_prefixes(
             only_pool(await client.list_pools(), pool), what, namespace=namespace, force=force

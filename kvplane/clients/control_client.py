@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Iterable
 from enum import Enum
-from types import TracebackType
 from typing import Final
 from weakref import WeakSet
 
@@ -89,12 +88,7 @@ class ControlClient:
     async def __aenter__(self) -> ControlClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def get_server_info(self, *, timeout_s: float | None = None) -> ServerInfo:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from kvplane.clients.server_info import get_server_info
 from kvplane.execution.execution import Execution, Executions
 from kvplane.results import ServerInfo, Signed
@@ -37,12 +35,7 @@ class DataClient:
     async def __aenter__(self) -> DataClient:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def get_server_info(self, *, timeout_s: float | None = None) -> ServerInfo:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -30,7 +30,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     PlanOutOfOrderError,
 )
-from kvplane.results import Signed
+from kvplane.results import Signed, answered_tensor
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.local import packets
@@ -140,12 +140,7 @@ class ShardExecution:
         pass_index: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """Present a plan, which makes its table changes and transfers. Safe to repeat.
-
-        ``pass_index``: computes the plan in passes, one token of each span in each: see
-        ``StartPlanRequest``. Raises InvalidRequestError for None, the plan of a step that changed
-        nothing.
-        """
+        """See ``Execution.start``."""
         if plan is None:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
         deadline = self._connection.deadline(timeout_s)
@@ -164,9 +159,7 @@ class ShardExecution:
         pass_index: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """``start`` of a plan or pass that computes ``num_tokens``, at least one, without waiting
-        for the answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
-        """
+        """See ``Execution.begin``."""
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
@@ -182,12 +175,7 @@ class ShardExecution:
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> Tensor:
-        """Write one layer's keys and values, then attend: [num_tokens, num_heads, value_head_size].
-
-        ``query`` [num_tokens, num_heads, head_size]; without it the answer has no elements.
-        ``key``, ``value`` [num_tokens, num_kv_heads, head_size], of ``value`` value_head_size; none
-        where the layer keeps latents. Safe to repeat.
-        """
+        """See ``Execution.layer``."""
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             plan = self._started_plan()
@@ -424,7 +412,9 @@ class ShardExecution:
             self._stream.drop()
             raise InternalError(f"layer {index} was answered as {answer.layer}")
         self._note_receipt(answer)
-        return _output(answer.output) if query is not None else Tensor(key.dtype, (0,), b"")
+        if query is None:
+            return Tensor(key.dtype, (0,), b"")
+        return answered_tensor(answer.output, "output")
 
     def _check_begun(self, answer: pb.ExecuteResponse) -> None:
         """Take the answer to a plan that was sent by ``begin``. Raises its error."""
@@ -555,10 +545,3 @@ def _started(response: pb.ExecuteResponse) -> pb.StartPlanResponse:
     if not started.HasField("receipt") and (started.finished or not started.num_tokens):
         raise InternalError("a plan that has run has no receipt")
     return started
-
-
-def _output(output: Any) -> Tensor:
-    try:
-        return Tensor.from_proto(output, field="output")
-    except InvalidRequestError as error:
-        raise InternalError(f"the data plane's answer is malformed: {error}") from error

@@ -9,21 +9,18 @@ default model id hashes the weights, so other weights have another id.
 Quantising tools save one scale, or one for each KV head, beside each layer's attention weights: as
 ``k_scale`` and ``v_scale`` of ``self_attn``, of its ``attn`` or of a projection, as
 ``output_scale`` of ``k_proj`` and ``v_proj``, or as one ``kv_scale`` for both. vLLM reads the same
-names. A safetensors file consists of 8 bytes that hold the length of its header, the header as
-JSON, and raw little-endian numbers.
+names.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES, LATENT, LayerGroup, Layout
@@ -34,9 +31,8 @@ _NAME: Final = re.compile(
     r"layers\.(\d+)\.self_attn\."
     r"(?:(?:attn\.|(?:k|v|qkv)_proj\.)?(k|v|kv)_scale|([kv])_proj\.output_scale)$"
 )
-_FORMATS: Final = {"F32": "f", "F16": "e", "BF16": "H"}  # by safetensors' names
-_MAX_HEADER_BYTES: Final = 100 << 20  # the format's own limit
-_MAX_TENSOR_BYTES: Final = 4 * 65_536  # a float32 for each of the most KV heads
+_TYPES: Final = ("F32", "F16", "BF16")  # by safetensors' names
+_MAX_SCALES: Final = 65_536  # one for each of the most KV heads
 
 
 def layout_from_hf(
@@ -152,37 +148,26 @@ def _of_all_layers(
 
 def _scales_of_file(path: Path) -> Iterator[tuple[str, int, tuple[float, ...]]]:
     """Yield ("k" or "v", layer, scales) of each tensor that holds scales."""
+    from safetensors import SafetensorError, safe_open  # of transformers, which read the config
+
     try:
-        with path.open("rb") as file:
-            (num_bytes,) = struct.unpack("<Q", file.read(8))
-            if num_bytes > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {num_bytes} bytes")
-            header: dict[str, dict[str, Any]] = json.loads(file.read(num_bytes))
-            for name, tensor in header.items():
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 if match := _NAME.search(name):
-                    scales = _numbers(file, 8 + num_bytes, tensor)
+                    scales = _numbers(file, name)
                     for kind in match[2] or match[3]:
                         yield kind, int(match[1]), scales
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (SafetensorError, ValueError) as error:
         raise InvalidRequestError(
             f"{path} is not a safetensors file: {error}", field="checkpoint"
         ) from error
-    except (OSError, RecursionError, OverflowError) as error:
+    except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}", field="checkpoint") from error
 
 
-def _numbers(file: BinaryIO, begin: int, tensor: dict[str, Any]) -> tuple[float, ...]:
-    if tensor["dtype"] not in _FORMATS:
-        raise ValueError(f"its scales are of type {tensor['dtype']}")
-    numbers = struct.Struct(f"<{math.prod(tensor['shape'])}{_FORMATS[tensor['dtype']]}")
-    first, end = tensor["data_offsets"]
-    if first < 0 or not 0 < end - first == numbers.size <= _MAX_TENSOR_BYTES:
-        raise ValueError(f"it has scales of shape {tensor['shape']} at bytes {first} to {end}")
-    file.seek(begin + first)
-    data = file.read(numbers.size)
-    if len(data) < numbers.size:
-        raise ValueError("it ends too early")
-    if tensor["dtype"] == "BF16":  # the upper halves of float32
-        wide = [half << 16 for half in numbers.unpack(data)]
-        return struct.unpack(f"<{len(wide)}f", struct.pack(f"<{len(wide)}I", *wide))
-    return numbers.unpack(data)
+def _numbers(file: Any, name: str) -> tuple[float, ...]:
+    tensor = file.get_slice(name)
+    kind, shape = tensor.get_dtype(), tensor.get_shape()
+    if kind not in _TYPES or not 0 < math.prod(shape) <= _MAX_SCALES:
+        raise ValueError(f"its scales are of type {kind} and shape {shape}")
+    return tuple(file.get_tensor(name).flatten().tolist())

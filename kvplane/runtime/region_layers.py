@@ -5,7 +5,7 @@ where the data plane runs on the tensors' GPU, otherwise main memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 
@@ -18,13 +18,6 @@ from kvplane.transport.local.connection import LocalConnection
 from kvplane.transport.local.layer import LocalLayer, Shape
 from kvplane.transport.local.packets import MAX_BINDINGS
 from kvplane.wire.v1.types_pb2 import SignedPayload
-
-DTYPES: Final = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +145,7 @@ def _make(
     binding: int,
 ) -> _Bound | None:
     of_query, of_key, of_value = (tuple(tensor.shape) for tensor in (query, key, value))
-    dtype = NAMES[query.dtype]
+    dtype = str(query.dtype).removeprefix("torch.")
     make = LocalLayer.make
     layer = make(region or local, index, dtype, of_query, of_key, of_value, options, binding)
     if layer is None or layer.query is None or layer.output is None:

@@ -248,16 +248,9 @@ class ClientTls(PlanesSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {
-            "planes_ca": self.planes_ca,
-            "planes_certificate": self.planes_certificate,
-            "planes_key": self.planes_key,
-            "planes_name": self.planes_name,
-            "planes_token_file": self.planes_token_file,
-        }
-        for name, value in given.items() if not self.planes_tls else ():
-            if value:
-                raise InvalidRequestError("needs --planes-tls too", field=name)
+        for name in ("ca", "certificate", "key", "name", "token_file"):
+            if getattr(self, f"planes_{name}") and not self.planes_tls:
+                raise InvalidRequestError("needs --planes-tls too", field=f"planes_{name}")
 
     @property
     def client_tls(self) -> Tls | None:

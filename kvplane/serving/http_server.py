@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import uvicorn
 
-from kvplane.serving.server import most_connections
+from kvplane.serving.server import announce, most_connections
 from kvplane.transport.renewed import renewed_context
 
 _GRACE_S: Final = 5
@@ -64,11 +64,7 @@ class HttpServer(uvicorn.Server):
             self.config.ssl = renewed_context(self._certificate, self._key)
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        if self._port_file is not None:
-            partial = self._port_file.with_name(self._port_file.name + ".partial")
-            partial.write_text(f"{port}\n")
-            partial.replace(self._port_file)  # so that a reader never sees half of it
-        self._logger.info("listening address=%s:%d", host, port)
+        announce(f"{host}:{port}", self._port_file, self._logger)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and give open requests a little time."""

@@ -211,7 +211,7 @@ class PlaneServer:
     async def _announce(self) -> None:
         """Announce the address. Stops, and raises OSError, when the port file cannot be written."""
         try:
-            serving.announce(self._server, self._config.port_file)
+            serving.announce(self._server.address, self._config.port_file)
         except OSError:
             await self.stop()
             raise

@@ -121,19 +121,19 @@ def most_connections() -> int:
     return min(num_files, _MOST_FILES) * 3 // 8
 
 
-def announce(server: Server, port_file: Path | None) -> None:
-    """Write the port of ``server`` to ``port_file``, then log its address.
+def announce(address: str, port_file: Path | None, logger: logging.Logger = _LOGGER) -> None:
+    """Write the port of ``address``, "host:port", to ``port_file``, then log the address.
 
     Raises OSError when the file cannot be written.
     """
     if port_file is not None:
         partial = port_file.with_name(port_file.name + ".partial")
         try:
-            partial.write_text(f"{server.port}\n")
+            partial.write_text(address.rpartition(":")[2] + "\n")
             partial.replace(port_file)  # so that a reader never sees half of it
         except OSError as error:
             raise OSError(f"cannot write port_file {port_file}: {error.strerror}") from error
-    _LOGGER.info("listening address=%s", server.address)
+    logger.info("listening address=%s", address)
 
 
 async def wait_for_signal() -> None:

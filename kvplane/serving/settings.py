@@ -200,28 +200,15 @@ def _command(
     options = [*_options(config_class, variable_prefix(program))]
     for option in options:
         option.environ = environ
-    return _Command(
+    command = _Command(
         program,
-        params=[*options, _version_option(program)],
+        params=list(options),
         callback=lambda **values: _build(config_class, values),
         help=(config_class.__doc__ or "").strip(),
         context_settings={"terminal_width": 100},  # wide enough for each variable
     )
-
-
-def _version_option(program: str) -> click.Option:
-    def show(context: click.Context, _: click.Parameter, asked: bool) -> None:
-        if asked and not context.resilient_parsing:
-            click.echo(f"{program} {release()}")
-            context.exit()
-
-    return click.Option(
-        ["--version"],
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=show,
-        help="Show the version and exit.",
+    return click.version_option(release(), prog_name=program, message="%(prog)s %(version)s")(
+        command
     )
 
 

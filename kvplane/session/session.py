@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, cast
 
 from kvplane import ops, tracing
@@ -133,12 +132,7 @@ class Session:
     async def __aenter__(self) -> Session:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._try_to_close()
 
     @property

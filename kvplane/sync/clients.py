@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Generator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvplane.clients import control_client, data_client
@@ -53,13 +52,8 @@ class Portal(Generic[Wrapped]):
         loop().run(self._wrapped.__aenter__())  # type: ignore[attr-defined]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        loop().run(self._wrapped.__aexit__(kind, error, traceback))  # type: ignore[attr-defined]
+    def __exit__(self, *exception: object) -> None:
+        loop().run(self._wrapped.__aexit__(*exception))  # type: ignore[attr-defined]
 
 
 def blocking(

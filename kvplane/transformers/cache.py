@@ -129,10 +129,6 @@ class PlaneCache(Cache):
         """Ask the control plane for the pool's layout, shards and usage."""
         return self._planes.get_pool()
 
-    def get_counters(self) -> dict[str, int]:
-        """Ask the control plane for the pool's counters; see ``ControlClient.get_counters``."""
-        return self._planes.get_counters()
-
     def __enter__(self) -> PlaneCache:
         return self
 

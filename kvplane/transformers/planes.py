@@ -166,10 +166,6 @@ class Planes:
         """Ask the control plane about the pool."""
         return self._link.get_pool()
 
-    def get_counters(self) -> dict[str, int]:
-        """Ask the control plane for the pool's counters; see ``ControlClient.get_counters``."""
-        return self._link.get_counters()
-
     def close(self) -> None:
         """Close the session, and stop planes that are embedded. Harmless when called again."""
         self._finalizer.detach()

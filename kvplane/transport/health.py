@@ -1,28 +1,15 @@
-"""Asks a server for its health, by gRPC's health protocol.
-
-    python -m kvplane.transport.health 127.0.0.1:50051
-
-The exit code is 0 when it serves, 1 when it does not or does not answer, 2 for bad arguments, as a
-container's health check expects.
-"""
+"""Asks a server for its health, by gRPC's health protocol."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf import wrappers_pb2
 
-from kvplane.errors import InternalError, InvalidRequestError, KvplaneError
+from kvplane.errors import InternalError
 from kvplane.transport.connection import Connection
 from kvplane.transport.tls import Tls
 
-EXIT_NOT_SERVING: Final = 1
-EXIT_BAD_ARGUMENTS: Final = 2
 _STATES: Final = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
 
 
@@ -49,37 +36,3 @@ async def check(
         return _STATES[answer.value]
     finally:
         await connection.close()
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the program. Returns its exit code."""
-    options = _parser().parse_args(argv)
-    tls = None
-    if options.tls_ca or options.tls_cert or options.tls_key:
-        tls = Tls(options.tls_ca, options.tls_cert, options.tls_key)
-    asking = check(options.address, service=options.service, tls=tls, timeout_s=options.timeout_s)
-    try:
-        state = asyncio.run(asking)
-    except InvalidRequestError as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_BAD_ARGUMENTS
-    except KvplaneError as error:
-        sys.stderr.write(f"{options.address}: {error}\n")
-        return EXIT_NOT_SERVING
-    sys.stdout.write(f"{state}\n")
-    return 0 if state == "SERVING" else EXIT_NOT_SERVING
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m kvplane.transport.health", description=__doc__)
-    parser.add_argument("address", help="the server, host:port")
-    parser.add_argument("--service", default="", help="full name; empty means the server")
-    parser.add_argument("--timeout-s", default=5.0, type=float, help="deadline, in s")
-    parser.add_argument("--tls-ca", type=Path, help="authority of the server's certificate")
-    parser.add_argument("--tls-cert", type=Path, help="this client's own certificate")
-    parser.add_argument("--tls-key", type=Path, help="the key of that certificate")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Generator
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 
@@ -12,12 +11,7 @@ class Closable(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    async def __aexit__(self, *exception: object) -> None: ...
 
 
 Opened = TypeVar("Opened", bound=Closable)
@@ -40,12 +34,7 @@ class Opening(Generic[Opened]):
         self._opened = await self._call()
         return await self._opened.__aenter__()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         opened, self._opened = self._opened, None
         if opened is not None:
-            await opened.__aexit__(kind, error, traceback)
+            await opened.__aexit__(*exception)

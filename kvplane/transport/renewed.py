@@ -11,7 +11,7 @@ import ssl
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kvplane.errors import InvalidRequestError
 
@@ -85,20 +85,3 @@ def renewed_context(certificate: Path, key: Path, client_ca: Path | None = None)
     context = server_context(*files)
     context.sni_callback = renew
     return context
-
-
-class RenewedClientContext(ssl.SSLContext):
-    """A client's context whose connections trust the authorities that the file has when they begin.
-    For clients that do their own input and output, as asyncio's do.
-    """
-
-    _renewed: Renewed[ssl.SSLContext]
-
-    def __new__(cls, ca: Path) -> RenewedClientContext:
-        """``ca``: a PEM file. Raises OSError when it is wrong."""
-        self = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
-        self._renewed = Renewed(lambda: ssl.create_default_context(cafile=ca), [ca])
-        return self
-
-    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
-        return self._renewed.get().wrap_bio(*args, **kwargs)

@@ -6,8 +6,11 @@ import contextlib
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+from kvplane.errors import KvplaneError
 from tests.helpers.byte_model import VOCABULARY as VOCABULARY
 from tests.helpers.byte_model import save_byte_model as save_byte_model
 
@@ -19,6 +22,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Ask again and again; a plane that is not there yet is not so."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            if is_so():
+                return
+        except KvplaneError:
+            pass
+        assert time.monotonic() < deadline_s, "it did not come about in time"
+        time.sleep(0.02)
 
 
 class Process:
@@ -89,7 +105,7 @@ class Pair:
             "data_plane", logs / "data.log",
             "--control-plane", self.control.address, "--model", str(model), "--pool-id", POOL,
             "--num-device-blocks", str(num_device_blocks),
-            "--num-host-blocks", str(num_host_blocks),
+            "--num-host-blocks", str(num_host_blocks), "--num-threads", "1",
             *([] if shared_memory else ["--num-local-regions", "0"]),
             *arguments,
         )  # fmt: skip

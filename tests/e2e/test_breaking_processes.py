@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine_planes import POOL, ROOT, Pair, Process, save_byte_model
+from engine_planes import POOL, ROOT, Pair, Process, wait_until
 
 from kvplane import ControlClient
-from kvplane.errors import KvplaneError
 from kvplane.results import PoolInfo
 
 LEASE_S = 2.0
@@ -55,18 +55,6 @@ def num_in_use(pool: PoolInfo) -> int:
     return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage)
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            if is_so():
-                return
-        except KvplaneError:
-            pass
-        assert time.monotonic() < deadline_s, "it did not come about in time"
-        time.sleep(0.02)
-
-
 class Engine:
     """``engine generate`` as a process, its answers in a file."""
 
@@ -79,7 +67,8 @@ class Engine:
                 [
                     *(sys.executable, "-m", "engine", "generate", "--model", str(model)),
                     *("--control-plane", pair.control.address, "--pool-id", pool),
-                    *(*prompts, "--max-tokens", str(MAX_TOKENS), "--ignore-eos", *more),
+                    *("--max-tokens", str(MAX_TOKENS), "--ignore-eos"),
+                    *("--no-probe", "--num-threads", "1", *prompts, *more),
                 ],
                 cwd=ROOT,
                 stdout=out,
@@ -89,11 +78,6 @@ class Engine:
     def answers(self) -> str:
         assert self.process.wait(90) == 0, self.log.read_text()
         return self.out.read_text()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_byte_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture
@@ -144,52 +128,91 @@ def test_an_engine_that_slept_past_its_lease_gives_the_same_answers(
         wait_until(lambda: num_in_use(describe(pair)) == 0)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("victims", [("control",), ("data",), ("control", "data")])
-def test_planes_that_slept_past_lease_and_heartbeats_change_no_answer(
-    model: Path, pair: Pair, tmp_path: Path, calm: str, victims: tuple[str, ...]
-) -> None:
-    engine = Engine(model, pair, tmp_path)
-    wait_until(lambda: is_busy(pair))
-    pids = [getattr(pair, victim).pid for victim in victims]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(LEASE_S * 3)
-    assert engine.process.poll() is None, "it must still be at work"
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    assert engine.answers() == calm
-    wait_until(lambda: num_in_use(describe(pair)) == 0)
+Disturbance = Callable[[Pair, Engine], None]
 
 
-def test_a_control_plane_killed_three_times_in_a_row_changes_no_answer(
-    model: Path, pair: Pair, tmp_path: Path, calm: str
-) -> None:
-    engine = Engine(model, pair, tmp_path)
-    wait_until(lambda: is_busy(pair))
+def asleep(*victims: str) -> Disturbance:
+    """Planes that sleep past lease and heartbeats."""
+
+    def disturb(pair: Pair, engine: Engine) -> None:
+        pids = [getattr(pair, victim).pid for victim in victims]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(LEASE_S * 3)
+        assert engine.process.poll() is None, "it must still be at work"
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+    return disturb
+
+
+def kill_the_control_plane_thrice(pair: Pair, _: Engine) -> None:
     for delay_s in (0.0, 0.9, 1.6):
         time.sleep(delay_s)
         pair.control.kill()
         pair.control.start()
-    assert engine.answers() == calm
-    assert "session reopened" in engine.log.read_text()
-    wait_until(lambda: num_in_use(describe(pair)) == 0)
 
 
-@pytest.mark.nightly
-def test_a_data_plane_restarted_while_the_control_plane_is_down_changes_no_answer(
-    model: Path, pair: Pair, tmp_path: Path, calm: str
-) -> None:
-    engine = Engine(model, pair, tmp_path)
-    wait_until(lambda: is_busy(pair))
+def kill_the_data_plane(pair: Pair, _: Engine) -> None:
+    pair.data.kill()
+    pair.data.start()
+
+
+def restart_the_data_plane_without_a_control_plane(pair: Pair, _: Engine) -> None:
     pair.control.kill()
     pair.data.kill()
     pair.data.start()
     time.sleep(3)
     pair.control.start()
+
+
+def nightly(disturb: Disturbance, name: str) -> Any:
+    return pytest.param(disturb, id=name, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        pytest.param(kill_the_data_plane, id="data killed"),
+        pytest.param(kill_the_control_plane_thrice, id="control killed"),
+        nightly(restart_the_data_plane_without_a_control_plane, "both killed"),
+        nightly(asleep("control"), "control asleep"),
+        nightly(asleep("data"), "data asleep"),
+        nightly(asleep("control", "data"), "both asleep"),
+    ],
+)
+def test_planes_that_die_or_sleep_change_no_answer(
+    model: Path,
+    pair: Pair,
+    tmp_path: Path,
+    calm: str,
+    disturb: Disturbance,
+    request: pytest.FixtureRequest,
+) -> None:
+    engine = Engine(model, pair, tmp_path)
+    wait_until(lambda: is_busy(pair))
+    disturb(pair, engine)
     assert engine.answers() == calm
-    assert "session reopened" in engine.log.read_text()
+    if "killed" in request.node.callspec.id:
+        assert "session reopened" in engine.log.read_text()
     wait_until(lambda: num_in_use(describe(pair)) == 0)
+
+
+@pytest.mark.parametrize("kill_after_s", [0.0, pytest.param(0.13, marks=pytest.mark.nightly)])
+def test_an_engine_killed_mid_step_leaves_no_block_held_after_its_lease(
+    model: Path, pair: Pair, tmp_path: Path, calm: str, kill_after_s: float
+) -> None:
+    engine = Engine(model, pair, tmp_path)
+    wait_until(lambda: is_busy(pair))
+    time.sleep(kill_after_s)
+    assert engine.process.poll() is None, "it must still be at work"
+    engine.process.kill()
+    engine.process.wait()
+    assert num_in_use(describe(pair)) > 0
+    wait_until(lambda: num_in_use(describe(pair)) == 0, LEASE_S + 5.0)
+    counters = counters_of(pair)
+    assert (counters["sessions"], counters['sequences{state="device"}']) == (0, 0)
+    assert Engine(model, pair, tmp_path).answers() == calm
 
 
 @pytest.mark.nightly

@@ -10,15 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_planes import ROOT, save_byte_model
+from engine_planes import ROOT
 
 from examples.planes import Planes
 from kvplane.errors import InvalidRequestError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_byte_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture

@@ -32,21 +32,27 @@ ATTENDED = "".join(f"layer {layer}: attention [3{{0}}2{{0}}16]\n" for layer in (
 pytestmark = pytest.mark.timeout(400)
 
 
-@pytest.fixture
-def planes(tmp_path: Path) -> Iterator[Planes]:
-    layout = tmp_path / "layout.json"
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planes]:
+    folder = tmp_path_factory.mktemp("planes")
+    layout = folder / "layout.json"
     layout.write_text(json.dumps(asdict(LAYOUT)))
     flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
-    with Planes(tmp_path, flags) as planes:
+    with Planes(folder, flags) as planes:
         with sync.ControlClient(planes.control.address) as client:
             client.wait_ready("default", 60.0)
         yield planes
-        counted = planes.control.metrics()
-        sessions, sequences = (
-            sum(value for name, value in counted.items() if name.startswith(prefix))
-            for prefix in ("kvplane_sessions{", 'kvplane_sequences{pool="default"')
-        )
-        assert (sessions, sequences) == (0, 0), "a client left something behind"
+
+
+@pytest.fixture
+def planes(running: Planes) -> Iterator[Planes]:
+    yield running
+    counted = running.control.metrics()
+    sessions, sequences = (
+        sum(value for name, value in counted.items() if name.startswith(prefix))
+        for prefix in ("kvplane_sessions{", 'kvplane_sequences{pool="default"')
+    )
+    assert (sessions, sequences) == (0, 0), "a client left something behind"
 
 
 def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:

@@ -15,7 +15,6 @@ from engine_planes import ROOT
 
 from tests.helpers.data.kernel_faults import FAULTS
 
-SUBTLEST = "skip-newest-slot"
 TIMEOUT_S = 280
 
 
@@ -69,14 +68,10 @@ def test_it_passes_and_prints_what_it_counted(tmp_path: Path) -> None:
     assert children_of_run(tmp_path) == []
 
 
+# Nightly: each is a whole demonstration, whose comparison has tests of its own.
+@pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_S + 20)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=() if fault == SUBTLEST else pytest.mark.nightly)
-        for fault in FAULTS
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_makes_it_fail(tmp_path: Path, fault: str) -> None:
     done = demo(tmp_path, "-m", "tests.helpers.faulty_demo", fault)
     assert done.returncode == 1, done.stdout + done.stderr

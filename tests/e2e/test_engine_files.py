@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from engine_planes import POOL, Pair, save_byte_model
+from engine_planes import POOL, Pair
 
 from engine import LLM, SamplingParams
 
@@ -18,9 +18,8 @@ def num_files(folder: Path) -> int:
 
 
 def test_a_killed_data_plane_comes_back_with_its_files_and_answers_the_same(
-    tmp_path: Path,
+    model: Path, tmp_path: Path
 ) -> None:
-    model = save_byte_model(tmp_path / "model")
     files = tmp_path / "files"
     arguments = ("--file-tier-dir", str(files), "--file-tier-bytes", str(2**24))
     with Pair(model, tmp_path, arguments=arguments) as pair:

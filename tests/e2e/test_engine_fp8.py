@@ -5,8 +5,6 @@ that are shared, copied, swapped and evicted change nothing of what it says.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -45,15 +43,6 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerScales]:
     return calibrated(RECALL, tmp_path_factory.mktemp("models") / "scaled", [ASKED[0].prompt])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Steps are so small that threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def embedded(control: str, model: Path, blocks: tuple[int, int], **settings: Any) -> LLM:
@@ -140,19 +129,3 @@ def test_an_engine_takes_type_and_scales_from_a_pool_in_another_process(
         data.stop()
     same = DenseKv(RECALL, torch.float8_e5m2, scales)
     assert max(distance(same, output) for output in outputs) <= SOME
-
-
-@pytest.mark.nightly
-def test_the_program_answers_from_8_bits(control: str) -> None:
-    question = ASKED[0]
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "engine", "generate", "--model", RECALL,
-            "--control-plane", control, "--data-plane", "embedded", "--pool-id", "program",
-            "--kv-dtype", "float8_e4m3fn", "--num-device-blocks", "64",
-            "--prompt", question.prompt, "--max-tokens", "8",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert question.is_right(done.stdout)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_planes import POOL, ROOT, Pair, save_byte_model
+from engine_planes import POOL, Pair, save_byte_model
 from transformers import AutoModelForCausalLM
 
 from data_plane.execution.layer_runner import LayerRunner
-from engine import LLM, SamplingParams
-from kvplane.errors import InvalidRequestError, LayoutMismatchError, NeverFitsError
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_byte_model(tmp_path_factory.mktemp("byte-model"))
+from engine import LLM, Delta, SamplingParams
+from engine.commands.main import main
+from kvplane.errors import InvalidRequestError, LayoutMismatchError
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +72,20 @@ def test_a_stream_gives_the_same_text_in_pieces(llm: LLM) -> None:
     assert pieces == want
 
 
-def test_requests_may_arrive_in_a_stream_and_not_while_a_batch_is_answered(llm: LLM) -> None:
+def test_requests_may_arrive_in_a_stream_and_not_while_a_batch_is_answered(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Plans are longer where nobody would wait for them."""
-    params, seen = SamplingParams(max_tokens=4), list[bool]()
-    llm.generate(["a batch"], params, on_output=lambda _: seen.append(llm._core.may_arrive))
-    seen += {llm._core.may_arrive for _ in llm.stream(["a stream"], params)}
-    assert seen == [False, True]
+    params, seen, step = SamplingParams(max_tokens=4), list[bool](), llm._core.step
+
+    def watched() -> list[Delta]:
+        seen.append(llm._core.may_arrive)
+        return step()
+
+    monkeypatch.setattr(llm._core, "step", watched)
+    llm.generate(["a batch"], params)
+    assert not any(seen) and seen
+    assert all(llm._core.may_arrive for _ in llm.stream(["a stream"], params))
 
 
 def test_a_stop_string_ends_a_text_and_is_left_out(llm: LLM) -> None:
@@ -96,21 +97,6 @@ def test_a_stop_string_ends_a_text_and_is_left_out(llm: LLM) -> None:
     (cut,) = llm.generate([prompt], SamplingParams(max_tokens=30, stop=(stop,)))
     assert cut.outputs[0].text == text[:at]
     assert cut.outputs[0].finish_reason == "stop"
-
-
-def test_an_abort_from_within_a_stream_ends_that_request_alone(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    counts: dict[str, int] = {}
-    reasons: dict[str, str] = {}
-    for delta in llm.stream(["one", "two"], params):
-        counts[delta.request_id] = counts.get(delta.request_id, 0) + len(delta.token_ids)
-        if delta.finish_reason:
-            reasons[delta.request_id] = delta.finish_reason
-        if counts[delta.request_id] == 5 and "abort" not in reasons.values():
-            llm.abort(min(counts))
-    assert sorted(reasons.values()) == ["abort", "length"]
-    assert sorted(counts.values())[1] == 40
-    assert held_blocks(llm) == 0
 
 
 def test_a_closed_stream_gives_all_blocks_back(llm: LLM) -> None:
@@ -134,18 +120,6 @@ def test_an_empty_prompt_is_refused_by_its_place_and_nothing_starts(llm: LLM) ->
         llm.generate("not a list")
     assert caught.value.field == "prompts"
     assert llm.stats.num_requests == before
-
-
-def test_a_request_that_can_never_fit_fails_alone(model: Path, tmp_path: Path) -> None:
-    with (
-        Pair(model, tmp_path, num_device_blocks=6) as small,
-        LLM(model, control_plane=small.control.address, pool_id=POOL) as llm,
-    ):
-        fits, never = llm.generate(["x" * 20, "y" * 200], SamplingParams(max_tokens=8))
-        assert fits.error is None
-        assert len(fits.outputs[0].token_ids) == 8
-        assert isinstance(never.error, NeverFitsError)
-        assert never.outputs[0].finish_reason == "error"
 
 
 def test_an_embedded_data_plane_gives_the_same_as_remote_ones(
@@ -199,57 +173,32 @@ def test_most_layers_of_an_embedded_engine_are_bound(
     assert 0 < len(not_bound) <= 3 * num_layers, "the prompt's, and the first of one token"
 
 
-def test_bfloat16_and_float16_answer(model: Path, pair: Pair) -> None:
-    for dtype in ("bfloat16", "float16"):
-        with LLM(
-            model,
-            control_plane=pair.control.address,
-            data_plane="embedded",
-            pool_id=dtype,
-            dtype=dtype,
-            num_device_blocks=20,
-        ) as llm:
-            (output,) = llm.generate(["half"], SamplingParams(max_tokens=8, ignore_eos=True))
-            assert len(output.outputs[0].token_ids) == 8
-
-
 def test_another_model_than_the_pools_is_refused(pair: Pair, tmp_path: Path) -> None:
     other = save_byte_model(tmp_path / "other-name")
     with pytest.raises(LayoutMismatchError):
         LLM(other, control_plane=pair.control.address, pool_id=POOL)
 
 
-def engine_program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "engine", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def generated(pair: Pair, model: Path, *flags: str) -> int:
+    """The exit code of the program, in this process."""
+    where = ["--model", str(model), "--control-plane", pair.control.address, "--pool-id", POOL]
+    return main(["generate", *where, *flags])
 
 
-def test_the_program_prints_what_the_library_answers(llm: LLM, model: Path, pair: Pair) -> None:
+def test_the_program_prints_what_the_library_answers(
+    llm: LLM, model: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
     (want,) = llm.generate(["from the shell"], SamplingParams(max_tokens=12))
-    done = engine_program(
-        "generate", "--model", str(model), "--control-plane", pair.control.address,
-        "--pool-id", POOL, "--prompt", "from the shell", "--max-tokens", "12",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip("\n") == want.outputs[0].text.rstrip("\n")
+    assert generated(pair, model, "--prompt", "from the shell", "--max-tokens", "12") == 0
+    assert capsys.readouterr().out.rstrip("\n") == want.outputs[0].text.rstrip("\n")
 
 
 def test_several_prompts_and_continuations_are_labelled(
-    model: Path, pair: Pair, tmp_path: Path
+    model: Path, pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("first\nsecond\n")
-    done = engine_program(
-        "generate", "--model", str(model), "--control-plane", pair.control.address,
-        "--pool-id", POOL, "--prompts-file", str(prompts), "--max-tokens", "4",
-        "--n", "2", "--temperature", "1", "--seed", "3",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for label in ("[1.1]", "[1.2]", "[2.1]", "[2.2]"):
-        assert label in done.stdout
+    how = ["--max-tokens", "4", "--n", "2", "--temperature", "1", "--seed", "3"]
+    assert generated(pair, model, "--prompts-file", str(prompts), *how) == 0
+    printed = capsys.readouterr().out
+    assert all(label in printed for label in ("[1.1]", "[1.2]", "[2.1]", "[2.2]"))

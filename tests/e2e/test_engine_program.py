@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +14,36 @@ import pytest
 from engine_planes import ROOT
 
 from data_plane.server.server import layout_from_json
+from engine import LLM
 from engine.commands.generate import _print_whole
+from engine.commands.main import main
 from engine.config import GenerateSettings, PrintLayoutSettings
 from engine.request import Delta
 from engine.serving.config import ServeSettings
+from kvplane.errors import PlaneUnavailableError
 from kvplane.models.hf import layout_from_hf
 
-GENERATE = ["engine", "generate", "--model", "."]
+MODEL = ROOT / "models" / "recall"
 
 
-def program(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix", "config"),
+    ("prefix", "config"),
     [
-        ("engine", "ENGINE_GENERATE", GenerateSettings),
-        ("engine", "ENGINE_SERVE", ServeSettings),
-        ("engine", "ENGINE_LAYOUT", PrintLayoutSettings),
+        ("ENGINE_GENERATE", GenerateSettings),
+        ("ENGINE_SERVE", ServeSettings),
+        ("ENGINE_LAYOUT", PrintLayoutSettings),
     ],
 )
 def test_help_names_every_flag_with_unit_default_and_variable(
-    name: str, prefix: str, config: type[Any]
+    prefix: str, config: type[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = program(name, "--help")
-    assert done.returncode == 0
-    text = "".join(done.stdout.split())
+    assert main(["--help"]) == 0
+    text = "".join(capsys.readouterr().out.split())
     for field in dataclasses.fields(config):
         assert "--" + field.name.replace("_", "-") in text
         assert f"KVPLANE_{prefix}_{field.name.upper()}" in text
@@ -55,35 +51,52 @@ def test_help_names_every_flag_with_unit_default_and_variable(
             assert f"[unit:{unit}]" in text
 
 
+ASK = ("generate", "--model", ".", "--prompt", "x")
+SERVE = ("serve", "--model", ".")
+
+
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [
-        (["engine", "fly"], {}, "fly"),
-        (["engine", "generate", "--prompt", "x"], {}, "model"),
-        (["engine", "generate", "--prompt", "x", "--model", "/nowhere"], {}, "model"),
-        (["engine", "generate", "--model", "."], {}, "prompt"),
+        (["fly"], {}, "fly"),
+        (["generate", "--prompt", "x"], {}, "model"),
+        (["generate", "--prompt", "x", "--model", "/nowhere"], {}, "model"),
+        (["generate", "--model", "."], {}, "prompt"),
+        ([*ASK, "--max-tokens", "0"], {}, "max-tokens"),
+        ([*ASK, "--top-p", "nan"], {}, "top-p"),
+        (ASK, {"KVPLANE_ENGINE_GENERATE_SEED": "many"}, "seed"),
+        (ASK, {"KVPLANE_ENGINE_GENERATE_SPEED": "1"}, "GENERATE_SPEED"),
+        ([*SERVE, "--bind", "0.0.0.0:0"], {}, "bind: 0.0.0.0:0 can be reached from other"),
+        ([*SERVE, "--tls-key", "k.pem"], {}, "tls_certificate: must be given with --tls-key"),
+        ([*SERVE, "--api-keys-file", "/dev/null"], {}, "api_keys_file: has no keys"),
         (
-            ["engine", "generate", "--model", ".", "--prompt", "x", "--max-tokens", "0"],
+            [*SERVE, "--max-received-bytes", "1048575"],
             {},
-            "max-tokens",
+            "max_received_bytes: must leave one client room",
         ),
-        ([*GENERATE, "--prompt", "x", "--top-p", "nan"], {}, "top-p"),
-        ([*GENERATE, "--prompt", "x"], {"KVPLANE_ENGINE_GENERATE_SEED": "many"}, "seed"),
-        ([*GENERATE, "--prompt", "x"], {"KVPLANE_ENGINE_GENERATE_SPEED": "1"}, "GENERATE_SPEED"),
     ],
 )
 def test_a_bad_setting_is_one_clear_line_and_exit_code_2(
-    arguments: list[str], environ: dict[str, str], said: str
+    arguments: Sequence[str],
+    environ: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = program(*arguments, **environ)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert said.lower() in done.stderr.lower()
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    try:
+        code: Any = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said.lower() in line.lower()
 
 
 def test_planes_that_are_away_are_a_clear_error() -> None:
     done = program(
-        "engine", "generate", "--model", "models/recall", "--prompt", "x",
+        "-m", "engine", "generate", "--model", "models/recall", "--prompt", "x",
         "--recovery-timeout-s", "0.5", "--control-plane", "127.0.0.1:1",
         "--log-level", "info", "--log-format", "json",
     )  # fmt: skip
@@ -96,16 +109,14 @@ def test_planes_that_are_away_are_a_clear_error() -> None:
     assert all(json.loads(line)["level"] for line in log)
 
 
-def test_an_engine_soon_says_what_it_waits_for_and_for_how_long() -> None:
-    done = program(
-        "engine", "serve", "--model", "models/recall", "--bind", "127.0.0.1:0",
-        "--recovery-timeout-s", "2.5", "--control-plane", "127.0.0.1:1",
-    )  # fmt: skip
-    assert done.returncode == 1
-    (told,) = [line for line in done.stderr.splitlines() if " waiting " in line]
+def test_an_engine_soon_says_what_it_waits_for_and_for_how_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(PlaneUnavailableError, match=r"pool 'default' is not ready after 2.5 s"):
+        LLM(MODEL, control_plane="127.0.0.1:1", recovery_timeout_s=2.5)
+    (told,) = [text for text in caplog.messages if text.startswith("waiting ")]
     assert "control_plane=127.0.0.1:1 pool_id=default at_most_s=2.5 " in told
     assert "Connection refused" in told
-    assert "pool 'default' is not ready after 2.5 s" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -125,26 +136,21 @@ def test_a_terminal_shows_how_far_a_batch_is(
     assert ("2 of 2" in printed.err and "4 tokens" in printed.err) is is_terminal
 
 
-def test_a_layout_is_printed_as_a_data_plane_takes_it(tmp_path: Path) -> None:
-    model = ROOT / "models" / "recall"
-    done = program("engine", "layout", "--model", str(model), "--dtype", "bfloat16")
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "layout.json").write_text(done.stdout)
-    assert layout_from_json(tmp_path / "layout.json") == layout_from_hf(model, dtype="bfloat16")
-
-
-def test_a_data_plane_with_a_layout_needs_no_transformers(tmp_path: Path) -> None:
+def test_a_printed_layout_is_taken_by_a_data_plane_without_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["layout", "--model", str(MODEL), "--dtype", "bfloat16"]) == 0
     layout = tmp_path / "layout.json"
-    model = ROOT / "models" / "recall"
-    layout.write_text(program("engine", "layout", "--model", str(model)).stdout)
+    layout.write_text(capsys.readouterr().out)
+    assert layout_from_json(layout) == layout_from_hf(MODEL, dtype="bfloat16")
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "from pathlib import Path\n"
         "from data_plane.server.server import load_layout\n"
         "from data_plane.server.config import DataPlaneSettings\n"
         f"print(load_layout(DataPlaneSettings(layout=Path({str(layout)!r}))).num_layers)\n"
-        f"load_layout(DataPlaneSettings(model=Path({str(model)!r})))\n"
+        f"load_layout(DataPlaneSettings(model=Path({str(MODEL)!r})))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = program("-c", code)
     assert done.stdout == "2\n"
     assert "or give --layout a file" in done.stderr

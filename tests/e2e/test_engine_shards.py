@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_planes import Process, save_byte_model
+from engine_planes import Process
 
 from engine import LLM, SamplingParams
 from engine.request import CompletionOutput
@@ -25,12 +25,6 @@ from tests.helpers.sharded_pool import BY_LAYERS, POOL, Ranges, ShardedPool, by_
 
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, record_logits=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers, two KV heads, four query heads."""
-    return save_byte_model(tmp_path_factory.mktemp("model"))
 
 
 @contextmanager
@@ -65,7 +59,14 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Comp
         return answers(engine)
 
 
-@pytest.mark.parametrize("shards", [by_heads(2), by_heads(4), BY_LAYERS], ids=["2", "4", "layers"])
+@pytest.mark.parametrize(
+    "shards",
+    [
+        pytest.param(by_heads(2), id="2"),
+        pytest.param(by_heads(4), id="4", marks=pytest.mark.nightly),
+        pytest.param(BY_LAYERS, id="layers"),
+    ],
+)
 def test_one_process_on_several_shards_computes_the_same_bits(
     model, tmp_path, expected, shards
 ) -> None:
@@ -103,6 +104,7 @@ def test_ranks_with_embedded_shards_give_the_same_tokens(
         control.stop()
 
 
+@pytest.mark.nightly  # two engines, of which one has two processes
 def test_ranks_compute_with_the_frequencies_of_a_chosen_length(model, tmp_path) -> None:
     folder = shutil.copytree(model, tmp_path / "dynamic")
     config = json.loads((folder / "config.json").read_text())

@@ -15,6 +15,7 @@ import torch
 from engine_planes import POOL, ROOT, VOCABULARY, Pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
+from engine.commands.main import main
 from kvplane.layout import LATENT
 from kvplane.transformers import PlaneCache, close_planes
 from tests.helpers.plane_cache_checks import ARGUMENT
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["latent", "no-latent"])
+@pytest.fixture(params=["latent", pytest.param("no-latent", marks=pytest.mark.nightly)])
 def pair(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterator[Pair]:
     with Pair(folder, tmp_path, arguments=(f"--{request.param}",)) as pair:
         yield pair
@@ -83,13 +84,15 @@ def test_both_ways_in_give_the_text_of_eager_attention(folder: Path, pair: Pair)
     assert done.stdout.strip() == wanted
 
 
-def test_the_layout_says_what_a_token_takes_either_way(folder: Path) -> None:
-    command = [sys.executable, "-m", "engine", "layout", "--model", str(folder)]
-    both = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"{BYTES_OF_LATENTS:,} bytes in latents" in both.stderr
-    assert f"{BYTES_OF_KEYS_AND_VALUES:,} in keys and values" in both.stderr
-    assert '"cache_kind": "latent"' in both.stdout
-    command.append("--no-latent")
-    one = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert f"{BYTES_OF_KEYS_AND_VALUES:,} bytes" in one.stderr
-    assert '"cache_kind": "keys_and_values"' in one.stdout
+def test_the_layout_says_what_a_token_takes_either_way(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["layout", "--model", str(folder)]) == 0
+    both = capsys.readouterr()
+    assert f"{BYTES_OF_LATENTS:,} bytes in latents" in both.err
+    assert f"{BYTES_OF_KEYS_AND_VALUES:,} in keys and values" in both.err
+    assert '"cache_kind": "latent"' in both.out
+    assert main(["layout", "--model", str(folder), "--no-latent"]) == 0
+    one = capsys.readouterr()
+    assert f"{BYTES_OF_KEYS_AND_VALUES:,} bytes" in one.err
+    assert '"cache_kind": "keys_and_values"' in one.out

@@ -11,7 +11,7 @@ from functools import partialmethod
 from pathlib import Path
 
 import pytest
-from engine_planes import POOL, ROOT, Pair, Process, save_byte_model
+from engine_planes import POOL, ROOT, Pair, Process
 
 from examples.load import Load
 from kvplane import ControlClient
@@ -41,9 +41,11 @@ def restart(plane: Process) -> None:
     plane.start()
 
 
-async def test_it_goes_on_when_each_plane_is_killed_and_comes_back(tmp_path: Path) -> None:
+async def test_it_goes_on_when_each_plane_is_killed_and_comes_back(
+    model: Path, tmp_path: Path
+) -> None:
     load = Load(duration_s=300.0, num_sequences=4, pause_s=0.02)
-    with Pair(save_byte_model(tmp_path / "model"), tmp_path) as pair:
+    with Pair(model, tmp_path) as pair:
         async with ControlClient(pair.control.address) as client:
             running = asyncio.create_task(load.run(client, POOL))
             session = await next_session(client, 0)
@@ -57,10 +59,10 @@ async def test_it_goes_on_when_each_plane_is_killed_and_comes_back(tmp_path: Pat
 
 
 async def test_it_fails_when_a_plane_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = Load(duration_s=300.0, num_sequences=4)
-    with Pair(save_byte_model(tmp_path / "model"), tmp_path) as pair:
+    with Pair(model, tmp_path) as pair:
         async with ControlClient(pair.control.address) as client:
             monkeypatch.setattr(Session, "reopen", partialmethod(Session.reopen, timeout_s=2.0))
             running = asyncio.create_task(load.run(client, POOL))
@@ -72,9 +74,9 @@ async def test_it_fails_when_a_plane_does_not_come_back(
     assert load.num_steps > 0
 
 
-def test_the_program_prints_what_came_of_it(tmp_path: Path) -> None:
+def test_the_program_prints_what_came_of_it(model: Path, tmp_path: Path) -> None:
     pool = ("--pool-id", "default")
-    with Pair(save_byte_model(tmp_path / "model"), tmp_path, arguments=pool) as pair:
+    with Pair(model, tmp_path, arguments=pool) as pair:
         done = subprocess.run(
             [sys.executable, "-m", "examples.load", pair.control.address, "--duration-s", "1"],
             cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_planes import Process
+from engine_planes import Process, wait_until
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvplane import LayerGroup, Layout
@@ -28,9 +27,7 @@ from kvplane.errors import (
 from kvplane.transformers import PlaneCache, close_planes
 from tests.helpers.plane_cache_checks import (
     ARGUMENT,
-    CHECKS,
     NUM_NEW,
-    Check,
     answer,
     assert_same,
     greedy_with_padding,
@@ -52,13 +49,6 @@ def model() -> Iterator[PreTrainedModel]:
 
 def num_held(cache: PlaneCache) -> int:
     return sum(tier.num_held_blocks for tier in cache.get_pool().usage)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 # What is freed.
@@ -161,9 +151,8 @@ def test_a_batch_that_cannot_be_cached_is_refused(
 
 
 def test_weights_of_attention_are_refused_also_in_a_later_turn(model: PreTrainedModel) -> None:
-    batch = one_prompt()
     with PlaneCache(model, **POOL) as cache:
-        ids = answer(model, cache, **batch).sequences
+        ids = answer(model, cache, **one_prompt()).sequences
         held = num_held(cache)
         with pytest.raises(InvalidRequestError, match="makes no weights") as caught:
             answer(model, cache, input_ids=ids, output_attentions=True)
@@ -406,55 +395,37 @@ def test_threads_take_turns(model: PreTrainedModel) -> None:
         assert_same(answers[seed], want)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_16_bits(dtype: torch.dtype) -> None:
-    model = tiny_llama().to(dtype)
-    want = answer(model, None, **prompts())
-    got = answer(model, PlaneCache(model, **POOL), **prompts())
-    torch.testing.assert_close(got.logits[0], want.logits[0], atol=0.15, rtol=0.05)
-    close_planes(model)
+def test_models_of_16_bits() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        model = tiny_llama().to(dtype)
+        want = answer(model, None, **prompts())
+        got = answer(model, PlaneCache(model, **POOL), **prompts())
+        torch.testing.assert_close(got.logits[0], want.logits[0], atol=0.15, rtol=0.05)
+        close_planes(model)
 
 
-# Planes elsewhere.
+# Planes elsewhere. What they give is in tests/models/test_plane_cache_remote.py.
 
 
-@pytest.fixture(scope="module")
-def remote_model() -> PreTrainedModel:
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def remote(
-    remote_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("planes")
+def test_another_layout_than_the_pools_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
     layout = Layout("tiny", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 2, 16),))
-    (folder / "layout.json").write_text(json.dumps(asdict(layout)))
-    control = Process("control_plane", folder / "control.log").start()
-    flags = ["--layout", str(folder / "layout.json"), "--num-device-blocks", "128"]
+    (tmp_path / "layout.json").write_text(json.dumps(asdict(layout)))
+    control = Process("control_plane", tmp_path / "control.log").start()
+    flags = ["--layout", str(tmp_path / "layout.json"), "--num-device-blocks", "128"]
     to_control = ["--control-plane", control.address]
-    data = Process("data_plane", folder / "data.log", *to_control, *flags).start()
-    yield {"control_plane": control.address, "model_id": "tiny", "timeout_s": 30.0}
-    close_planes(remote_model)
-    data.stop()
-    control.stop()
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_planes_of_other_processes_give_the_same(
-    remote_model: PreTrainedModel, remote: dict[str, Any], check: Check
-) -> None:
-    check(remote_model, **remote)
-
-
-def test_another_layout_than_the_pools_is_refused(
-    remote_model: PreTrainedModel, remote: dict[str, Any], tmp_path: Path
-) -> None:
-    with pytest.raises(LayoutMismatchError):
-        PlaneCache(remote_model, **remote | {"model_id": "another"})
-    with pytest.raises(InvalidRequestError, match="model_id: must be given"):
-        PlaneCache(remote_model, **remote | {"model_id": ""})
-    half = tiny_llama().to(torch.bfloat16)
-    with pytest.raises(LayoutMismatchError):
-        PlaneCache(half, **remote)
-    greedy_with_padding(remote_model, **remote)
+    data = Process("data_plane", tmp_path / "data.log", *to_control, *flags).start()
+    remote: dict[str, Any] = {"control_plane": control.address, "model_id": "tiny"}
+    remote["timeout_s"] = 30.0
+    try:
+        with pytest.raises(LayoutMismatchError):
+            PlaneCache(model, **remote | {"model_id": "another"})
+        with pytest.raises(InvalidRequestError, match="model_id: must be given"):
+            PlaneCache(model, **remote | {"model_id": ""})
+        with pytest.raises(LayoutMismatchError):
+            PlaneCache(tiny_llama().to(torch.bfloat16), **remote)
+        greedy_with_padding(model, **remote)
+        close_planes(model)
+    finally:
+        data.stop()
+        control.stop()

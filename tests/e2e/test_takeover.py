@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from engine_planes import POOL, Process, save_byte_model
+from engine_planes import POOL, Process
 
 from engine import LLM, SamplingParams
 from kvplane import ControlClient, DataClient, ops
@@ -25,11 +25,6 @@ PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 TTL_S = 2
 ELECTIONS = ["file", pytest.param("etcd", marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_byte_model(tmp_path_factory.mktemp("model"))
 
 
 class Fleet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.exhaustive.scenario import Scenario, Setting
 
@@ -32,7 +32,6 @@ class Result:
     num_states: int = 0
     num_events: int = 0
     longest: int = 0
-    unfinished: list[str] = field(default_factory=list)
 
 
 def replay(setting: Setting, path: Path) -> Scenario:

@@ -8,7 +8,6 @@ what ends or restarts in between, is for the explorer to choose.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvplane import ops
@@ -24,6 +23,7 @@ from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_world import World
 
 OWNER = ("ann", "")
+OF_THE_WORLD = ("deliver", "restart data", "restart control")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,25 @@ class Scenario:
         return Engine(self.world, self.world.control, OWNER)
 
     def events(self) -> list[tuple[str, int]]:
-        """What can happen next: the kind of event, and the engine that it happens to."""
+        """What can happen next: the kind of event, and the engine that it happens to, -1 for the
+        world. Each kind has a method of its name, and one that says whether it can happen.
+        """
         possible = []
         for kind in self.setting.events:
-            if kind in _OF_ENGINES:
-                possible += [
-                    (kind, i) for i in range(len(self.engines)) if _OF_ENGINES[kind][0](self, i)
-                ]
-            elif _OF_WORLD[kind][0](self):
-                possible.append((kind, -1))
+            can_happen = getattr(self, f"can_{kind.replace(' ', '_')}")
+            if kind in OF_THE_WORLD:
+                possible += [(kind, -1)] if can_happen() else []
+            else:
+                possible += [(kind, i) for i in range(len(self.engines)) if can_happen(i)]
         return possible
 
     def happen(self, kind: str, index: int) -> None:
         """Let it happen. Raises AssertionError, or an error of the core's, for what must not be."""
-        if kind in _OF_ENGINES:
-            _OF_ENGINES[kind][1](self, index)
+        event = getattr(self, kind.replace(" ", "_"))
+        if kind in OF_THE_WORLD:
+            event()
         else:
-            _OF_WORLD[kind][1](self)
+            event(index)
         self.world.check()
         for engine in self.engines:
             engine.check()
@@ -125,6 +127,8 @@ class Scenario:
         engine = self.engines[i]
         of_epoch = {process.executor.epoch: process for process in self.world.processes}
         engine.advance(0, of_epoch[engine.epochs[0]])
+
+    can_run = can_advance
 
     def run(self, i: int) -> None:
         """Run all that it has."""
@@ -207,7 +211,7 @@ class Scenario:
 
     # The world
 
-    def has_messages(self) -> bool:
+    def can_deliver(self) -> bool:
         return any(stream.to_control or stream.to_data for stream in self.world.streams())
 
     def deliver(self) -> None:
@@ -220,8 +224,10 @@ class Scenario:
                 stream.control.receive(stream)
                 return
 
-    def can_restart(self) -> bool:
+    def can_restart_data(self) -> bool:
         return self.num_restarts < 1
+
+    can_restart_control = can_restart_data
 
     def restart_data(self) -> None:
         self.num_restarts += 1
@@ -296,23 +302,3 @@ class Scenario:
             bool(engine.starts),
             tuple((k, v.num_known, v.num_scheduled) for k, v in engine.sequences.items()),
         )
-
-
-Guard = Callable[[Scenario, int], bool]
-_OF_ENGINES: dict[str, tuple[Guard, Callable[[Scenario, int], None]]] = {
-    "step": (Scenario.can_step, Scenario.step),
-    "advance": (Scenario.can_advance, Scenario.advance),
-    "run": (Scenario.can_advance, Scenario.run),
-    "submit": (Scenario.can_submit, Scenario.submit),
-    "abort": (Scenario.can_abort, Scenario.abort),
-    "repeat": (Scenario.can_repeat, Scenario.repeat),
-    "start again": (Scenario.can_start_again, Scenario.start_again),
-    "grant again": (Scenario.can_grant_again, Scenario.grant_again),
-    "close": (Scenario.can_close, Scenario.close),
-    "open": (Scenario.can_open, Scenario.open),
-}
-_OF_WORLD: dict[str, tuple[Callable[[Scenario], bool], Callable[[Scenario], None]]] = {
-    "deliver": (Scenario.has_messages, Scenario.deliver),
-    "restart data": (Scenario.can_restart, Scenario.restart_data),
-    "restart control": (Scenario.can_restart, Scenario.restart_control),
-}

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvplane_blocks import GroupedPool, Pool
+from kvplane_blocks import LayerGroup, Pool
 
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
@@ -87,9 +87,9 @@ def settings(data: FuzzedDataProvider) -> dict[str, Any]:
     }
 
 
-def new_core(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> Pool:
+def new_core(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> LayerGroup:
     """One layer group."""
-    return Pool(
+    return LayerGroup(
         block_tokens,
         data.PickValueInList([NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS // 2, MANY_BLOCKS]),
         data.ConsumeIntInRange(0, 6),
@@ -103,9 +103,11 @@ def new_core(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) 
 class World:
     """One pool, of one layer group or several, and two sessions."""
 
-    def __init__(self, data: FuzzedDataProvider, cores: Sequence[Pool], block_tokens: int) -> None:
+    def __init__(
+        self, data: FuzzedDataProvider, cores: Sequence[LayerGroup], block_tokens: int
+    ) -> None:
         self.data, self.cores, self.block_tokens = data, cores, block_tokens
-        self.pool: Any = GroupedPool([*cores]) if len(cores) > 1 else cores[0]
+        self.pool: Any = Pool([*cores])
         self.sessions = [self.open(b"a"), self.open(b"a")]
         self.ending: list[int] = []
         self.ended: list[int] = []
@@ -140,7 +142,7 @@ class World:
         """Nearly always there is such a one."""
         return self.data.PickValueInList([DEVICE, DEVICE, DEVICE, HOST, HOST, HOST, 0, 3])
 
-    def core(self) -> Pool:
+    def core(self) -> LayerGroup:
         return self.data.PickValueInList([*self.cores])
 
     def some_ids(self, session: Session, num: int) -> bytes:
@@ -243,8 +245,8 @@ class World:
             first, *others = (
                 (
                     core.states(handle, None)[:6],
-                    core.plans_in_flight(handle),
-                    core.last_plan(handle),
+                    Pool([core]).plans_in_flight(handle),
+                    Pool([core]).last_plan(handle),
                 )
                 for core in self.cores
             )

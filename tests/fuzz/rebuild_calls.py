@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvplane_blocks import Pool, Rebuild
+from kvplane_blocks import LayerGroup, Pool, Rebuild
 
 from tests.fuzz.pool_world import (
     DEVICE,
@@ -36,9 +36,10 @@ class Reported(NamedTuple):
     published: list[tuple[bytes, Columns]]
 
 
-def filled(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> Pool:
-    """A pool in which some prompts are cached."""
-    pool = new_core(data, block_tokens, same)
+def filled(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> LayerGroup:
+    """A layer group in which some prompts are cached."""
+    group = new_core(data, block_tokens, same)
+    pool = Pool([group])
     for i in range(data.ConsumeIntInRange(0, 4)):
         root = data.PickValueInList([*OWNERS])
         handle = pool.open_session(root, OWNERS[root])
@@ -51,10 +52,10 @@ def filled(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) ->
         pool.receipted(handle, pool.last_plan(handle))
         pool.end_session(handle)
         pool.session_fenced(handle)
-    return pool
+    return group
 
 
-def reported(pool: Pool, most_blocks: int) -> Reported:
+def reported(pool: LayerGroup, most_blocks: int) -> Reported:
     return Reported(
         (pool.usage(DEVICE)[0], pool.usage(HOST)[0]),
         (pool.generations(DEVICE), pool.generations(HOST)),
@@ -125,8 +126,8 @@ class Reports:
 
     CALLS = (tell_some, tell_tier, start_again, step_early)
 
-    def build(self, known: tuple[bytes, bytes], same: dict[str, Any]) -> Pool:
-        """The pool, if all shards have begun."""
+    def build(self, known: tuple[bytes, bytes], same: dict[str, Any]) -> LayerGroup:
+        """The layer group, if all shards have begun."""
         data, rebuild = self.data, self.rebuild
         policy = data.PickValueInList([*POLICIES, *POLICIES, "no such policy"])
         window, now_s = data.PickValueInList([0, 0, 3]), data.PickValueInList([0.0, 7.0])
@@ -142,7 +143,7 @@ class Reports:
         return pool
 
 
-def rebuilt(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> Pool | None:
+def rebuilt(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> LayerGroup | None:
     """One layer group of a pool; None if the shards have not reported all."""
     pool = filled(data, block_tokens, same)
     found = reported(pool, 1 + data.ConsumeIntInRange(0, 3))

@@ -66,9 +66,7 @@ async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
                 await stack.enter_async_context(_channel(plane.address)) for _ in range(2)
             ]
             stub = stub_of(honest)
-            shard = RawShard(stub, num_device_blocks=1024)
-            await shard.register()
-            await shard.report()
+            shard = await RawShard.joined(stub, num_device_blocks=1024)
             victim = await RawSession.open(stub, shard)
 
             async def probe() -> None:

@@ -59,9 +59,10 @@ FAULTS = {
     ),
     "an abort is of one group": Fault(
         "groups",
-        "steps/abort.cpp",
-        "groups[g]->cut_one(groups[g]->sessions_[handle], id, next_plan, keeps);",
-        "groups[0]->cut_one(groups[0]->sessions_[handle], id, next_plan, keeps);",
+        "core/pool.cpp",
+        "left -= group->lifecycle.abort(group->sessions[handle], id, next_plan, keeps);",
+        "if (group == groups_[0])\n"
+        "        left -= group->lifecycle.abort(group->sessions[handle], id, next_plan, keeps);",
         "AssertionError",
     ),
     "a parent is any block": Fault(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import Execution, LayerGroup, Layout, Session, Tensor
 from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.data.data_server import config_of
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 LAYOUT = Layout("m", 8, "float32", "float32", (LayerGroup("full", (0, 1, 2), 1, 8),))
@@ -27,8 +25,7 @@ class Planes:
     def __init__(self, start_control: StartServer, folder: Path, **settings: Any) -> None:
         """``settings``: the control plane's."""
         self._start_control = partial(start_control, **settings)
-        self._layout_file = folder / "layout.json"
-        self._layout_file.write_text(json.dumps(asdict(LAYOUT)))
+        self._folder = folder
         self.control: ControlPlaneServer
         self.data: DataPlaneServer
 
@@ -47,16 +44,14 @@ class Planes:
 
     async def start_data(self, bind: str, pool_id: str = POOL) -> None:
         """Start a data plane, which is ``data`` from now on."""
-        config = DataPlaneSettings(
-            control_plane=self.control.address,
+        config = config_of(
+            self._folder,
+            self.control.address,
+            LAYOUT,
             bind=bind,
             pool_id=pool_id,
-            layout=self._layout_file,
             num_device_blocks=32,
             num_host_blocks=8,
-            num_threads=1,
-            metrics_port=-1,
-            grace_s=1.0,
         )
         self.data = await DataPlaneServer.start(config)
         await asyncio.wait_for(self.data.registered.wait(), 10)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,12 @@ class Backend:
         self.session_id = 0
 
 
+@lru_cache(maxsize=4)
+def loaded(folder: Path, max_total_tokens: int) -> loader.LoadedModel:
+    """Load a model, which no engine changes. What the probe does is tested in tests/models."""
+    return loader.load(folder, "float32", probe=False, max_total_tokens=max_total_tokens)
+
+
 @dataclass
 class Engine:
     """An engine core over ``planes``."""
@@ -316,7 +323,7 @@ class Engine:
         )
         self.backend.open(self.link.open(layout))
         self.core = EngineCore(
-            loader.load(self.folder, "float32", max_total_tokens=self.max_total_tokens),
+            loaded(self.folder, self.max_total_tokens),
             layout,
             self.link,  # type: ignore[arg-type]
             self.backend,  # type: ignore[arg-type]

@@ -28,9 +28,7 @@ MIN_STEPS = 20
 async def main(address: str) -> None:
     async with grpc.aio.insecure_channel(address, options=protocol.CHANNEL_OPTIONS) as channel:
         stub = stub_of(channel)
-        shard = RawShard(stub, num_device_blocks=1024)
-        await shard.register()
-        await shard.report()
+        shard = await RawShard.joined(stub, num_device_blocks=1024)
         session = await RawSession.open(stub, shard)
         beats = asyncio.create_task(beat(shard, session))
         tell([])

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from data_plane.server.server import DataPlaneServer
+from kvplane.errors import KvplaneError
 from kvplane.transport.local import packets
+from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -191,6 +193,12 @@ class LocalPeer:
             loop.remove_reader(self.peer.fileno())
 
 
+def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
+    """Return the error in an answer."""
+    assert answer.WhichOneof("message") == "error", answer
+    return from_wire(answer.error)
+
+
 def plan_of_two_tokens(author: PlanAuthor, number: int = 1, session_id: int = 1) -> Any:
     """Return a plan of two tokens, in a block of its own for each session."""
     changes = [set_blocks(1, [(session_id - 1, 1)])] if number == 1 else []
@@ -209,7 +217,8 @@ def forget_regions_of_others() -> None:
     """Collect regions as garbage that earlier tests left in the frames of errors that they
     expected.
     """
-    gc.collect()
+    if num_mapped():
+        gc.collect()  # takes a second in a process that has run many tests
     assert num_mapped() == 0
 
 

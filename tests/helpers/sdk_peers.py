@@ -82,7 +82,7 @@ class ScriptedControlPlane(
         return await self._answer(request, context)
 
     ListSequences = GetPool = Step = AbortPlans
-    FindPrefix = RetainPrefix = ForgetPrefixes = AbortPlans
+    RetainPrefix = AbortPlans
 
     async def WatchPrefixes(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import LayerGroup, Layout
+from tests.helpers.data.data_server import config_of
 from tests.helpers.planes_in_process import control_config
 
 POOL = "sharded"
@@ -52,8 +50,7 @@ class ShardedPool:
         self, folder: Path, shards: Sequence[Ranges], layout: Layout = LAYOUT, **control: Any
     ) -> None:
         self.layout = layout
-        self._file = folder / "layout.json"
-        self._file.write_text(json.dumps(asdict(layout)))
+        self._folder = folder
         self._shards = shards
         self._control_settings = control
         self.control: ControlPlaneServer
@@ -77,13 +74,12 @@ class ShardedPool:
     async def start(self, index: int, bind: str = "127.0.0.1:0", **settings: Any) -> None:
         """Start a shard, or a later process of one that was stopped."""
         defaults = {"num_device_blocks": 32, "num_host_blocks": 8}
-        config = DataPlaneSettings(
-            control_plane=self.control.address,
+        config = config_of(
+            self._folder,
+            self.control.address,
+            self.layout,
             bind=bind,
             pool_id=POOL,
-            layout=self._file,
-            num_threads=1,
-            metrics_port=-1,
             grace_s=0.2,
             **{**defaults, **self._shards[index], **settings},
         )

@@ -249,7 +249,7 @@ def test_contexts_for_which_the_workspace_has_no_room_are_refused() -> None:
 def test_what_a_step_needs_is_in_memory_before_it_is_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("data_plane.kernels.step_memory.is_capturing", lambda device: True)
+    monkeypatch.setattr("data_plane.kernels.backends.cuda.is_capturing", lambda device: True)
     with pytest.raises(InvalidRequestError, match="before they are captured"):
         Stepped().forward()
     monkeypatch.setattr("data_plane.execution.fixed_step.is_capturing", lambda device: True)

@@ -15,8 +15,7 @@ from backends import DeviceBackend
 from kernel_cases import Batch, Case, assert_same_bits, build
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths
-from data_plane.kernels.backends.cuda import CudaKernels
-from data_plane.kernels.step_memory import StepMemory
+from data_plane.kernels.backends.cuda import CudaKernels, StepMemory
 from kvplane.errors import InvalidRequestError
 
 BFLOAT = torch.bfloat16

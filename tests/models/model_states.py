@@ -117,7 +117,7 @@ def data_plane(control: str, row: str, folder: Path) -> Process:
     path = folder / f"{pool_of(row)}.json"
     path.write_text(json.dumps(asdict(layout)))
     flags = ["--layout", str(path), "--pool-id", pool_of(row), "--num-device-blocks", "256"]
-    flags += ["--control-plane", control, "--device", "cpu"]
+    flags += ["--control-plane", control, "--device", "cpu", "--num-threads", "1"]
     return Process("data_plane", path.with_suffix(".log"), *flags).start()
 
 

@@ -27,7 +27,9 @@ from tests.helpers.plane_cache_checks import CHECKS, Check, answer, assert_same,
 NUM_TOKENS = 40
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "deepseek_v2"])
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", pytest.param("deepseek_v2", marks=pytest.mark.nightly)]
+)
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     model = tiny_model(request.param)
     yield model
@@ -38,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 def test_generate_on_keys_and_values_gives_what_eager_attention_gives(
     model: PreTrainedModel, check: Check
 ) -> None:
-    """On latents: test_plane_cache_families.py."""
+    """On latents: test_families.py."""
     check(model, num_device_blocks=256, latent=False)
 
 

@@ -21,7 +21,7 @@ from kvplane.models.model_layers import layer_groups
 
 NOT_ALONE = ("gemma4_assistant", "gemma4_unified_assistant", "xmod")
 """Types that need more than token ids, or that transformers cannot build."""
-SOME = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "starcoder2", "phi", "cohere2")
+SOME = ("llama", "qwen2", "gemma3_text", "starcoder2", "cohere2")
 TOKENS = torch.arange(3, 23).unsqueeze(0) % VOCABULARY
 
 

@@ -24,13 +24,13 @@ from kvplane.transformers import PlaneCache, close_planes
 from tests.e2e.engine_planes import ROOT, Process
 from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
 from tests.models import tiny_pictures as tiny
+from tests.models.model_states import off_by
 from tests.models.tiny_models import tiny_model
 from tests.models.tiny_pictures import (
     FIRST,
     IMAGE,
     NUM_COLUMNS,
     NUM_OF_IMAGE,
-    off_by,
     picture,
     prompt,
 )
@@ -169,6 +169,8 @@ def test_an_image_in_a_later_turn_is_not_that_of_another_branch(in_pool: Any) ->
             check(model, cache, input_ids=turn, pixel_values=both)
 
 
+# Nightly: that processes find what equal contents left is in test_model_states.py on each push.
+@pytest.mark.nightly
 def test_two_processes_on_one_pool_share_an_image_and_never_two(tmp_path: Path) -> None:
     group = LayerGroup("full", tuple(range(tiny.NUM_LAYERS)), 2, 16)
     layout = Layout("llava", BLOCK_SIZE, "float32", "float32", (group,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,9 +19,8 @@ from tests.models.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+def _registered() -> None:
     attention.register()
-    yield
 
 
 def bias(model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from kvplane.transformers import PlaneCache, close_planes
 from tests.helpers.plane_cache_checks import ARGUMENT, BLOCK_SIZE, NUM_NEW
+from tests.models.model_states import off_by
 from tests.models.tiny_models import draw_weights
 
 IMAGE: Final = 290
@@ -104,13 +105,6 @@ def answer(model: PreTrainedModel, cache: PlaneCache | None, **how: Any) -> Any:
         **how, min_new_tokens=how["max_new_tokens"], do_sample=False, output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
-
-
-def off_by(got: Any, want: Any) -> float:
-    """The largest difference of a logit; infinite where tokens differ."""
-    if not torch.equal(got.sequences, want.sequences):
-        return float("inf")
-    return float((torch.stack(got.logits) - torch.stack(want.logits)).abs().max())
 
 
 def answers_in_pool(control_plane: str, seeds: list[int]) -> list[dict[str, Any]]:

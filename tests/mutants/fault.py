@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,6 +35,15 @@ class Fault:
     def places(self) -> tuple[tuple[str, str, str], ...]:
         """All places of the fault."""
         return ((self.file, self.old, self.new), *self.also)
+
+
+def planted(
+    file: str, killed_by: str | Machine, texts: Mapping[str, tuple[str, str]], *, only: str = ""
+) -> tuple[Fault, ...]:
+    """Return faults of one file that the same tests must notice. ``texts``: by the fault's name,
+    ``old`` and ``new``.
+    """
+    return tuple(Fault(name, file, old, new, killed_by, only) for name, (old, new) in texts.items())
 
 
 def first(head: str, *lines: str) -> tuple[str, str]:

@@ -14,7 +14,6 @@ from kvplane.transformers import attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from tests.exhaustive.explorer import SETTINGS, explore
-from tests.helpers.core.core_machine import CoreMachine
 from tests.helpers.plane_cache_checks import CHECKS, Check, greedy_with_padding, tiny_llama
 from tests.helpers.planes.planes_machine import PlanesMachine
 from tests.models.tiny_models import tiny_model
@@ -26,12 +25,6 @@ UNSHRUNK = settings(
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-
-
-@pytest.mark.timeout(600)
-def test_core() -> None:
-    walk = settings(UNSHRUNK, max_examples=3000, stateful_step_count=40, derandomize=True)
-    run_state_machine_as_test(CoreMachine, settings=walk)
 
 
 @pytest.mark.timeout(1800)

@@ -80,9 +80,7 @@ async def stub(
 @pytest.fixture
 async def shard(stub: Stub) -> AsyncIterator[RawShard]:
     """A data plane that has registered with ``control_server`` and reported nothing."""
-    shard = RawShard(stub)
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(stub)
     yield shard
     shard.hang_up()
 

@@ -35,6 +35,7 @@ from tests.helpers.checked_engine import Engine
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.listed_peers import ROLES, Peers, listed, listed_peers
 from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub, stub_of
+from tests.helpers.waiting import until
 
 
 @pytest.fixture
@@ -204,9 +205,7 @@ async def test_a_caller_that_is_taken_off_the_list_loses_its_shared_memory(peers
         peers.access_file.write_text(listed("plane", "engine-b"))
         with pytest.raises(UnauthenticatedError):
             await execution.start(result.plan)
-        async with asyncio.timeout(10):
-            while peers.data.local.num_regions:
-                await asyncio.sleep(0.01)
+        await until(lambda: not peers.data.local.num_regions)
         peers.access_file.write_text(listed(*ROLES))  # so that the session can be closed
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
@@ -40,16 +39,16 @@ Command = Callable[..., Awaitable[Done]]
 
 
 @pytest.fixture
-async def planes(tmp_path: Path) -> AsyncIterator[tuple[ControlPlaneServer, DataPlaneServer]]:
-    control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
+async def planes(
+    tmp_path: Path, control_server: ControlPlaneServer
+) -> AsyncIterator[tuple[ControlPlaneServer, DataPlaneServer]]:
+    data = await DataPlaneServer.start(
+        config_of(tmp_path, control_server.address, num_device_blocks=64)
     )
-    data = await DataPlaneServer.start(config_of(tmp_path, control.address, num_device_blocks=64))
-    async with ControlClient(control.address) as client:
+    async with ControlClient(control_server.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)
-    yield control, data
+    yield control_server, data
     await data.stop()
-    await control.stop()
 
 
 @pytest.fixture
@@ -172,7 +171,10 @@ def test_there_is_a_completion_for(shell: str, capfd: pytest.CaptureFixture[str]
     assert "_KVPLANE_COMPLETE" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("program", ["kvplane", "control_plane", "data_plane", "engine"])
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("data_plane", "engine")]
+
+
+@pytest.mark.parametrize("program", ["kvplane", "control_plane", *NIGHTLY])
 def test_every_program_tells_its_version(program: str) -> None:
     command = [sys.executable, "-m", program, "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -19,8 +19,7 @@ from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, Stub
 
-OK, LATER = pb.ITEM_STATUS_UNSPECIFIED, pb.ITEM_STATUS_LATER
-NEVER, FAILED = pb.ITEM_STATUS_NEVER, pb.ITEM_STATUS_FAILED
+OK, NEVER = pb.ITEM_STATUS_UNSPECIFIED, pb.ITEM_STATUS_NEVER
 
 
 class Steps:
@@ -76,103 +75,6 @@ async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
     assert (answer.number, statuses(answer)) == (2, [OK, OK])
 
 
-async def test_a_step_with_nothing_to_carry_out_has_no_plan(steps: Steps) -> None:
-    answer = await steps.step()
-    assert answer.HasField("step")
-    assert not answer.step.HasField("plan")
-
-
-async def test_an_operation_that_fails_leaves_its_neighbours_alone(steps: Steps) -> None:
-    answer = await steps.step(
-        ops.admit(1, [1, 2, 3]),
-        ops.free([99]),
-        ops.admit(1, [1]),
-        pb.Operation(admit=pb.Admit(sequence_id=2)),
-        pb.Operation(admit=pb.Admit(sequence_id=2, token_ids=b"abc")),
-        pb.Operation(admit=pb.Admit(sequence_id=2, token_ids=b"\xff\xff\xff\xff")),
-        pb.Operation(admit=pb.Admit(sequence_id=-5, token_ids=b"abcd")),
-        ops.admit(4, [9]),
-    )
-    assert statuses(answer) == [OK, *[FAILED] * 6, OK]
-    errors = [result.failures[0].error for result in answer.step.results[1:7]]
-    assert [(error.reason, error.field) for error in errors] == [
-        ("SEQUENCE_NOT_FOUND", "operations[1].free.sequence_ids[0]"),
-        ("SEQUENCE_EXISTS", "operations[2].admit.sequence_id"),
-        ("INVALID_REQUEST", "operations[3].admit.token_ids"),
-        ("INVALID_REQUEST", "operations[4].admit.token_ids"),
-        ("INVALID_REQUEST", "operations[5].admit.token_ids[0]"),
-        ("INVALID_REQUEST", "operations[6].admit.sequence_id"),
-    ]
-
-
-async def test_an_item_that_fails_leaves_the_items_beside_it_alone(steps: Steps) -> None:
-    await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
-    answer = await steps.step(
-        ops.append([1, 9, 2, 2], [6, 7, 8, 9], 1, first_positions=[3, 0, 7, 2], num_tokens=1)
-    )
-    [result] = answer.step.results
-    assert [(f.item, f.status, f.error.reason, f.error.field) for f in result.failures] == [
-        (1, FAILED, "SEQUENCE_NOT_FOUND", "operations[0].append.sequence_ids[1]"),
-        (2, FAILED, "POSITION_MISMATCH", "operations[0].append.first_positions[2]"),
-    ]
-    assert columns.read(INT32, result.num_table_blocks, "num_blocks").tolist() == [1, 0, 0, 1]
-
-
-async def test_no_room_now_and_no_room_ever_are_told_apart(steps: Steps) -> None:
-    answer = await steps.step(
-        ops.admit(1, list(range(100))), ops.admit(2, [7] * 40), ops.admit(3, [1] * 1000)
-    )
-    assert statuses(answer) == [OK, LATER, NEVER]
-    shortage = answer.step.results[1].failures[0].shortage
-    assert (shortage.tier, shortage.num_blocks_needed) == (tpb.TIER_DEVICE, 5)
-    assert shortage.num_blocks_available < 5
-    assert shortage.reason == pb.SHORTAGE_REASON_BLOCKS
-    assert shortage.HasField("retry_delay")
-    assert not answer.step.results[2].failures[0].shortage.HasField("retry_delay")
-
-
-async def test_huge_numbers_are_refused_and_hurt_nothing(steps: Steps) -> None:
-    high, low = 2**63 - 1, -(2**63)
-    answer = await steps.step(
-        ops.admit(1, [1], max_total_tokens=2**31 - 1),
-        ops.admit(2, [1], max_total_tokens=-(2**31)),
-        ops.admit(3, [1], num_compute_tokens=2**31 - 1),
-        ops.admit(high, [1]),
-        ops.append(high, (), 2**31 - 1, first_positions=1),
-        ops.append(high, (), -(2**31), first_positions=1),
-        ops.append(high, (), 0, first_positions=1, num_tokens=-1),
-        ops.append(high, (), 0, first_positions=2**31 - 1),
-        ops.swap([low], "host"),
-        ops.fork(low, high - 1),
-        ops.admit(4, [1], max_total_tokens=2**31 - 1),
-    )
-    told = statuses(answer)
-    assert told[0] == NEVER
-    assert told[3] == OK
-    assert told[1] == FAILED
-    assert told[2] == OK
-    assert OK not in told[4:]
-    assert statuses(await steps.step(ops.free([high, 3]))) == [OK]
-
-
-async def test_columns_that_are_no_columns_fail_their_operation_alone(steps: Steps) -> None:
-    await steps.step(ops.admit(1, [1]))
-    two = columns.pack(INT64, [1, 1])
-    answer = await steps.step(
-        pb.Operation(append=pb.Append(sequence_ids=two[:15])),
-        pb.Operation(append=pb.Append(sequence_ids=two, first_positions=two[:8])),
-        pb.Operation(append=pb.Append(sequence_ids=two, first_positions=two)),
-        ops.append(1, [5], 1, first_positions=1, num_tokens=2),
-        ops.append(1, [5, 6], 1, first_positions=1, num_tokens=1),
-        pb.Operation(fork=pb.Fork(parent_sequence_ids=two[:8])),
-        pb.Operation(free=pb.Free(sequence_ids=two[:7])),
-        pb.Operation(swap=pb.Swap(sequence_ids=two[:7], tier=tpb.TIER_HOST)),
-        pb.Operation(),
-        ops.append(1, [5], 1, first_positions=1),
-    )
-    assert statuses(answer) == [FAILED] * 9 + [OK]
-
-
 async def test_a_step_that_is_wrong_as_a_whole_is_refused_in_the_stream(steps: Steps) -> None:
     refusal, ref = steps.refusal, steps.session.ref
     assert await refusal(number=0) == (0, "INVALID_REQUEST", "number")
@@ -182,16 +84,6 @@ async def test_a_step_that_is_wrong_as_a_whole_is_refused_in_the_stream(steps: S
     missing = await refusal(session=unknown, number=1)
     assert missing == (1, "SESSION_NOT_FOUND", "session.session_id")
     assert statuses(await steps.step(ops.admit(1, [1, 2]))) == [OK]
-
-
-async def test_a_step_of_more_items_than_allowed_is_refused_by_its_bytes_alone(
-    steps: Steps,
-) -> None:
-    many = pb.Operation(free=pb.Free(sequence_ids=bytes(8 * 5000)))
-    for _ in range(2):  # its number is used up
-        assert await steps.refusal(many, number=1) == (1, "INVALID_REQUEST", "operations")
-    steps.session.number = 1
-    assert statuses(await steps.step(ops.admit(1, [1]))) == [OK]
 
 
 async def test_bytes_that_are_no_request_are_refused_and_the_stream_goes_on(
@@ -257,37 +149,9 @@ async def test_deferred_tokens_may_follow_in_a_later_step_or_without_one(
     await stub.Step(request)
     known = (await session.look_at(1)).sequences.num_tokens
     assert known == columns.pack(INT32, [4])
-    for wrong, reason, field in (
-        (ops.deferred_tokens([1], [1], [9], [1], [3]), "INVALID_REQUEST", "first_positions[0]"),
-        (ops.deferred_tokens([1], [2], [4], [1], [3]), "SEQUENCE_NOT_FOUND", "admitted_by[0]"),
-        (ops.deferred_tokens([1], [1], [4], [2], [3]), "INVALID_REQUEST", "token_ids"),
-    ):
-        fields = session.next()
-        told = await steps.refusal(**{**fields, "deferred_tokens": wrong})
-        assert told == (fields["number"], reason, f"deferred_tokens.{field}")
-
-
-async def test_no_more_plans_than_agreed_are_in_flight(steps: Steps) -> None:
-    await steps.step(ops.admit(1, [1]))
-    steps.session.receipts.clear()
-    for number in range(2, 5):
-        await steps.send(ops.append(1, [], 1, first_positions=number - 1), number=number)
-        assert statuses(await steps.receive()) == [OK]
-    told = await steps.refusal(ops.append(1, [], 1, first_positions=4), number=5)
-    assert told[:2] == (5, "TOO_MANY_PLANS_IN_FLIGHT")
-
-
-async def test_two_engines_step_side_by_side_over_streams_of_their_own(
-    stub: Stub, session: RawSession
-) -> None:
-    other = await RawSession.open(stub, session.shard)
-    first, second = Steps(session), Steps(other)
-    for token in range(1, 20):
-        answers = await asyncio.gather(
-            first.step(ops.admit(token, [token]), ops.free([token - 1])),
-            second.step(ops.admit(token, [token]), ops.free([token - 1])),
-        )
-        assert all(statuses(answer)[0] == OK for answer in answers)
+    wrong, fields = ops.deferred_tokens([1], [1], [9], [1], [3]), session.next()
+    told = await steps.refusal(**{**fields, "deferred_tokens": wrong})
+    assert told == (fields["number"], "INVALID_REQUEST", "deferred_tokens.first_positions[0]")
 
 
 async def test_a_stream_ends_when_its_client_has_no_more_to_say(steps: Steps) -> None:

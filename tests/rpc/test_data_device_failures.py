@@ -176,6 +176,7 @@ sys.exit(__main__.main())
 """
 
 
+@pytest.mark.nightly  # a process; the server is told of the loss by the tests above
 async def test_a_process_whose_device_is_lost_exits_with_an_error_line(
     tmp_path: Path, side: RegisterSide
 ) -> None:

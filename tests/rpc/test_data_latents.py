@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from examples.load import Load
 from kvplane import ControlClient
 from kvplane.attention_options import AttentionOptions
-from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import LATENT, LayerGroup
 from kvplane.tensor import Tensor
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.plan_author import (
@@ -40,9 +38,7 @@ OPTIONS = AttentionOptions(scale=192**-0.5)
 
 @pytest.fixture
 async def peer(tmp_path: Path) -> AsyncIterator[tuple[PlanAuthor, UnaryClient]]:
-    path = tmp_path / "latents.json"
-    path.write_text(json.dumps(asdict(LATENTS)))
-    async with serving(tmp_path, layout=path) as (server, side):
+    async with serving(tmp_path, layout=LATENTS) as (server, side):
         author = author_of(server, side)
         author.layout = LATENTS
         async with UnaryClient(server.address) as client:
@@ -102,18 +98,13 @@ async def test_unary_calls_take_one_tensor_too(peer: tuple[PlanAuthor, UnaryClie
 
 
 async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, control_server: ControlPlaneServer
 ) -> None:
     full = LayerGroup("full", (2, 5), 2, 16, value_head_size=8)
     layout = replace(LAYOUT, groups=(replace(GROUP, layers=(0, 1, 3)), full))
-    path = tmp_path / "both.json"
-    path.write_text(json.dumps(asdict(layout)))
-    control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0)
-    )
-    config = config_of(tmp_path, control.address, layout=path, num_device_blocks=64)
+    config = config_of(tmp_path, control_server.address, layout, num_device_blocks=64)
     data = await DataPlaneServer.start(config)
-    async with ControlClient(control.address) as client:
+    async with ControlClient(control_server.address) as client:
         await client.wait_ready(POOL_ID, timeout_s=20)
         pool = await client.get_pool(POOL_ID)
         assert pool.layout == layout
@@ -122,26 +113,3 @@ async def test_a_pool_with_a_group_of_them_serves_sessions_of_a_control_plane(
         assert load.num_steps > 0 and load.num_lost_sessions == 0
     assert data.executor.counters.num_attention_tokens > 0
     await data.stop()
-    await control.stop()
-
-
-async def test_a_layer_without_a_value_is_refused_where_values_are_stored(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (server, side), UnaryClient(server.address) as client:
-        author = author_of(server, side)
-        plan = author.plan(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 4)])
-        async with await client.open(author.grant()) as execution:
-            await execution.start(plan)
-            key = wire(torch.zeros(4, 2, 16))
-            with pytest.raises(InvalidRequestError, match="must be given") as caught:
-                await execution.layer(0, None, key, None)
-            assert caught.value.field == "layer.value"
-
-
-async def test_a_session_of_the_same_sizes_as_keys_and_values_is_refused(
-    peer: tuple[PlanAuthor, UnaryClient],
-) -> None:
-    author, client = peer
-    same = replace(GROUP, head_size=512, value_head_size=448, cache_kind=KEYS_AND_VALUES)
-    author.layout = replace(LATENTS, groups=(same,))
-    with pytest.raises(LayoutMismatchError):
-        await client.open(author.grant())

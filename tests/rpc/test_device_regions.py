@@ -25,7 +25,6 @@ from data_plane.server.local import device_regions
 from data_plane.server.local.connection import LocalConnection
 from data_plane.server.server import DataPlaneServer
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, QuotaExceededError
-from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -36,15 +35,22 @@ from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, tokens
 from tests.helpers.local_peer import (
     LocalPeer,
+    error_of,
     forget_regions_of_others,
     num_mapped,
     plan_of_two_tokens,
 )
+from tests.helpers.waiting import until
 
 REGION_BYTES = 3 << 20
 NUM_REGIONS = 2
 NUM_LAYERS = 2
 OTHER_UUID = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+# An engine in a process of its own imports torch, which takes seconds. On push, layers of one, its
+# death and its session's end stand for all.
+another_process = pytest.mark.nightly
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +91,8 @@ class Rig:
 
     async def num_regions(self, wanted: int) -> None:
         """Wait until the data plane has so many on its GPU, and no more memory of it."""
-        async with asyncio.timeout(10):
-            while self.server.local.num_device_regions != wanted or num_gpu_maps() > wanted:
-                await asyncio.sleep(0.01)
+        await until(lambda: self.server.local.num_device_regions == wanted)
+        await until(lambda: num_gpu_maps() <= wanted)
 
 
 def noting(kernels: Kernels, outs: list[int | None]) -> Kernels:
@@ -132,11 +137,6 @@ def engine() -> Iterator[GpuEngine]:
     engine.kill()
 
 
-def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
-    assert answer.WhichOneof("message") == "error", answer
-    return from_wire(answer.error)
-
-
 def check_outputs(outputs: list[torch.Tensor], number: int) -> None:
     """Of plan ``number``, after those before it, each with tensors of its own seed."""
     seeds = [100 * n for n in range(1, number + 1)]
@@ -173,6 +173,7 @@ async def test_layers_of_another_process_are_computed_in_the_gpus_memory(
     assert await engine.soon("num_maps") == 0
 
 
+@another_process
 async def test_an_answer_comes_once_the_gpu_has_done_the_layer(
     tmp_path: Path, engine: GpuEngine
 ) -> None:
@@ -200,6 +201,7 @@ async def test_a_region_on_another_gpu_is_refused(rig: Rig) -> None:
     peer.close()
 
 
+@another_process
 async def test_an_engine_on_another_gpu_goes_through_main_memory(
     rig: Rig, engine: GpuEngine
 ) -> None:
@@ -250,6 +252,7 @@ async def test_regions_are_bounded_and_given_once_to_a_connection(rig: Rig) -> N
     await rig.num_regions(0)
 
 
+@another_process
 async def test_a_gpu_without_memory_leaves_main_memory(rig: Rig, engine: GpuEngine) -> None:
     rig.native.set_gpu_bytes(0)
     try:
@@ -357,9 +360,7 @@ async def test_a_session_that_ends_takes_the_region_from_its_engine(
     check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
     await engine.soon("hold")
     rig.server.executor.fence(rig.author.session(1), 1)
-    async with asyncio.timeout(10):
-        while rig.server.local.num_regions:
-            await asyncio.sleep(0.01)
+    await until(lambda: not rig.server.local.num_regions)
     await asyncio.sleep(1.2)  # two sweeps
     assert rig.server.local.num_device_regions == 1 == num_gpu_maps()
     held = await engine.soon("held_bytes")
@@ -386,17 +387,21 @@ async def test_an_engine_that_dies_takes_no_memory_with_it(rig: Rig, engine: Gpu
     await rig.num_regions(0)
 
 
+UNUSABLE = (
+    ({"cuda_ipc_handle": b"x" * 64}, "cudaIpcOpenMemHandle"),
+    ({"cuda_ipc_handle": b"x" * 63}, "64 bytes"),
+    ({"cuda_ipc_handle": b""}, "64 bytes"),
+    ({"size_bytes": 4 * REGION_BYTES}, "bytes, not"),
+    ({"size_bytes": 2**41}, "not what was asked for"),
+    ({"size_bytes": 0}, "above 0"),
+    ({"cuda_device_uuid": OTHER_UUID}, "not what was asked for"),
+)
+
+
+# Each starts a process that imports torch.
 @pytest.mark.parametrize(
     ("fields", "why"),
-    [
-        ({"cuda_ipc_handle": b"x" * 64}, "cudaIpcOpenMemHandle"),
-        ({"cuda_ipc_handle": b"x" * 63}, "64 bytes"),
-        ({"cuda_ipc_handle": b""}, "64 bytes"),
-        ({"size_bytes": 4 * REGION_BYTES}, "bytes, not"),
-        ({"size_bytes": 2**41}, "not what was asked for"),
-        ({"size_bytes": 0}, "above 0"),
-        ({"cuda_device_uuid": OTHER_UUID}, "not what was asked for"),
-    ],
+    [UNUSABLE[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in UNUSABLE[1:])],
 )
 async def test_an_engine_that_cannot_open_the_region_gives_it_back(
     rig: Rig, engine: GpuEngine, fields: dict[str, Any], why: str
@@ -413,6 +418,7 @@ async def test_an_engine_that_cannot_open_the_region_gives_it_back(
     await engine.soon("leave")
 
 
+@another_process
 async def test_a_data_plane_that_stops_frees_nothing_that_an_engine_has(
     tmp_path: Path, engine: GpuEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,6 +441,7 @@ async def test_a_data_plane_that_stops_frees_nothing_that_an_engine_has(
     assert native.num_early_frees() == early
 
 
+@another_process
 async def test_a_gpu_that_fails_in_a_layer_is_not_answered_with_an_output(
     tmp_path: Path, engine: GpuEngine
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvplane import ControlClient, Tensor, ops
@@ -12,15 +12,10 @@ from kvplane.prefixes import PrefixLoader
 from tests.helpers.planes_in_process import PROMPT, made_up
 from tests.helpers.sharded_pool import LAYOUT, POOL, ShardedPool, by_heads
 from tests.helpers.tier_files import in_order
+from tests.helpers.waiting import until
 
 PATIENCE_S = 30.0
 NUM_FULL = 3
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def rows(layer: int, positions: Sequence[int], num_heads: int) -> Tensor:

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvplane import ControlClient, ops
-from kvplane.errors import InvalidRequestError, QuotaExceededError
+from kvplane.errors import QuotaExceededError
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.outcomes import outcomes
-from tests.helpers.planning.operations_world import BLOCK, Caller, World, prompt
+from tests.helpers.planning.operations_world import Caller, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 
@@ -35,33 +35,6 @@ async def world(start_world: StartWorld) -> World:
 @pytest.fixture
 async def caller(world: World) -> Caller:
     return await world.caller()
-
-
-async def test_a_prompt_larger_than_the_pool_never_fits(caller, token_ids) -> None:
-    await caller.admit(1, prompt(1))
-    for wait in (False, True):
-        shortage = await caller.never(ops.admit(2, token_ids, wait=wait))
-        assert shortage.num_blocks_needed == NUM_TOKENS // BLOCK
-        assert shortage.reason == pb.SHORTAGE_REASON_BLOCKS
-    append = ops.append(1, token_ids, NUM_TOKENS, first_positions=BLOCK + 1)
-    assert (await caller.never(append)).reason == pb.SHORTAGE_REASON_BLOCKS
-    await caller.grow(1, 5)
-
-
-async def test_a_token_that_is_wrong_is_named_in_a_prompt_of_any_length(
-    world, caller, token_ids
-) -> None:
-    wrong = token_ids[:-4] + b"\xff" * 4
-    field = f"token_ids[{NUM_TOKENS - 1}]"
-    await caller.fail(ops.admit(1, wrong), InvalidRequestError, field)
-    await caller.fail(ops.admit(1, token_ids[:-1]), InvalidRequestError, "token_ids")
-    for call in (
-        caller.retain(wrong, time_to_live_s=1),
-        caller.forget(wrong),
-        world.client.find_prefix(wrong),
-    ):
-        await caller.denied(call, InvalidRequestError, "token_ids")
-    await caller.admit(1, prompt(1))
 
 
 async def numbers(world: World) -> list[int]:

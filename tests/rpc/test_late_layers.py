@@ -1,5 +1,5 @@
-"""Layers that come late, early or twice, in each way in which layers come to a data plane: none is
-taken for one of another plan or pass.
+"""Layers that come late, early or twice, in each way in which layers come to a data plane from
+another process: none is taken for one of another plan or pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from data_plane import limits
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_to_message
-from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
     InvalidRequestError,
@@ -128,32 +127,7 @@ class ByMemory:
         return self._peer.output(num_tokens)
 
 
-class Embedded:
-    """An engine in the data plane's process. ``rows``: its tensors are as transformers has them."""
-
-    def __init__(self, server: DataPlaneServer, *, rows: bool) -> None:
-        self._executor = server.executor
-        self._rows = rows
-
-    async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
-        self._executor.start(1, plan)
-        if named.pass_index is not None:
-            self._executor.begin_pass(1, named.pass_index, plan_number=named.plan_number)
-
-    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
-        query = tokens(num_tokens, 4, seed=seed)
-        key, value = tokens(num_tokens, seed=seed + 1), tokens(num_tokens, seed=seed + 2)
-        tensors = [query, key, value]
-        if self._rows:
-            tensors = [tensor[None].transpose(1, 2) for tensor in tensors]
-        output = self._executor.layer(
-            1, layer, *tensors, options=AttentionOptions(), **named.fields
-        )
-        assert output is not None
-        return output
-
-
-WAYS = ("gRPC", "shared memory", "bound", "embedded", "rows")
+WAYS = ("gRPC", "shared memory", "bound")
 
 
 class Rig:
@@ -220,9 +194,6 @@ async def rig_of(way: str, folder: Path) -> AsyncIterator[Rig]:
             await call.write(pb.ExecuteRequest(open=opening))
             assert (await call.read()).HasField("opened")
             yield Rig(server, author, ByGrpc(call))
-        elif way in ("embedded", "rows"):
-            server.executor.open(author.grant())
-            yield Rig(server, author, Embedded(server, rows=way == "rows"))
         else:
             peer = await LocalPeer.joined(stub, author.grant())
             yield Rig(server, author, ByMemory(peer, binds=way == "bound"))
@@ -336,7 +307,7 @@ async def test_a_block_that_another_session_was_given_is_not_written(
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_layer_out_of_turn_is_refused(way: str, tmp_path: Path) -> None:
+async def test_a_layer_out_of_order_is_refused(way: str, tmp_path: Path) -> None:
     async with rig_of(way, tmp_path) as rig:
         named = await two_plans(rig)
         await rejected(rig, 1, named, InvalidRequestError)

@@ -26,7 +26,6 @@ from data_plane.server.tensor_codec import tensor_to_message
 from kvplane import DataClient, Execution
 from kvplane.errors import (
     InvalidRequestError,
-    KvplaneError,
     QuotaExceededError,
     SessionExpiredError,
     UnauthenticatedError,
@@ -35,18 +34,19 @@ from kvplane.execution import shard_execution
 from kvplane.execution.execution import shards_of
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
-from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 from tests.helpers.local_peer import (
     LocalPeer,
+    error_of,
     forget_regions_of_others,
     num_mapped,
     plan_of_two_tokens,
     regions,
 )
+from tests.helpers.waiting import until
 
 REGION_BYTES = 1 << 20
 
@@ -88,11 +88,6 @@ async def peer(rig: Rig) -> AsyncIterator[LocalPeer]:
     yield peer
     peer.close()
     peer.memory = None
-
-
-def error_of(answer: pb.ExecuteResponse) -> KvplaneError:
-    assert answer.WhichOneof("message") == "error", answer
-    return from_wire(answer.error)
 
 
 async def test_a_layer_is_computed_in_the_region_and_the_last_brings_the_receipt(
@@ -343,9 +338,7 @@ async def test_regions_are_bounded_for_a_session_and_for_all(rig: Rig) -> None:
 
 
 async def regions_left(rig: Rig, wanted: int) -> None:
-    async with asyncio.timeout(10):
-        while rig.server.local.num_regions != wanted:
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.server.local.num_regions == wanted)
 
 
 async def test_a_client_that_takes_no_answers_is_cut_off_and_others_go_on(rig: Rig) -> None:

@@ -26,19 +26,18 @@ from kvplane.errors import (
     BlockNotWritableError,
     DeadlineExceededError,
     InvalidRequestError,
-    SessionExpiredError,
     UnauthenticatedError,
 )
 from kvplane.execution.execution import shards_of
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
 from kvplane.transport.local import packets
-from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, span, tokens
-from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
+from tests.helpers.local_peer import LocalPeer, error_of, plan_of_two_tokens
+from tests.helpers.waiting import until
 
 NUM_PLANS = 4  # of two tokens, in one block
 NUM_LAYERS = 2
@@ -118,11 +117,6 @@ async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
         server.executor.check_integrity()
 
 
-def error_of(answer: pb.ExecuteResponse) -> Exception:
-    assert answer.WhichOneof("message") == "error", answer
-    return from_wire(answer.error)
-
-
 async def test_bound_layers_are_computed_and_counted_like_others(rig: Rig) -> None:
     counters, local = rig.server.executor.counters, rig.server.local
     for _ in range(NUM_PLANS):
@@ -134,9 +128,7 @@ async def test_bound_layers_are_computed_and_counted_like_others(rig: Rig) -> No
     num_packets = NUM_PLANS * (1 + NUM_LAYERS) + NUM_LAYERS
     assert local.num_packets == num_packets
     rig.peer.close()
-    async with asyncio.timeout(10):
-        while local.num_regions:
-            await asyncio.sleep(0.01)
+    await until(lambda: not local.num_regions)
     assert local.num_packets == num_packets
 
 
@@ -160,11 +152,6 @@ def publish(rig: Rig) -> type[Exception]:
     return BlockNotWritableError
 
 
-def fence(rig: Rig) -> type[Exception]:
-    rig.server.executor.fence(rig.author.session(1), 1)
-    return SessionExpiredError
-
-
 def revoke(rig: Rig) -> type[Exception]:
     def admit() -> None:
         raise UnauthenticatedError("is not on the list")
@@ -180,7 +167,7 @@ def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unswept")
-@pytest.mark.parametrize("happens", [publish, fence, revoke])
+@pytest.mark.parametrize("happens", [publish, revoke])
 async def test_what_others_did_since_the_plan_began_refuses_a_bound_layer(
     rig: Rig, happens: Callable[[Rig], type[Exception]]
 ) -> None:
@@ -279,16 +266,6 @@ async def test_what_is_bound_is_checked(rig: Rig) -> None:
     rig.check_output()
 
 
-async def test_a_layer_is_run_in_its_turn(rig: Rig) -> None:
-    await rig.run()
-    await rig.start()
-    num_native, before = await rig.num_native(), rig.tier
-    assert getattr(error_of(await rig.layer(1)), "field", "") == "layer.layer"
-    assert torch.equal(rig.tier, before)
-    assert (await rig.layer(0)).output.layer == 0
-    assert await rig.num_native() == num_native + 1
-
-
 async def test_a_number_is_bound_again_for_another_layer(rig: Rig) -> None:
     await rig.run()
     await rig.start()
@@ -318,7 +295,7 @@ async def test_a_bug_ends_the_connection_and_nothing_else(
 
     await rig.start()
     if where == "serve":
-        monkeypatch.setattr(rig.server.executor, "serve_layers", fail)
+        monkeypatch.setattr(rig.server.executor.layer_runner, "serve", fail)
     else:
         monkeypatch.setattr(rig.connection, "_admit", fail)
     rig.peer.send(packets.head_of(packets.LAYER, 0) + packets.named(**rig.peer.plan))

@@ -104,37 +104,5 @@ async def test_the_sessions_own_requests_wait_and_keep_their_order(
     assert answers[1] == answers[0], "the same number, the same answer"
 
 
-async def test_a_request_runs_to_its_end_though_its_caller_goes(
-    lingering: Lingering, session: RawSession, other: RawSession
-) -> None:
-    request = long(session)
-    gone = session.stub.Step(request)
-    await lingering.began.wait()
-    gone.cancel()
-    await other.admit(1, [1] * 3)
-    lingering.is_enough = True
-    answer = await asyncio.wait_for(call(session.stub.Step(request)), PATIENCE_S)
-    assert not answer.results[0].failures
-    assert session.ran(answer)
-    await session.step(ops.free([1]))
-
-
-async def test_long_requests_take_turns(
-    lingering: Lingering, session: RawSession, other: RawSession
-) -> None:
-    first = asyncio.create_task(call(session.stub.Step(long(session))))
-    await lingering.began.wait()
-    second = asyncio.create_task(call(other.stub.Step(long(other))))
-    before = lingering.num_slices
-    third = await RawSession.open(session.stub, session.shard)
-    await third.admit(1, [1] * 3)
-    assert lingering.num_slices > before
-    assert not second.done()
-    lingering.is_enough = True
-    for task in (first, second):
-        result = await asyncio.wait_for(task, PATIENCE_S)
-        assert len(result.results) == 5
-
-
 async def call(pending: Any) -> Any:
     return await pending

@@ -10,9 +10,7 @@ import grpc
 import pytest
 from prometheus_client import Metric
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
-from control_plane.server.server import ControlPlaneServer
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from data_plane.server.server import DataPlaneServer
 from examples.load import Load
@@ -22,6 +20,7 @@ from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from scripts.metrics_page import page
+from tests.helpers.both_planes import StartServer
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
 from tests.helpers.scrapes import checked
@@ -38,11 +37,11 @@ Families = dict[str, Metric]
 
 
 @pytest.fixture
-async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
+async def scraped(
+    tmp_path: Path, start_control_plane: StartServer
+) -> AsyncIterator[tuple[Families, Families]]:
     """What both planes tell after some traffic, refusals among it."""
-    control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=0, grace_s=1.0)
-    )
+    control = await start_control_plane(metrics_port=0)
     data = await DataPlaneServer.start(
         config_of(
             tmp_path,
@@ -64,7 +63,6 @@ async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
         yield await checked(control.metrics_port), await checked(data.metrics_port)
     finally:
         await data.stop()
-        await control.stop()
 
 
 async def refusals(address: str) -> None:
@@ -91,9 +89,13 @@ def names_of(families: Families) -> set[str]:
     return {n + "_total" * (f.type == "counter") for n, f in families.items()}
 
 
-async def test_scrapes_are_valid_and_have_what_is_declared_and_nothing_else(
-    scraped: tuple[Families, Families],
-) -> None:
+async def test_scrapes_are_valid_and_agree(scraped: tuple[Families, Families]) -> None:
+    check_what_is_declared_is_told_and_nothing_else(scraped)
+    check_every_refusal_is_counted_once(scraped[1])
+    check_counts_agree_between_the_planes(*scraped)
+
+
+def check_what_is_declared_is_told_and_nothing_else(scraped: tuple[Families, Families]) -> None:
     for families, own in zip(scraped, (OF_CONTROL, OF_DATA), strict=True):
         told = {name for name in names_of(families) if not name.startswith("process_")}
         declared = {declaration.name for declaration in (*SHARED, *own)}
@@ -116,18 +118,14 @@ def check_labels(families: Families, declaration: Declaration, constant: set[str
             assert abs(sample.value) < 2**53, f"{name} does not fit in a float"
 
 
-async def test_every_refusal_is_counted_once(scraped: tuple[Families, Families]) -> None:
-    _, data = scraped
+def check_every_refusal_is_counted_once(data: Families) -> None:
     refused = values(data["kvplane_rejections"], "reason")
     assert refused[("INVALID_REQUEST",)] == 2, "one unary, one in a stream"
     assert refused[("BAD_SIGNATURE",)] == 1
     assert values(data["kvplane_command_rejections"], "reason") == {("BAD_SIGNATURE",): 1}
 
 
-async def test_what_was_counted_agrees_between_the_planes(
-    scraped: tuple[Families, Families],
-) -> None:
-    control, data = scraped
+def check_counts_agree_between_the_planes(control: Families, data: Families) -> None:
     plans = values(control["kvplane_plans"])[()]
     assert values(data["kvplane_plans_run"])[()] in (plans, plans - 1), "the last only frees"
     moved = values(data["kvplane_transferred_blocks"], "direction")

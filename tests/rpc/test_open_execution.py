@@ -60,15 +60,6 @@ async def test_a_plans_receipts_are_the_sessions_once(
             assert given == execution.receipts
 
 
-async def test_a_prompt_is_cached_once_its_receipts_are_submitted(control: ControlClient) -> None:
-    async with control.open_session(POOL) as session:
-        execution = await session.open_execution()
-        await compute(session, execution)
-        await session.submit_receipts()
-        (found,) = await control.find_prefix(PROMPT, pool_ids=[POOL])
-        assert found.num_cached_tokens == 8
-
-
 @pytest.mark.parametrize("ends", ["session", "client"])
 async def test_executions_are_closed_with_their_session_and_its_client(
     planes: Planes, ends: str
@@ -150,7 +141,7 @@ async def test_the_shape_of_keys_is_the_layouts(planes: Planes, control: Control
             lone.key_shape(0)
 
 
-@pytest.mark.parametrize("shards", [by_heads(1), by_heads(2), BY_BOTH], ids=["1", "2", "both"])
+@pytest.mark.parametrize("shards", [by_heads(1), BY_BOTH], ids=["1", "both"])
 async def test_blocks_that_are_read_are_written_elsewhere(tmp_path: Path, shards: list) -> None:
     """Of all shards, to another sequence, whose prompt is cached then."""
     async with (

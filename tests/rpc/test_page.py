@@ -162,7 +162,7 @@ async def test_a_browser_that_left_takes_up_no_place(
     planes: Planes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_server, "_MAX_CONNECTIONS", 2)
-    for _ in range(4):
+    for _ in range(3):
         async with asked(planes.control) as (first, _, reader):
             assert first == "200 OK"
             await event(reader)

@@ -32,6 +32,7 @@ from kvplane.wire.plane.v1 import registration_pb2_grpc
 from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, prefix_pb2_grpc, session_pb2_grpc
 from tests.helpers.data.data_server import config_of
 from tests.helpers.sdk_peers import add_services, interceptor
+from tests.helpers.waiting import until
 
 NAME = "localhost"
 ENGINE = f"https://{NAME}:1=pool"
@@ -189,9 +190,7 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         logger=logging.getLogger(__name__),
     )
     serving = asyncio.create_task(server.serve())
-    async with asyncio.timeout(20):
-        while not port_file.exists():
-            await asyncio.sleep(0.01)
+    await until(lambda: port_file.exists())
     try:
         yield f"127.0.0.1:{port_file.read_text().strip()}"
     finally:
@@ -318,16 +317,12 @@ async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
 
         async def until_registered(name: str) -> None:
             plane.registered.clear()
-            async with asyncio.timeout(20):
-                while name not in plane.registered:
-                    await asyncio.sleep(0.01)
+            await until(lambda: name in plane.registered)
 
         await until_registered("first")
         own.put(pairs[1])
         await until_registered("second")
         own.certificate.unlink()
-        async with asyncio.timeout(20):
-            while "not renewed control_plane=" not in caplog.text:
-                await asyncio.sleep(0.01)
+        await until(lambda: "not renewed control_plane=" in caplog.text)
         await until_registered("second")
         await data.stop()

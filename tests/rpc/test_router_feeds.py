@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from control_plane.server.server import ControlPlaneServer
@@ -11,6 +9,7 @@ from kvplane.clients.control_client import ControlClient
 from kvplane.integrations.router.feeds import PoolFeeds
 from kvplane.integrations.router.picker import Picker
 from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.nightly
 
@@ -45,9 +44,7 @@ async def test_an_engine_whose_pool_is_lost_is_picked_when_there_is_no_other(
 
 
 async def until_lost(picker: Picker, pools: set[str]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while picker.lost != pools:
-            await asyncio.sleep(0.02)
+    await until(lambda: picker.lost == pools)
 
 
 def picked(picker: Picker) -> str:

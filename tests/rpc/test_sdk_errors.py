@@ -11,11 +11,9 @@ import pytest
 from kvplane import ControlClient
 from kvplane.errors import (
     CODES,
-    DeadlineExceededError,
     InternalError,
     KvplaneError,
     PoolNotFoundError,
-    UnavailableError,
 )
 from kvplane.serving import server as serving
 from kvplane.transport.connection import typed_errors
@@ -41,24 +39,24 @@ async def client(plane: ScriptedControlPlane) -> AsyncIterator[ControlClient]:
     await server.stop(0)
 
 
-@pytest.mark.parametrize("cls", CODES)
 async def test_an_error_comes_back_as_it_was_raised(
-    plane: ScriptedControlPlane, client: ControlClient, cls: type[KvplaneError]
+    plane: ScriptedControlPlane, client: ControlClient
 ) -> None:
     # An UNAVAILABLE call is tried again, unless the peer's own delay is past the deadline.
-    raised = cls("what happened", field="operation.token_ids", retry_delay_s=60)
+    errors = [cls("what happened", field="a.b", retry_delay_s=60) for cls in CODES]
+    raised = iter(errors)
 
     def script(request: object) -> object:
-        raise raised
+        raise next(raised)
 
     plane.script = script
-    with pytest.raises(cls) as caught:
-        await client.get_pool("p")
-    assert type(caught.value) is cls
-    assert caught.value.message == raised.message
-    assert caught.value.field == raised.field
-    assert caught.value.retry_delay_s == raised.retry_delay_s
-    assert len(plane.requests) == 1
+    for error in errors:
+        with pytest.raises(KvplaneError) as caught:
+            await client.get_pool("p")
+        assert type(caught.value) is type(error)
+        told = (caught.value.message, caught.value.field, caught.value.retry_delay_s)
+        assert told == ("what happened", "a.b", 60)
+    assert len(plane.requests) == len(errors)
 
 
 async def test_a_bug_in_the_server_is_internal_and_tells_nothing_but_where_to_look(
@@ -128,9 +126,3 @@ def test_an_error_in_a_stream_names_the_call_that_it_answers() -> None:
         REQUEST_ID.reset(token)
     assert (wire.request_id, from_wire(wire).request_id) == ("one", "one")
     assert to_wire(PoolNotFoundError("not here")).request_id == ""
-
-
-async def test_an_error_of_the_network_has_a_place_in_the_tree_too() -> None:
-    async with ControlClient("127.0.0.1:1", timeout_s=0.2) as client:
-        with pytest.raises((UnavailableError, DeadlineExceededError)):
-            await client.get_pool("p")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from tests.helpers.sdk_peers import (
     plan_of,
     serving,
 )
+from tests.helpers.waiting import until
 
 
 @pytest.fixture
@@ -39,12 +40,6 @@ async def session(plane: ScriptedControlPlane) -> AsyncIterator[Session]:
         await client.open_session("p", LAYOUT) as session,
     ):
         yield session
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.005)
 
 
 async def while_idle() -> None:
@@ -95,12 +90,6 @@ async def test_an_engine_that_goes_on_pays_for_no_further_call(plane, session) -
     assert [len(request.receipts) for request in plane.requests] == [0, 1, 1, 1, 1]
 
 
-async def test_a_session_without_receipts_submits_none(plane, session) -> None:
-    await session.step([ops.free([])])
-    await while_idle()
-    assert submissions(plane) == []
-
-
 async def test_a_submission_of_its_own_does_not_change_the_callers_last_number(
     plane, session
 ) -> None:
@@ -110,81 +99,6 @@ async def test_a_submission_of_its_own_does_not_change_the_callers_last_number(
     assert session.last_number == 1
     await session.step([ops.free([])])
     assert session.last_number == 3
-
-
-async def test_it_waits_for_a_call_that_runs_and_finds_its_receipts_gone(plane, session) -> None:
-    may_answer = asyncio.Event()
-
-    async def slow(request: Any) -> Any:
-        await may_answer.wait()
-        return answer_step(request)
-
-    plane.script = slow
-    session.add_receipt(payload(b"r1"))
-    step = asyncio.create_task(session.step([ops.free([])]))
-    await while_idle()
-    may_answer.set()
-    await step
-    await while_idle()
-    assert plane.numbers == [1]
-
-
-async def test_receipts_added_while_a_call_ran_are_submitted_after_it(plane, session) -> None:
-    may_answer = asyncio.Event()
-
-    async def slow(request: Any) -> Any:
-        await may_answer.wait()
-        return answer_step(request)
-
-    plane.script = slow
-    step = asyncio.create_task(session.step([ops.free([])]))
-    await until(lambda: plane.requests)
-    session.add_receipt(payload(b"r1"))
-    await while_idle()
-    assert plane.numbers == [1]
-    may_answer.set()
-    await step
-    await until(lambda: submissions(plane) == [[b"r1"]])
-    assert plane.numbers == [1, 2]
-
-
-async def test_a_step_made_while_it_is_submitted_comes_after_it(plane, session) -> None:
-    may_answer = asyncio.Event()
-
-    async def slow(request: Any) -> Any:
-        if isinstance(request, pb.StepRequest) and not request.operations:
-            await may_answer.wait()
-        return answer_step(request)
-
-    plane.script = slow
-    session.add_receipt(payload(b"r1"))
-    await until(lambda: submissions(plane))
-    steps = [asyncio.create_task(session.step([ops.free([i])])) for i in (1, 2)]
-    await while_idle()
-    assert plane.numbers == [1]
-    may_answer.set()
-    assert [(await step).plan for step in steps] == [plan_of(2), plan_of(3)]
-    assert plane.numbers == [1, 2, 3]
-    assert session.take_abandoned() == []
-
-
-async def test_it_never_stands_between_an_abandoned_step_and_its_repetition(plane, session) -> None:
-    async def never(_: Any) -> None:
-        await asyncio.sleep(60)
-
-    plane.script = never
-    step = asyncio.create_task(session.step([ops.free([1])]))
-    await until(lambda: plane.requests)
-    step.cancel()
-    await asyncio.wait([step])
-    plane.script = answer_step
-    session.add_receipt(payload(b"r1"))
-    await while_idle()
-    assert plane.numbers == [1]
-    assert (await session.step([ops.free([1])])).plan == plan_of(1)
-    assert plane.requests[0] == plane.requests[1]
-    assert session.take_abandoned() == []
-    await until(lambda: submissions(plane) == [[b"r1"]])
 
 
 async def test_one_that_got_no_answer_is_sent_again_as_it_was(plane, session, monkeypatch) -> None:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Execution, Session, Tensor, ops
 from kvplane.errors import (
-    BadSignatureError,
-    InvalidRequestError,
-    PlanOutOfOrderError,
-    SequenceNotFoundError,
     SessionNotFoundError,
     StaleError,
     UnavailableError,
 )
-from kvplane.shard import Shard
 from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
-from tests.helpers.data.unary_client import UnaryClient
 from tests.helpers.lossy_link import LossyLink
-
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
 @pytest.fixture
@@ -72,26 +61,6 @@ def num_published(data_plane: DataPlaneServer) -> int:
     )
 
 
-async def test_the_quickstart_finds_its_prompt_cached(planes: Planes, capsys: Any) -> None:
-    spec = importlib.util.spec_from_file_location("quickstart", QUICKSTART)
-    assert spec is not None
-    assert spec.loader is not None
-    quickstart = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(quickstart)
-    await quickstart.main(planes.control.address)
-    printed = capsys.readouterr().out
-    assert "cached before the receipt: 0 tokens" in printed
-    assert "cached after the receipt: 16 of 17 tokens" in printed
-
-
-async def test_the_data_plane_describes_itself(data: DataClient, planes: Planes) -> None:
-    info = await data.get_server_info()
-    assert info.pool_id == POOL
-    assert info.shard is not None
-    assert info.shard.shard == Shard.whole(LAYOUT)
-    assert info.incarnation == planes.control.core.incarnation
-
-
 async def test_a_lossy_network_changes_no_bit_of_the_attention(
     planes: Planes, control: ControlClient, data: DataClient
 ) -> None:
@@ -124,95 +93,6 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
 
         assert await outputs(disturbed, break_soon) == undisturbed
         assert proxy.num_connections > 3
-
-
-async def test_a_last_layers_lost_answer_and_receipt_are_got_again(
-    planes: Planes, session: Session
-) -> None:
-    plan = (await session.run(ops.admit(1, [5] * 12))).plan
-    async with (
-        LossyLink(planes.data.address) as proxy,
-        DataClient(proxy.address, shared_memory=False) as data,
-        await data.open(session.grant) as execution,
-    ):
-        await execution.start(plan)
-        await execution.layer(0, *inputs(12, 0))
-        expected = await execution.layer(1, *inputs(12, 0))
-        proxy.hold("answers")
-        last = asyncio.create_task(execution.layer(2, *inputs(12, 0)))
-        await asyncio.sleep(0.2)
-        assert not last.done()
-        proxy.cut()
-        # The layers had the same inputs, so they have the same attention.
-        assert await last == expected
-        session.add_receipt(receipt_of(execution))
-        await session.submit_receipts()
-        assert ((await session.list_sequences([1]))[0]).num_written_tokens == 12
-
-
-async def test_unary_calls_do_what_an_execution_does(planes: Planes, session: Session) -> None:
-    async with UnaryClient(planes.data.address) as data:
-        await compute_by_unary_calls(session, data)
-
-
-async def compute_by_unary_calls(session: Session, data: UnaryClient) -> None:
-    plan = (await session.run(ops.admit(1, [5] * 12, max_total_tokens=32))).plan
-    query, key, value = inputs(12, 0)
-    for layer in range(3):
-        written = await data.reshape_and_cache(session.grant, plan, layer, key, value)
-        attended = await data.paged_attention(session.grant, plan, layer, query)
-        assert Tensor.from_proto(attended.output).shape == (12, 1, 8)
-    assert written.HasField("receipt")
-    session.add_receipt(written.receipt)
-
-    forked = (await session.run(ops.fork(1, 2))).plan
-    receipts = [(await data.copy_blocks(session.grant, forked)).receipt]
-    swapped = (await session.run(ops.swap([1, 2], "host"))).plan
-    swap = await data.swap_blocks(session.grant, swapped)
-    assert swap.num_swapped_blocks == 2
-    receipts.append(swap.receipt)
-    for receipt in receipts:
-        session.add_receipt(receipt)
-    back = (await session.run(ops.swap([1, 2], "device"))).plan
-    session.add_receipt((await data.swap_blocks(session.grant, back)).receipt)
-
-    read = await data.read_blocks(session.grant, 2, num_blocks=2)
-    blocks = Tensor.from_proto(read.blocks)
-    assert blocks.shape == (3, 2, 2, 1, 8, 8)
-    plan = (await session.run(ops.admit(3, [6] * 12))).plan
-    for layer in range(3):
-        part = await data.read_blocks(
-            session.grant, 2, num_blocks=2, first_layer=layer, num_layers=1
-        )
-        copied = await data.write_blocks(
-            session.grant, plan, 3, Tensor.from_proto(part.blocks), first_layer=layer,
-            num_layers=1, layout_fingerprint=part.layout_fingerprint,
-        )  # fmt: skip
-        assert copied.HasField("receipt") == (layer == 2)
-    session.add_receipt(copied.receipt)
-    await session.submit_receipts()
-    assert ((await session.list_sequences([3]))[0]).num_written_tokens == 12
-    with pytest.raises(SequenceNotFoundError):
-        await data.read_blocks(session.grant, 99)
-
-
-async def test_what_does_not_fit_is_refused_by_name_and_can_be_sent_right(
-    session: Session, data: DataClient
-) -> None:
-    plan = (await session.run(ops.admit(1, [5] * 12))).plan
-    async with await data.open(session.grant) as execution:
-        forged = SignedPayload(type=plan.type, payload=plan.payload, signature=bytes(32))
-        with pytest.raises(BadSignatureError):
-            await execution.start(forged)
-        with pytest.raises(PlanOutOfOrderError):
-            await execution.layer(0, *inputs(12, 0))
-        await execution.start(plan)
-        with pytest.raises(InvalidRequestError) as caught:
-            await execution.layer(0, *inputs(11, 0))
-        assert "query" in caught.value.field or "key" in caught.value.field
-        for layer in execution.layers:
-            await execution.layer(layer, *inputs(12, layer))
-        assert execution.has_run
 
 
 async def test_a_session_goes_on_after_the_control_plane_was_restarted(

@@ -19,13 +19,11 @@ from kvplane.prefixes import (
     BlocksRemoved,
     BlocksStored,
     CaughtUp,
-    ForgetScope,
     IndexCleared,
     StoredBlock,
 )
-from kvplane.results import ForgetResult, PoolMatch
 from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.columns import INT32, UINT8
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -66,33 +64,6 @@ async def test_operations_are_checked_without_a_number(plane, session) -> None:
     assert session.last_number == 0
 
 
-async def test_prefixes_are_found_by_tokens_or_by_hashes(plane, client) -> None:
-    match = ppb.PoolMatch(pool_id="p", num_device_tokens=32, num_host_tokens=16, revision=9)
-    match.blocks.CopyFrom(
-        ppb.PrefixBlocks(
-            hashes=b"a" * 16,
-            tiers=columns.pack(UINT8, [HOST]),
-            indices=columns.pack(INT32, [3]),
-            generations=columns.pack(INT64, [2]),
-            ref_counts=columns.pack(INT32, [0]),
-            num_hits=columns.pack(INT64, [5]),
-            ages_ms=columns.pack(INT64, [1500]),
-            idle_ms=columns.pack(INT64, [500]),
-            priorities=columns.pack(UINT8, [50]),
-        )
-    )
-    plane.script = lambda _: ppb.FindPrefixResponse(matches=[match])
-    found = await client.find_prefix([1, 2], namespace="lora", pool_ids=["p", "q"])
-    assert found == [PoolMatch("p", 32, 16, 9, found[0].blocks)]
-    (block,) = found[0].blocks
-    assert (block.tier, block.index, block.num_hits, block.age_s) == (HOST, 3, 5, 1.5)
-    await client.find_prefix(hashes=[b"a" * 16, b"b" * 16], with_blocks=True)
-    by_tokens, by_hashes = plane.requests
-    assert list(columns.read(INT32, by_tokens.token_ids, "")) == [1, 2]
-    assert (by_tokens.namespace, list(by_tokens.pool_ids)) == ("lora", ["p", "q"])
-    assert by_hashes == ppb.FindPrefixRequest(hashes=b"a" * 16 + b"b" * 16, with_blocks=True)
-
-
 async def test_prefixes_are_retained_until_a_time_or_no_longer(plane, client) -> None:
     plane.script = lambda _: ppb.RetainPrefixResponse(num_blocks=3)
     assert await client.retain_prefix("p", [7, 8], time_to_live_s=1.5, priority=9) == 3
@@ -104,23 +75,6 @@ async def test_prefixes_are_retained_until_a_time_or_no_longer(plane, client) ->
     assert first.time_to_live.ToMilliseconds() == 1500
     assert (second.namespace, second.priority) == ("lora", DEFAULT_PRIORITY)
     assert not ending.HasField("time_to_live")
-
-
-async def test_prefixes_are_forgotten_by_their_tokens_or_their_scope(plane, client) -> None:
-    plane.script = lambda _: ppb.ForgetPrefixesResponse(num_forgotten_blocks=4, num_blocks_in_use=1)
-    assert await client.forget_prefixes("p", [7, 8], force=True) == ForgetResult(4, 1)
-    await client.forget_prefixes("p", ForgetScope.NAMESPACE, namespace="lora")
-    await client.forget_prefixes("p", ForgetScope.TENANT)
-    assert plane.requests == [
-        ppb.ForgetPrefixesRequest(
-            pool_id="p",
-            scope=ppb.FORGET_SCOPE_PREFIX,
-            token_ids=columns.pack(INT32, [7, 8]),
-            force=True,
-        ),
-        ppb.ForgetPrefixesRequest(pool_id="p", scope=ppb.FORGET_SCOPE_NAMESPACE, namespace="lora"),
-        ppb.ForgetPrefixesRequest(pool_id="p", scope=ppb.FORGET_SCOPE_TENANT),
-    ]
 
 
 CLEARED = ppb.PrefixEvent(kind=ppb.PREFIX_EVENT_KIND_CLEARED)

@@ -16,14 +16,9 @@ from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     KvplaneError,
-    PlaneUnavailableError,
-    PlanReceiptedError,
     PoolFullError,
-    QuotaExceededError,
-    SequenceNotFoundError,
     StaleIncarnationError,
     StepConflictError,
-    StepOutOfOrderError,
     TooManyPlansInFlightError,
 )
 from kvplane.wire import columns
@@ -62,48 +57,6 @@ def refuse(error: KvplaneError, next_number: int = 0) -> Any:
     """Refuse a step."""
     error.next_number = next_number
     return lambda request: pb.StreamStepsResponse(number=request.number, error=to_wire(error))
-
-
-def refuse_call(error: KvplaneError, next_number: int = 0) -> Any:
-    """Refuse a unary call, or the stream that a step came on."""
-    error.next_number = next_number
-
-    def script(request: Any) -> Any:
-        raise error
-
-    return script
-
-
-def refuse_first(error: KvplaneError) -> Any:
-    """For Numbering: the first request fails as a whole."""
-    errors = [error]
-    return lambda _: errors.pop() if errors else None
-
-
-class Numbering:
-    """Answers as a control plane does: numbers are used in order, each once. Requests for which
-    ``refuses(request)`` says an error fail with it as a whole, and their number is used up.
-    """
-
-    def __init__(self, refuses: Any = lambda _: None) -> None:
-        self.last = 0
-        self.contents: list[list[pb.Operation]] = []
-        self._refuses = refuses
-
-    def __call__(self, request: pb.StepRequest) -> pb.StreamStepsResponse:
-        content = list(request.operations)
-        error: KvplaneError | None = None
-        if request.number == self.last + 1:
-            self.last += 1
-            self.contents.append(content)
-            error = self._refuses(request)
-        elif request.number > self.last:
-            error = StepOutOfOrderError(f"{self.last + 1} is the next number")
-        elif self.contents[request.number - 1] != content:
-            error = StepConflictError("another content")
-        if error is None:
-            return answer_step(request)
-        return refuse(error, self.last + 1)(request)
 
 
 def once(first: Any) -> Any:
@@ -146,15 +99,6 @@ async def test_all_calls_that_change_a_session_share_one_numbering(plane, sessio
     assert (await session.abort_plans(whole_tables=True)).plan == plan_of(5)
     await session.step([ops.free([])])
     assert plane.numbers == [1, 2, 3, 4, 5, 6]
-
-
-async def test_every_request_says_whose_it_is(plane, session) -> None:
-    await session.run(ops.admit(1, [1]))
-    await session.step([ops.free([])])
-    await session.submit_receipts()
-    await session.abort_plans(1)
-    await session.abort_plans(whole_tables=True)
-    assert session.ref == SESSION
     assert (session.id, session.incarnation) == (SESSION.session_id, SESSION.incarnation)
     assert all(request.session == SESSION for request in plane.requests)
 
@@ -186,14 +130,6 @@ async def test_a_step_without_an_answer_ends_at_its_deadline(plane, session) -> 
     assert time.monotonic() - begin < 5
 
 
-async def test_a_step_made_again_after_its_deadline_is_the_same_step(plane, session) -> None:
-    plane.script = once(never)
-    with pytest.raises(DeadlineExceededError):
-        await session.step([ops.free([1])], timeout_s=0.2)
-    assert (await session.step([ops.free([1])])).plan == plan_of(1)
-    assert plane.requests[0] == plane.requests[1]
-
-
 async def test_a_cancelled_step_made_again_is_the_same_step(plane, session) -> None:
     plane.script = once(never)
     session.add_receipt(payload(b"r1"))
@@ -217,34 +153,9 @@ async def test_another_step_after_a_cancelled_one_first_learns_what_came_of_it(
     assert session.take_abandoned() == []
 
 
-async def test_a_step_whose_plane_was_lost_may_have_run_and_is_learnt_of_too(
-    plane, session
-) -> None:
-    plane.script = hang_up
-    with pytest.raises((PlaneUnavailableError, DeadlineExceededError)):
-        await session.step([ops.free([1])], timeout_s=0.3)
-    plane.script = answer_step
-    assert (await session.step([ops.free([2])])).plan == plan_of(2)
-    assert [abandoned.number for abandoned in session.take_abandoned()] == [1]
-
-
-async def test_a_cancelled_step_that_was_refused_has_used_its_number(plane, session) -> None:
-    plane.script = once(never)
-    await give_up(session, plane, ops.free([1]))
-    plane.script = Numbering(refuse_first(SequenceNotFoundError("no such sequence")))
-    assert (await session.step([ops.free([2])])).plan == plan_of(2)
-    assert session.take_abandoned() == []
-
-
-async def test_a_cancelled_step_is_learnt_of_before_a_resync(plane, session) -> None:
-    plane.script = once(never)
-    await give_up(session, plane, ops.free([1]))
-    assert (await session.abort_plans(whole_tables=True)).plan == plan_of(2)
-
-
 async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, session) -> None:
     error = InvalidRequestError("is 0", field="operations[0].free")
-    plane.script = Numbering(refuse_first(error))
+    plane.script = once(refuse(error, next_number=2))
     with pytest.raises(InvalidRequestError) as caught:
         await session.step([ops.free([0])])
     assert caught.value.field == "operations[0].free"
@@ -252,73 +163,11 @@ async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, ses
     assert (plane.numbers, plane.streams) == ([1, 2], 1)
 
 
-async def test_a_unary_call_that_fails_raises_its_error_and_uses_its_number(plane, session) -> None:
-    plane.script = once(refuse_call(PlanReceiptedError("it has run"), next_number=2))
-    with pytest.raises(PlanReceiptedError):
-        await session.abort_plans(7)
-    await session.abort_plans(whole_tables=True)
-    assert plane.numbers == [1, 2]
-
-
-@pytest.mark.parametrize("num_refused", [1, 3])
-async def test_a_number_that_was_not_looked_at_is_the_next_calls(
-    plane, session, num_refused
-) -> None:
-    """As when a message is too large for gRPC: the plane has seen no number of these."""
-    await session.step([ops.free([])])
-    plane.script = refuse_call(QuotaExceededError("message too large"))
-    for i in range(num_refused):
-        with pytest.raises(QuotaExceededError):
-            await session.step([ops.free([i + 1])])
-    numbering = plane.script = Numbering()
-    numbering(pb.StepRequest(number=1))
-    for i in range(2):
-        assert (await session.step([ops.free([9])])).plan == plan_of(2 + i)
-    assert numbering.contents == [[], [ops.free([9])], [ops.free([9])]]
-    assert plane.numbers == [1, *[2] * num_refused, 2, 3]
-
-
-async def test_an_error_says_whether_its_number_is_used_up(plane, session) -> None:
-    numbering = Numbering(refuse_first(TooManyPlansInFlightError("wait")))
-    plane.script = numbering
-    with pytest.raises(TooManyPlansInFlightError):
-        await session.step([ops.free([1])])
-    plane.script = refuse_call(QuotaExceededError("message too large"))
-    with pytest.raises(QuotaExceededError):
-        await session.step([ops.free([2])])
-    plane.script = numbering
-    assert (await session.step([ops.free([3])])).plan == plan_of(2)
-    assert session.last_number == 2
-    assert (await session.step([ops.free([4])])).plan == plan_of(3)
-    assert plane.numbers == [1, 2, 2, 3]
-
-
-async def test_a_number_that_never_fits_is_an_error_and_no_endless_search(plane, session) -> None:
-    plane.script = refuse(StepOutOfOrderError("this one is the next number"), next_number=1)
-    with pytest.raises(StepOutOfOrderError):
-        await session.step([ops.free([])])
-    assert plane.numbers == [1]
-
-
-async def test_a_number_that_is_always_another_is_looked_for_until_the_deadline(
-    plane, session
-) -> None:
-    plane.script = lambda request: refuse(StepOutOfOrderError("no"), request.number + 1)(request)
-    with pytest.raises(DeadlineExceededError):
-        await session.step([], timeout_s=0.2)
-
-
-@pytest.mark.parametrize("error", [StepConflictError, StepOutOfOrderError])
-async def test_a_step_whose_number_is_taken_is_numbered_anew(plane, session, error) -> None:
-    plane.script = once(refuse(error("another content"), next_number=4))
+async def test_a_step_whose_number_is_taken_is_numbered_anew(plane, session) -> None:
+    plane.script = once(refuse(StepConflictError("another content"), next_number=4))
     assert (await session.step([ops.free([1])])).plan == plan_of(4)
     assert (await session.abort_plans(whole_tables=True)).plan == plan_of(5)
     assert plane.numbers == [1, 4, 5]
-
-
-async def test_a_call_whose_number_is_taken_is_numbered_anew(plane, session) -> None:
-    plane.script = once(refuse_call(StepConflictError("another content"), next_number=4))
-    assert (await session.abort_plans(whole_tables=True)).plan == plan_of(4)
 
 
 async def test_an_answer_to_another_number_is_not_taken(plane, session) -> None:
@@ -419,13 +268,6 @@ async def test_receipts_added_after_a_cancelled_submission_are_submitted_too(
     sent = [[receipt.payload for receipt in request.receipts] for request in plane.requests]
     assert (sent, plane.numbers) == ([[b"r1"], [b"r1"], [b"r2"]], [1, 1, 2])
     assert session.take_abandoned() == []
-
-
-async def test_receipts_go_with_an_abort(plane, session) -> None:
-    for whole_tables in (False, True):
-        session.add_receipt(payload(b"r1"))
-        await session.abort_plans(1, whole_tables=whole_tables)
-    assert [len(request.receipts) for request in plane.requests] == [1, 1]
 
 
 async def test_receipts_ride_on_a_call_that_is_sent_again(plane, session) -> None:

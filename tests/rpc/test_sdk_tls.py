@@ -43,23 +43,11 @@ async def serve(tls: serving.ServerTls) -> serving.Server:
 
 
 @pytest.fixture
-async def open_to_all() -> AsyncIterator[str]:
-    server = await serve(serving.ServerTls(TLS / "server.pem", TLS / "server.key"))
-    yield server.address
-    await server.stop(0)
-
-
-@pytest.fixture
 async def open_to_known() -> AsyncIterator[str]:
     tls = serving.ServerTls(TLS / "server.pem", TLS / "server.key", TLS / "ca.pem")
     server = await serve(tls)
     yield server.address
     await server.stop(0)
-
-
-async def test_a_client_that_trusts_the_authority_is_served(open_to_all: str) -> None:
-    async with ControlClient(open_to_all, tls=TRUSTING) as client:
-        assert await client.list_pools() == ["default"]
 
 
 async def test_a_client_with_a_certificate_is_who_it_names(open_to_known: str) -> None:

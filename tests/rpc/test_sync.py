@@ -94,6 +94,7 @@ with ControlClient("127.0.0.1:50051") as control, control.open_session("default"
 WRONG = ("session.step(7)", "session.nothing", "execution.start(step)")
 
 
+@pytest.mark.nightly  # mypy reads the package anew, which takes several seconds
 def test_its_types_are_those_of_the_client(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM + "".join(f"        {line}\n" for line in WRONG))

@@ -1,7 +1,6 @@
 // Answers to steps, encoded with one copy of their plan, which may be some megabytes long.
 #include "bindings/bindings.h"
 #include "bindings/columns.h"
-#include "core/pool.h"
 #include "steps/proto_writer.h"
 
 namespace py = pybind11;
@@ -34,10 +33,11 @@ void write_usage(Fields& fields, Groups groups) {
   for (int64_t g = 0; g < groups.size; ++g)
     for (const Tier tier : {kDevice, kHost})
       write_message(fields, 3, [&](auto& usage) {
-        const auto num_in = [&](State state) { return groups[g]->num_in(tier, state); };
+        const BlockStore& blocks = groups[g]->stores[tier];
+        const auto num_in = [&](State state) { return int64_t{blocks.num_in(state)}; };
         usage.varint(1, g);
         usage.varint(2, tier);
-        usage.varint(3, groups[g]->num_blocks(tier));
+        usage.varint(3, blocks.num_blocks);
         usage.varint(4, num_in(State::kFree));
         usage.varint(5, num_in(State::kCached));
         usage.varint(6, num_in(State::kHeld) + num_in(State::kPinned));
@@ -61,43 +61,32 @@ void write_step(Fields& fields, const StepAnswer& answer, Groups groups) {
 }
 
 // A StreamStepsResponse with a StepResponse at its end, and the bytes before that one.
-template <typename P>
-py::tuple encode(P& pool, const StepAnswer& answer) {
-  return in_groups(pool, [&](Groups groups) {
-    ProtoSize step, whole;
-    write_step(step, answer, groups);
-    const auto write = [&](auto& fields) {
-      fields.varint(1, answer.number);
-      fields.message(2, step.num_bytes());
-      write_step(fields, answer, groups);
-    };
-    write(whole);
-    py::bytes encoded = make_bytes(whole.num_bytes());
-    ProtoWriter writer(PyBytes_AS_STRING(encoded.ptr()));
-    write(writer);
-    return py::make_tuple(encoded, whole.num_bytes() - step.num_bytes());
-  });
-}
-
-template <typename P>
-void bind_answers_of(py::class_<P>& pool) {
-  pool.def(
-      "answer",
-      [](P& self, int64_t number, const py::bytes& results, const py::bytes& payload,
-         const py::bytes& signature, int64_t revision, const py::bytes& news) {
-        return encode(self, {number, results, payload, signature, revision, news});
-      },
-      py::arg("number"), py::arg("results"), py::arg("payload"), py::arg("signature"),
-      py::arg("revision"), py::arg("news"));
+py::tuple encode(const StepAnswer& answer, Groups groups) {
+  ProtoSize step, whole;
+  write_step(step, answer, groups);
+  const auto write = [&](auto& fields) {
+    fields.varint(1, answer.number);
+    fields.message(2, step.num_bytes());
+    write_step(fields, answer, groups);
+  };
+  write(whole);
+  py::bytes encoded = make_bytes(whole.num_bytes());
+  ProtoWriter writer(PyBytes_AS_STRING(encoded.ptr()));
+  write(writer);
+  return py::make_tuple(encoded, whole.num_bytes() - step.num_bytes());
 }
 
 }  // namespace
 
-void bind_answers(py::module_& module) {
-  auto pool = py::reinterpret_borrow<py::class_<Pool>>(module.attr("Pool"));
-  bind_answers_of(pool);
-  auto grouped = py::reinterpret_borrow<py::class_<GroupedPool>>(module.attr("GroupedPool"));
-  bind_answers_of(grouped);
+void bind_answers(PoolClass& pool) {
+  pool.def(
+      "answer",
+      [](const Pool& self, int64_t number, const py::bytes& results, const py::bytes& payload,
+         const py::bytes& signature, int64_t revision, const py::bytes& news) {
+        return encode({number, results, payload, signature, revision, news}, self.groups());
+      },
+      py::arg("number"), py::arg("results"), py::arg("payload"), py::arg("signature"),
+      py::arg("revision"), py::arg("news"));
 }
 
 }  // namespace kvplane::blocks

@@ -1,6 +1,6 @@
 // Why items are refused, as constants of the module.
 #include "bindings/bindings.h"
-#include "core/pool.h"
+#include "core/operations.h"
 
 namespace kvplane::blocks {
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/grouped_pool.h"
+#include "core/pool.h"
 
 namespace kvplane::blocks {
 
@@ -42,25 +42,12 @@ Span<T> read(const py::bytes& column, const char* name, int64_t length = -1) {
   return {reinterpret_cast<const T*>(bytes.data()), num};
 }
 
-// A group to ask about sequences, which are the same in all groups of a pool.
-inline const Pool& first_of(const Pool& pool) { return pool; }
-inline const Pool& first_of(const GroupedPool& pool) { return pool.first(); }
-
-// Calls f with the groups of the pool.
-template <typename F>
-auto in_groups(Pool& pool, F f) {
-  Pool* one = &pool;
-  return f(Groups{&one, 1});
-}
-template <typename F>
-auto in_groups(GroupedPool& pool, F f) {
-  return f(pool.groups());
-}
-
-template <typename P>
-SessionHandle checked(const P& pool, SessionHandle handle) {
-  if (!first_of(pool).has_session(handle)) throw py::index_error("no session has this handle");
+inline SessionHandle checked(const LayerGroup& group, SessionHandle handle) {
+  if (!group.sessions.is_open(handle)) throw py::index_error("no session has this handle");
   return handle;
+}
+inline SessionHandle checked(const Pool& pool, SessionHandle handle) {
+  return checked(pool.first(), handle);
 }
 
 inline Tier tier_of(int tier) {
@@ -68,9 +55,8 @@ inline Tier tier_of(int tier) {
   return static_cast<Tier>(tier);
 }
 
-template <typename P>
-const Sequence& sequence_of(const P& pool, SessionHandle handle, int64_t id) {
-  const Sequence* sequence = first_of(pool).find(checked(pool, handle), id);
+inline const Sequence& sequence_of(const LayerGroup& group, SessionHandle handle, int64_t id) {
+  const Sequence* sequence = group.sequences.find(group.sessions[checked(group, handle)], id);
   if (!sequence) throw py::key_error(std::to_string(id));
   return *sequence;
 }
@@ -100,20 +86,6 @@ inline py::bytes make_bytes(size_t num_bytes) {
       PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num_bytes)));
   if (!bytes) throw py::error_already_set();
   return bytes;
-}
-
-// The plan of the step that was begun; None when there is nothing to carry out.
-template <typename P>
-py::object finish_plan(P& pool, SessionHandle handle, const py::bytes& prefix) {
-  py::object plan = py::none();
-  const auto make = [&](size_t num_bytes) {
-    plan = make_bytes(num_bytes);
-    return PyBytes_AS_STRING(plan.ptr());
-  };
-  in_groups(pool, [&](Groups groups) {
-    return Pool::finish(groups, handle, std::string_view(prefix), make);
-  });
-  return plan;
 }
 
 inline std::vector<int64_t> read_generations(const py::bytes& column) {

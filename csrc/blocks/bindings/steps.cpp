@@ -3,7 +3,6 @@
 
 #include "bindings/bindings.h"
 #include "bindings/columns.h"
-#include "core/grouped_pool.h"
 
 namespace py = pybind11;
 
@@ -58,15 +57,23 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
   return columns;
 }
 
-// Returns `call(groups, only_check)`; for a check, with the session in the step `check_as`.
-template <typename P, typename Call>
-auto in_step(P& pool, SessionHandle handle, int64_t check_as, const Call& call) {
-  checked(pool, handle);
-  return in_groups(pool, [&](Groups groups) {
-    const int64_t number = check_as ? check_as : groups[0]->session(handle).number;
-    const InStep step(groups, handle, number);
-    return call(groups, check_as != 0);
-  });
+// Returns `call(only_check)`; for a check, with the session in the step `check_as`.
+template <typename Call>
+auto in_step(const Pool& pool, SessionHandle handle, int64_t check_as, const Call& call) {
+  const int64_t number = pool.first().sessions[checked(pool, handle)].number;
+  const InStep step(pool.groups(), handle, check_as ? check_as : number);
+  return call(check_as != 0);
+}
+
+// The plan of the step that was begun; None when there is nothing to carry out.
+py::object finish_plan(Pool& pool, SessionHandle handle, const py::bytes& prefix) {
+  py::object plan = py::none();
+  const auto make = [&](size_t num_bytes) {
+    plan = make_bytes(num_bytes);
+    return PyBytes_AS_STRING(plan.ptr());
+  };
+  pool.finish(handle, std::string_view(prefix), make);
+  return plan;
 }
 
 AppendColumns read_append(const py::bytes& sequence_ids, const py::bytes& first_positions,
@@ -87,17 +94,18 @@ int64_t most_growth(const AppendColumns& columns, int64_t block_size) {
   return 2 * columns.sequence_ids.size + num_slots / block_size;
 }
 
-template <typename P>
-void bind_steps_of(py::class_<P>& pool) {
+}  // namespace
+
+void bind_steps(PoolClass& pool) {
   pool.def(
       "admit",
-      [](P& self, SessionHandle handle, int64_t sequence_id, const py::bytes& token_ids,
+      [](Pool& self, SessionHandle handle, int64_t sequence_id, const py::bytes& token_ids,
          const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
          int64_t headroom, int64_t check_as) {
         const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
                                                    max_total_tokens, skip_lookup, headroom);
-        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::admit(groups, handle, admission, only_check));
+        return in_step(self, handle, check_as, [&](bool only_check) {
+          return as_tuple(self.admit(handle, admission, only_check));
         });
       },
       py::arg("handle"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
@@ -105,28 +113,26 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("headroom"), py::arg("check_as") = 0);
   pool.def(
       "grant",
-      [](P& self, SessionHandle handle, int64_t admitted_by, int64_t sequence_id,
+      [](Pool& self, SessionHandle handle, int64_t admitted_by, int64_t sequence_id,
          const py::bytes& token_ids, const py::bytes& fork_ids, int64_t num_compute,
          int64_t max_total_tokens, bool skip_lookup, int64_t headroom) {
         const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
                                                    max_total_tokens, skip_lookup, headroom);
         checked(self, handle);
-        return in_groups(self, [&](Groups groups) {
-          return as_tuple(Pool::grant(groups, handle, admitted_by, admission));
-        });
+        return as_tuple(self.grant(handle, admitted_by, admission));
       },
       py::arg("handle"), py::arg("admitted_by"), py::arg("sequence_id"), py::arg("token_ids"),
       py::arg("fork_ids"), py::arg("num_compute"), py::arg("max_total_tokens"),
       py::arg("skip_lookup"), py::arg("headroom"));
   pool.def(
       "append",
-      [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
          const py::bytes& token_ids, const py::bytes& num_lookahead, int64_t check_as) {
         const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
                                                   num_tokens, token_ids, num_lookahead);
-        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::append(groups, handle, columns, only_check));
+        return in_step(self, handle, check_as, [&](bool only_check) {
+          return as_tuple(self.append(handle, columns, only_check));
         });
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
@@ -134,16 +140,16 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("check_as") = 0);
   pool.def(
       "append_if_sure",
-      [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
          const py::bytes& token_ids, const py::bytes& num_lookahead,
          int64_t check_as) -> py::object {
         const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
                                                   num_tokens, token_ids, num_lookahead);
-        const int64_t most = most_growth(columns, first_of(self).index().block_size());
+        const int64_t most = most_growth(columns, self.first().index.block_size());
         if (most > self.num_obtainable(checked(self, handle), kDevice)) return py::none();
-        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) -> py::object {
-          return as_tuple(Pool::append(groups, handle, columns, only_check));
+        return in_step(self, handle, check_as, [&](bool only_check) -> py::object {
+          return as_tuple(self.append(handle, columns, only_check));
         });
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
@@ -151,56 +157,56 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("check_as") = 0);
   pool.def(
       "growth",
-      [](P& self, SessionHandle handle, const py::bytes& sequence_ids,
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots,
          const py::bytes& num_lookahead, int64_t check_as) {
         const AppendColumns columns =
             read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
         return in_step(self, handle, check_as,
-                       [&](Groups, bool) { return pack(self.growth(handle, columns)); });
+                       [&](bool) { return pack(self.growth(handle, columns)); });
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
       py::arg("num_lookahead"), py::arg("check_as") = 0);
   pool.def(
       "truncate",
-      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, const py::bytes& num_tokens,
-         int64_t check_as) {
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
+         const py::bytes& num_tokens, int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto kept = read<int32_t>(num_tokens, "num_tokens", ids.size);
-        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::truncate(groups, handle, ids, kept, only_check));
+        return in_step(self, handle, check_as, [&](bool only_check) {
+          return as_tuple(self.truncate(handle, ids, kept, only_check));
         });
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("check_as") = 0);
   pool.def(
       "fork",
-      [](P& self, SessionHandle handle, const py::bytes& parent_ids, const py::bytes& sequence_ids,
-         int64_t check_as) {
+      [](Pool& self, SessionHandle handle, const py::bytes& parent_ids,
+         const py::bytes& sequence_ids, int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const auto parents = read<int64_t>(parent_ids, "parent_sequence_ids", ids.size);
-        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::fork(groups, handle, parents, ids, only_check));
+        return in_step(self, handle, check_as, [&](bool only_check) {
+          return as_tuple(self.fork(handle, parents, ids, only_check));
         });
       },
       py::arg("handle"), py::arg("parent_ids"), py::arg("sequence_ids"), py::arg("check_as") = 0);
   pool.def(
       "free",
-      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, int64_t check_as) {
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids, int64_t check_as) {
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        return in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
-          return as_tuple(Pool::free(groups, handle, ids, only_check));
+        return in_step(self, handle, check_as, [&](bool only_check) {
+          return as_tuple(self.free(handle, ids, only_check));
         });
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("check_as") = 0);
   pool.def(
       "swap",
-      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, int destination,
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids, int destination,
          int64_t headroom, int64_t max_blocks, int64_t check_as) -> py::object {
         if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
         const Tier tier = tier_of(destination);
-        const auto result = in_step(self, handle, check_as, [&](Groups groups, bool only_check) {
-          return Pool::swap(groups, handle, ids, tier, headroom, max_blocks, only_check);
+        const auto result = in_step(self, handle, check_as, [&](bool only_check) {
+          return self.swap(handle, ids, tier, headroom, max_blocks, only_check);
         });
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
@@ -210,48 +216,44 @@ void bind_steps_of(py::class_<P>& pool) {
       py::arg("check_as") = 0);
   pool.def(
       "swap_some",
-      [](P& self, SessionHandle handle, int64_t max_blocks) {
+      [](Pool& self, SessionHandle handle, int64_t max_blocks) {
         checked(self, handle);
-        return in_groups(
-            self, [&](Groups groups) { return Pool::swap_some(groups, handle, max_blocks); });
+        return self.swap_some(handle, max_blocks);
       },
       py::arg("handle"), py::arg("max_blocks"));
   pool.def(
       "cut",
-      [](P& self, SessionHandle handle, int64_t sequence_id) {
-        sequence_of(self, handle, sequence_id);
+      [](Pool& self, SessionHandle handle, int64_t sequence_id) {
+        sequence_of(self.first(), handle, sequence_id);
         return self.cut(handle, sequence_id);
       },
       py::arg("handle"), py::arg("sequence_id"));
   pool.def(
       "reserve",
-      [](P& self, SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
-        sequence_of(self, handle, sequence_id);
+      [](Pool& self, SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
+        sequence_of(self.first(), handle, sequence_id);
         if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
-        return in_groups(self, [&](Groups groups) {
-          return Pool::reserve(groups, handle, sequence_id, num_blocks);
-        });
+        return self.reserve(handle, sequence_id, num_blocks);
       },
       py::arg("handle"), py::arg("sequence_id"), py::arg("num_blocks"));
   pool.def(
       "prepare",
-      [](P& self, SessionHandle handle, int64_t max_blocks) {
+      [](Pool& self, SessionHandle handle, int64_t max_blocks) {
         checked(self, handle);
-        return in_groups(self,
-                         [&](Groups groups) { return Pool::prepare(groups, handle, max_blocks); });
+        return self.prepare(handle, max_blocks);
       },
       py::arg("handle"), py::arg("max_blocks"));
   pool.def(
       "finish",
-      [](P& self, SessionHandle handle, const py::bytes& prefix) {
+      [](Pool& self, SessionHandle handle, const py::bytes& prefix) {
         return finish_plan(self, checked(self, handle), prefix);
       },
       py::arg("handle"), py::arg("prefix"));
   pool.def(
       "deferred_tokens",
-      [](P& self, SessionHandle handle, const py::bytes& sequence_ids, const py::bytes& admitted_by,
-         const py::bytes& first_positions, const py::bytes& num_tokens,
-         const py::bytes& token_ids) -> py::object {
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
+         const py::bytes& admitted_by, const py::bytes& first_positions,
+         const py::bytes& num_tokens, const py::bytes& token_ids) -> py::object {
         DeferredColumns columns;
         columns.sequence_ids = read<int64_t>(sequence_ids, "sequence_ids");
         const int64_t num = columns.sequence_ids.size;
@@ -268,15 +270,6 @@ void bind_steps_of(py::class_<P>& pool) {
       },
       py::arg("handle"), py::arg("sequence_ids"), py::arg("admitted_by"),
       py::arg("first_positions"), py::arg("num_tokens"), py::arg("token_ids"));
-}
-
-}  // namespace
-
-void bind_steps(py::module_& module) {
-  auto pool = py::reinterpret_borrow<py::class_<Pool>>(module.attr("Pool"));
-  bind_steps_of(pool);
-  auto grouped = py::reinterpret_borrow<py::class_<GroupedPool>>(module.attr("GroupedPool"));
-  bind_steps_of(grouped);
 }
 
 }  // namespace kvplane::blocks

@@ -1,374 +1,286 @@
 #include "core/pool.h"
 
 #include <algorithm>
-#include <stdexcept>
+#include <utility>
 
-#include "eviction/factory.h"
+#include "core/proportion.h"
 
 namespace kvplane::blocks {
 
-Pool::Pool(PoolConfig config)
-    : config_(std::move(config)),
-      block_size_(config_.block_size_tokens),
-      block_shift_(__builtin_ctz(config_.block_size_tokens)),
-      index_(config_.block_size_tokens, config_.num_blocks[0], config_.num_blocks[1], config_.seed),
-      chunk_hints_(2 * uint64_t{config_.num_blocks[0]} * config_.block_size_tokens /
-                   Tokens::kItems),
-      retention_(index_, stores_) {
-  for (const Tier tier : {kDevice, kHost})
-    stores_[tier - 1] = std::make_unique<BlockStore>(
-        tier, config_.num_blocks[tier - 1], std::move(config_.generations[tier - 1]), index_,
-        make_policy(config_.eviction_policy, config_.num_blocks[tier - 1]));
-  index_.set_listener(this);
-  for (const Tier tier : {kDevice, kHost})
-    store(tier).on_evict = [this, tier](Span<Block> blocks, Eviction why) {
-      evicted(tier, blocks, why);
-    };
-}
+namespace {
 
-void Pool::set_time(double now_s) {
-  now_s_ = now_s;
-  retention_.expire(now_s);
-}
-
-// Kept short: it is called for each block.
-void Pool::changed(Change change, EntryId e, Tier tier) {
-  if (index_[e].retention) retained_changed(change, e, tier);
-  if (log_.is_on()) return log_change(change, e, tier);
-  ++revision_;
-}
-
-[[gnu::noinline]] void Pool::retained_changed(Change change, EntryId e, Tier tier) {
-  const Entry& entry = index_[e];
-  if (change == Change::kStored)
-    store(tier).set_priority(entry.block(tier), retention_.priority(e));
-  if (change == Change::kRemoved && !entry.has_blocks() && !entry.num_arriving) retention_.lost(e);
-}
-
-[[gnu::noinline]] void Pool::log_change(Change change, EntryId e, Tier tier) {
-  if (!index_.is_named(index_.root_of(e))) return;  // it was said to be gone
-  log_.add(++revision_, change, index_, e, tier);
-}
-
-void Pool::evicted(Tier tier, Span<Block> blocks, Eviction why) {
-  BlockTimes& times = block_times_[tier - 1];
-  times.num_evictions[static_cast<size_t>(why)] += blocks.size;
-  for (int64_t i = 0; i < blocks.size; ++i) {
-    const Entry& entry = index_[index_.entry_of(tier, blocks[i])];
-    times.lifetime.add(now_s_ - entry.published_s);
-    times.idle.add(now_s_ - entry.used_s);
+// Sequences that have nothing left to continue from in one group begin again in all.
+void begin_abort(Groups groups, SessionHandle handle) {
+  for (int64_t g = 0; g < groups.size; ++g) {
+    const LayerGroup& group = *groups[g];
+    if (!group.config.window_tokens) continue;  // nothing is ever trimmed
+    for (const Sequence* sequence : group.sequences.of(group.sessions[handle])) {
+      if (!group.lifecycle.is_lost(*sequence)) continue;
+      for (int64_t other = 0; other < groups.size; ++other) {
+        LayerGroup& there = *groups[other];
+        const Session& session = there.sessions[handle];
+        const uint32_t index = *session.sequences.find(sequence->id);
+        there.lifecycle.begin_again(session, there.sequences[index]);
+      }
+    }
   }
-  if (tier == kDevice && why != Eviction::kOwn && store(kHost).num_blocks)
-    for (int64_t i = 0; i < blocks.size; ++i) save(*allocating_, blocks[i]);
+  for (int64_t g = 0; g < groups.size; ++g)
+    groups[g]->plans.begin_abort(groups[g]->sessions[handle]);
+  Session& session = groups[0]->sessions[handle];
+  std::vector<std::pair<uint32_t, int64_t>> order;  // as they lie in memory
+  session.sequences.for_each([&](int64_t id, uint32_t index) { order.emplace_back(index, id); });
+  std::sort(order.begin(), order.end());
+  for (const auto& [index, id] : order) session.aborting.ids.push_back(id);
 }
+
+// The lowest and the highest number of any group, each counted as of all groups.
+template <typename F>
+int64_t fewest(Groups groups, Tier tier, const F& num_in) {
+  const Proportion proportion(groups, tier);
+  int64_t num = proportion.smallest();
+  for (int64_t g = 0; g < groups.size; ++g)
+    num = std::min(num, proportion.down(*groups[g], num_in(*groups[g])));
+  return num;
+}
+template <typename F>
+int64_t most(Groups groups, Tier tier, const F& num_in) {
+  const Proportion proportion(groups, tier);
+  int64_t num = 0;
+  for (int64_t g = 0; g < groups.size; ++g)
+    num = std::max(num, proportion.up(*groups[g], num_in(*groups[g])));
+  return num;
+}
+
+}  // namespace
 
 // Sessions
 
 SessionHandle Pool::open_session(std::string_view root, uint32_t owner) {
-  SessionHandle handle;
-  if (free_handles_.empty()) {
-    handle = static_cast<SessionHandle>(sessions_.size());
-    sessions_.emplace_back();
-  } else {
-    handle = free_handles_.back();
-    free_handles_.pop_back();
-  }
-  Session& session = sessions_[handle];
-  session = Session{};
-  session.handle = handle;
-  session.open = true;
-  session.sequences = IdMap(config_.seed);
-  session.owner = owner;
-  if (held_.size() <= owner) held_.resize(owner + 1);
-  session.root = index_.open_root(root);
-  for (auto& blocks : stores_) blocks->open(handle);
+  SessionHandle handle = kNoSession;
+  for (LayerGroup* group : groups_) handle = group->open_session(root, owner);  // the same in each
   return handle;
 }
 
-void Pool::end_session(SessionHandle handle) {
-  Session& session = sessions_[handle];
-  // A receipt that was applied in part: its other plans end as plans in flight do.
-  auto& receipted = session.receipting.plans;
-  session.plans.insert(session.plans.begin(), std::make_move_iterator(receipted.begin()),
-                       std::make_move_iterator(receipted.end()));
-  session.receipting = Receipting{};
-  session.aborting = Aborting{};
-  session.plans.push_back(std::exchange(session.record, {}));
-  end_draft(session);
-  end_swap(session);
-  session.sequences.for_each(
-      [&](int64_t id, uint32_t index) { session.ending.emplace_back(id, index); });
-  session.families.clear();
-  session.changed_families.clear();
-  session.open = false;
-  session.ended = true;
-  index_.close_root(session.root);
-  session.root = kNoEntry;
+bool Pool::end_session(SessionHandle handle, int64_t max_blocks) {
+  for (LayerGroup* group : groups_) group->end_session(handle);
+  return end_some(handle, max_blocks);
 }
 
-// Blocks whose release takes as long as that of a sequence besides its blocks.
-constexpr int64_t kSequenceBlocks = 16;
-
 bool Pool::end_some(SessionHandle handle, int64_t max_blocks) {
-  Session& session = sessions_[handle];
-  int64_t left = max_blocks;
-  // Freed sequences that receipts were to publish are forgotten too.
-  if (end_plans(session, kEnded, left)) return true;
-  while (left > 0 && !session.ending.empty()) {
-    const int64_t held_before = session.num_held;
-    const auto [id, index] = session.ending.back();
-    session.ending.pop_back();
-    Sequence& sequence = sequences_[index];
-    clear_producers(sequence, index, 0);
-    cut_table(session, sequence, 0, kEnded);
-    session.sequences.erase(id);
-    session.num_tokens -= sequence.tokens.size;
-    sequence.live = false;
-    forget_sequence(index);
-    left -= kSequenceBlocks + held_before - session.num_held;
-  }
-  return !session.ending.empty();
+  bool some_left = false;
+  for (LayerGroup* group : groups_) some_left = group->end_some(handle, max_blocks) || some_left;
+  return some_left;
+}
+
+bool Pool::is_ending(SessionHandle handle) const {
+  return std::any_of(groups_.begin(), groups_.end(),
+                     [&](const LayerGroup* group) { return group->is_ending(handle); });
 }
 
 void Pool::session_fenced(SessionHandle handle) {
-  Session& session = sessions_[handle];
-  for (const Release& release : session.releases) end_release(release);
-  session.releases.clear();
-  session.ended = false;
-  for (auto& blocks : stores_) blocks->close(handle);
-  free_handles_.push_back(handle);
+  for (LayerGroup* group : groups_) group->session_fenced(handle);
 }
 
-// Queries
-
-uint64_t Pool::num_touched() const {
-  return stores_[0]->num_touched() + stores_[1]->num_touched() + index_.num_touched();
+void Pool::begin(SessionHandle handle, int64_t number) {
+  for (LayerGroup* group : groups_) group->sessions[handle].number = number;
 }
 
-const Sequence* Pool::find(SessionHandle handle, int64_t sequence_id) const {
-  const uint32_t* index = sessions_[handle].sequences.find(sequence_id);
-  return index ? &sequences_[*index] : nullptr;
-}
+// Outside of a step
 
-std::vector<uint32_t> Pool::indices_of(SessionHandle handle) const {
-  // Sorted before a sequence is looked at: those of many are not in the cache.
-  std::vector<std::pair<int64_t, uint32_t>> ids;
-  ids.reserve(sessions_[handle].sequences.size());
-  sessions_[handle].sequences.for_each(
-      [&](int64_t id, uint32_t index) { ids.emplace_back(id, index); });
-  std::sort(ids.begin(), ids.end());
-  std::vector<uint32_t> found;
-  found.reserve(ids.size());
-  for (const auto& [id, index] : ids) found.push_back(index);
-  return found;
-}
-
-std::vector<const Sequence*> Pool::sequences_of(SessionHandle handle) const {
-  std::vector<const Sequence*> found;
-  for (const uint32_t index : indices_of(handle)) found.push_back(&sequences_[index]);
-  return found;
-}
-
-std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens, int64_t most) const {
-  std::vector<EntryId> found;
-  std::vector<uint8_t> present;
-  EntryId e = index_.find_root(root);
-  const int64_t num_full = std::min(most, tokens.size / block_size_);
-  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
-    e = index_.find(e, tokens.data + i * block_size_);
-    if (e == kNoEntry) break;
-    if (!index_[e].has_blocks() && !config_.window_tokens) break;
-    found.push_back(e);
-    present.push_back(index_[e].has_blocks());
-  }
-  if (config_.window_tokens)
-    found.resize(static_cast<size_t>(window_hits(present, tokens.size).first));
-  return found;
-}
-
-// Leading entries that have blocks.
-std::vector<EntryId> Pool::match(EntryId e, Span<int32_t> tokens) const {
-  std::vector<EntryId> found;
-  const int64_t num_full = tokens.size / block_size_;
-  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
-    e = index_.find(e, tokens.data + i * block_size_);
-    if (e == kNoEntry || !index_[e].has_blocks()) break;
-    found.push_back(e);
-  }
-  return found;
-}
-
-std::vector<EntryId> Pool::match_hashes(std::string_view root, Span<uint8_t> hashes) const {
-  std::vector<EntryId> found;
-  EntryId e = index_.find_root(root);
-  for (int64_t i = 0; e != kNoEntry && i + 16 <= hashes.size; i += 16) {
-    Hash hash;
-    std::copy(hashes.data + i, hashes.data + i + 16, hash.begin());
-    e = index_.find_hash(e, hash);
-    if (e == kNoEntry || !index_[e].has_blocks()) break;
-    found.push_back(e);
-  }
-  return found;
-}
-
-int64_t Pool::num_entries(const Session& session) const {
-  return std::max(session.num_entries, div_ceil(session.num_tokens, block_size_));
-}
-
-int64_t Pool::held_by(const Sequence& sequence) const {
-  return sequence.tier == kDevice ? sequence.table.size - sequence.num_trimmed : 0;
-}
-
-int64_t Pool::num_sequences_in(Tier tier) const {
+int64_t Pool::cut(SessionHandle handle, int64_t sequence_id) {
   int64_t num = 0;
-  for (const Session& session : sessions_)
-    if (session.open)
-      session.sequences.for_each(
-          [&](int64_t, uint32_t index) { num += sequences_[index].tier == tier; });
+  for (LayerGroup* group : groups_) {
+    Session& session = group->sessions[handle];
+    num += group->lifecycle.cut(session, *session.sequences.find(sequence_id));
+  }
   return num;
 }
 
-double Pool::oldest_release_s() const {
-  double since_s = now_s_;
-  for (const Session& session : sessions_)
-    if (!session.releases.empty()) since_s = std::min(since_s, session.releases.front().since_s);
-  return now_s_ - since_s;
+bool Pool::reserve(SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
+  for (const LayerGroup* group : groups_) {
+    const Session& session = group->sessions[handle];
+    const Sequence& sequence = *group->sequences.find(session, sequence_id);
+    if (!group->growth.can_reserve(session, sequence, num_blocks)) return false;
+  }
+  // By the next plan, at the earliest.
+  const InStep next(groups(), handle, first().sessions[handle].number + 1);
+  for (LayerGroup* group : groups_) {
+    Session& session = group->sessions[handle];
+    group->growth.reserve(session, *session.sequences.find(sequence_id), num_blocks);
+  }
+  return true;
 }
 
-// Rebuilding
-
-EntryId Pool::restore(EntryId parent, const int32_t* tokens, const Hash& hash, Block b) {
-  if (chained_hash(index_.hash(parent), tokens, static_cast<size_t>(block_size_) * 4) != hash)
-    return kNoEntry;
-  const EntryId e = index_.find_or_add(parent, tokens, hash);
-  Entry& entry = index_[e];
-  if (entry.has_blocks()) return kNoEntry;
-  index_.set_block(e, kDevice, b);
-  entry.published_s = entry.used_s = static_cast<float>(now_s_);
-  store(kDevice).restored(b);
-  return e;
+std::vector<Failure> Pool::deferred_tokens(SessionHandle handle, const DeferredColumns& columns) {
+  for (LayerGroup* group : groups_) {
+    const std::vector<Failure> failures = group->publisher.deferred_tokens(handle, columns);
+    if (!failures.empty()) return failures;  // by the first group, or by none
+  }
+  return {};
 }
 
-// Integrity
-
-void Pool::check() const {
-  index_.check();
-  for (const auto& blocks : stores_) blocks->check();
-  retention_.check();
-  auto require = [](bool ok, const std::string& what) {
-    if (!ok) throw std::logic_error(what);
-  };
-  std::vector<uint32_t> refs[2], pins[2], pending[2];
-  for (int t = 0; t < 2; ++t) {
-    refs[t].resize(stores_[t]->num_blocks);
-    pins[t].resize(stores_[t]->num_blocks);
-    pending[t].resize(stores_[t]->num_blocks);
-  }
-  std::unordered_map<uint32_t, uint32_t> table_owners, token_owners;
-  std::vector<int64_t> held(held_.size());
-  std::vector<uint8_t> is_counted(stores_[0]->num_blocks);
-  size_t num_ghosts = 0;
-  for (const Session& session : sessions_) {
-    for (const Release& release : session.releases) {
-      require(release.plan > session.done || !session.open || session.receipting.begun,
-              "a release waits for a plan that has run");
-      for (int t = 0; t < 2; ++t)
-        for (const Block b : release.blocks[t]) ++pending[t][b];
-    }
-    if (!session.open && session.ending.empty() && session.plans.empty()) continue;
-    check_session(session, table_owners, token_owners, refs);
-    check_families(session);
-    for (const Sequence* sequence : sequences_of(session.handle))
-      for (const Block b : sequence->tier == kDevice ? table_of(*sequence) : std::vector<Block>{})
-        if (b != kNoBlock && !std::exchange(is_counted[b], 1)) ++held[session.owner];
-    auto check_record = [&](const PlanRecord& record) {
-      for (const Transfer& transfer : record.transfers)
-        if (transfer.pins) ++pins[transfer.source.tier - 1][transfer.source.block];
-      for (const Demotion& demotion : record.demotions) ++refs[1][demotion.copy];
-      for (const auto& [index, uid] : record.touched) {
-        const Sequence& sequence = sequences_[index];
-        if (sequence.uid != uid || sequence.live) continue;
-        ++num_ghosts;
-        for (const uint32_t chunk : sequence.tokens.chunks) token_owners[chunk] += 0;
-      }
-    };
-    for (const PlanRecord& record : session.receipting.plans) check_record(record);
-    for (const PlanRecord& record : session.plans) check_record(record);
-    check_record(session.record);
-    for (const auto& [tier, block] : session.kept) ++pins[tier - 1][block];
-    const Swapping& swapping = session.swapping;
-    for (size_t i = 0; i < swapping.copies.size(); ++i) {
-      if (swapping.is_used[i]) continue;
-      ++refs[swapping.destination - 1][swapping.copies[i]];
-      held[session.owner] += swapping.destination == kDevice;
-    }
-  }
-  for (int t = 0; t < 2; ++t)
-    for (Block b = 0; b < stores_[t]->num_blocks; ++b) {
-      const std::string name = (t ? "host block " : "device block ") + std::to_string(b);
-      require(stores_[t]->ref_count(b) == refs[t][b], name + ": references differ");
-      require(stores_[t]->num_pins(b) == pins[t][b], name + ": pins differ");
-      require(stores_[t]->num_pending(b) == pending[t][b], name + ": pending releases differ");
-    }
-  require(held == held_, "blocks that owners hold are miscounted");
-  for (const auto& [chunk, num] : table_owners)
-    require(table_store_[chunk].num_owners == num, "owners of a chunk of a table differ");
-  require(table_store_.num_used() == table_owners.size(), "chunks of tables are lost");
+bool Pool::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
+  bool is_left = false;
+  for (LayerGroup* group : groups_)
+    is_left = group->publisher.receipted(handle, plan, max_blocks) || is_left;
+  return is_left;
 }
 
-void Pool::check_session(const Session& session,
-                         std::unordered_map<uint32_t, uint32_t>& table_owners,
-                         std::unordered_map<uint32_t, uint32_t>& token_owners,
-                         std::vector<uint32_t>* refs) const {
-  int64_t num_held = 0, num_entries = 0, num_tokens = 0;
-  for (const Sequence* sequence : sequences_of(session.handle)) {
-    const std::string name = "sequence " + std::to_string(sequence->id);
-    auto require = [&](bool ok, const char* what) {
-      if (!ok) throw std::logic_error(name + ": " + what);
-    };
-    require(sequence->live && sequence->handle == session.handle, "is not live");
-    const int64_t num_slots = sequence->table.size * block_size_;
-    require(0 <= sequence->num_cached && sequence->num_cached <= sequence->num_scheduled &&
-                0 <= sequence->num_written && sequence->num_written <= sequence->num_scheduled &&
-                sequence->num_scheduled <= num_slots,
-            "positions are out of order");
-    require(sequence->num_published * block_size_ <= sequence->num_written ||
-                !sequence->pending.empty(),
-            "more is published than is written");
-    num_entries += sequence->table.size;
-    num_tokens += sequence->tokens.size;
-    for (const uint32_t chunk : sequence->tokens.chunks) ++token_owners[chunk];
-    std::vector<Block> table = table_of(*sequence);
-    for (size_t p = 0; p < sequence->table.chunks.size(); ++p) {
-      if (table_owners[sequence->table.chunks[p]]++) continue;
-      for (size_t i = p * Table::kItems; i < std::min(table.size(), (p + 1) * Table::kItems); ++i) {
-        if (table[i] == kNoBlock) continue;
-        ++refs[sequence->tier - 1][table[i]];
-        ++num_held;
-      }
-    }
-    for (size_t i = 0; i < table.size(); ++i) {
-      require((table[i] == kNoBlock) == (static_cast<int64_t>(i) < sequence->num_trimmed),
-              "trimmed entries differ");
-      if (table[i] == kNoBlock || sequence->tier != kDevice) continue;
-      // A published block holds the tokens of the sequence, as far as it has them.
-      const EntryId e = index_.entry_of(kDevice, table[i]);
-      if (e == kNoEntry) continue;
-      const int64_t begin = static_cast<int64_t>(i) * block_size_;
-      const int64_t end =
-          std::min({begin + block_size_, sequence->tokens.size, sequence->num_scheduled});
-      require(end <= begin ||
-                  sequence->tokens.equals(token_store_, begin, index_.tokens(e), end - begin),
-              "a published block holds other tokens");
-    }
-    table.erase(std::remove(table.begin(), table.end(), kNoBlock), table.end());
-    std::sort(table.begin(), table.end());
-    require(std::adjacent_find(table.begin(), table.end()) == table.end(),
-            "a block is twice in it");
+// Aborting plans that have not run, or may have run in part: each sequence is cut to its written
+// tokens, by receipts. Transfers are undone: tables refer again to the sources, pinned for this, in
+// place of the copies. Forks and frees stay. The data plane learns of the abort from the next plan,
+// which says what all tables are; until that has run, blocks released here stay retired.
+//
+// Time is proportional to the sequences, the blocks that they lose and the tables that hold copies.
+bool Pool::abort(SessionHandle handle, int64_t next_plan, bool keeps, int64_t max_blocks) {
+  Aborting& aborting = first().sessions[handle].aborting;
+  if (!aborting.begun) begin_abort(groups(), handle);
+  int64_t left = max_blocks;
+  for (LayerGroup* group : groups_)
+    if (group->plans.note_origins(group->sessions[handle], left)) return true;
+  while (aborting.next_id < aborting.ids.size()) {
+    if (left <= 0) return true;
+    const int64_t id = aborting.ids[aborting.next_id++];
+    for (LayerGroup* group : groups_)
+      left -= group->lifecycle.abort(group->sessions[handle], id, next_plan, keeps);
   }
-  if (num_held != session.num_held) throw std::logic_error("blocks held are miscounted");
-  if (num_entries != session.num_entries) throw std::logic_error("table entries are miscounted");
-  if (num_tokens != session.num_tokens) throw std::logic_error("tokens are miscounted");
+  for (LayerGroup* group : groups_)
+    if (group->plans.end_plans(group->sessions[handle], next_plan, left)) return true;
+  for (LayerGroup* group : groups_) {
+    Session& session = group->sessions[handle];
+    session.resync_due = true;
+    session.aborting = Aborting{};
+  }
+  return false;
+}
+
+// Prefixes
+
+std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens) const {
+  std::vector<EntryId> found;
+  int64_t most_hits = tokens.size;
+  for (size_t num_agreed = 0; num_agreed < groups_.size();) {
+    num_agreed = 0;
+    for (const LayerGroup* group : groups_) {
+      std::vector<EntryId> here =
+          group->admitter.match(group->index.find_root(root), tokens, most_hits);
+      const auto num = static_cast<int64_t>(here.size());
+      num_agreed += num == most_hits || groups_.size() == 1;
+      most_hits = num;
+      if (group == groups_[0]) found = std::move(here);
+    }
+  }
+  return found;
+}
+
+std::variant<Retained, Failure> Pool::retain(std::string_view root, uint32_t owner,
+                                             Span<int32_t> tokens, uint8_t priority,
+                                             double expires_at_s, int64_t most_blocks) {
+  // In each group as far as it has the prefix; the owner's blocks are counted in each.
+  std::vector<std::vector<EntryId>> paths;
+  Retained result;
+  for (const LayerGroup* group : groups_) {
+    paths.push_back(group->index.match(group->index.find_root(root), tokens));
+    if (paths.back().empty() || expires_at_s <= group->now_s) continue;
+    const int64_t now = group->retention.num_entries(owner);
+    const int64_t num_new = group->retention.num_new(owner, paths.back());
+    if (num_new && now + num_new > most_blocks)
+      return Failure{0, Code::kTooManyEntries, most_blocks, now, num_new};
+    result.num_blocks = std::max(result.num_blocks, static_cast<int64_t>(paths.back().size()));
+    result.num_new = std::max(result.num_new, num_new);
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Retention& retention = groups_[g]->retention;
+    if (paths[g].empty() || expires_at_s <= groups_[g]->now_s) continue;
+    const auto num = static_cast<int64_t>(paths[g].size());
+    retention.retain(owner, paths[g], priority, expires_at_s,
+                     retention.key_of(paths[g].back(), num, tokens));
+  }
+  return result;
+}
+
+int64_t Pool::release_retained(std::string_view root, uint32_t owner, Span<int32_t> tokens) {
+  int64_t num = 0;
+  for (LayerGroup* group : groups_)
+    num = std::max(num, group->retention.release(group->index.find_root(root), owner, tokens));
+  return num;
+}
+
+Forgotten Pool::forget(std::string_view root_name, Span<int32_t> tokens, bool force,
+                       int64_t most_counted) {
+  if (tokens.size < first().config.block_size_tokens) return {};
+  Forgotten all;
+  std::vector<Forgotten> results;
+  for (const LayerGroup* group : groups_) {
+    const EntryId root = group->index.find_root(root_name);
+    results.push_back(group->forgetter.count(root, tokens, most_counted));
+    all.num_blocks += results.back().num_blocks;
+    all.num_in_use += results.back().num_in_use;
+  }
+  if (all.num_in_use && !force) return {0, all.num_in_use};
+  all.num_blocks = std::max(all.num_blocks, all.num_in_use);  // where not all were counted
+  for (size_t g = 0; g < groups_.size(); ++g)
+    if (const EntryId root = groups_[g]->index.find_root(root_name); root != kNoEntry)
+      groups_[g]->forgetter.forget_prefix(root, tokens, results[g]);
+  return all;
+}
+
+Forgotten Pool::forget_roots(const std::vector<std::string_view>& names, bool force) {
+  std::vector<std::vector<EntryId>> roots;
+  Forgotten all;
+  for (const LayerGroup* group : groups_) {
+    std::vector<EntryId>& found = roots.emplace_back();
+    for (const std::string_view name : names)
+      if (const EntryId root = group->index.find_root(name);
+          root != kNoEntry && std::find(found.begin(), found.end(), root) == found.end())
+        found.push_back(root);
+    const Forgotten here = group->forgetter.count_roots(found);
+    all.num_blocks += here.num_blocks;
+    all.num_in_use += here.num_in_use;
+  }
+  if (all.num_in_use && !force) return {0, all.num_in_use};
+  for (size_t g = 0; g < groups_.size(); ++g)
+    for (const EntryId root : roots[g]) groups_[g]->forgetter.forget_root(root);
+  return all;
+}
+
+// Numbers of blocks
+
+int64_t Pool::num_blocks(Tier tier) const { return Proportion(groups(), tier).smallest(); }
+
+int64_t Pool::num_obtainable(SessionHandle handle, Tier tier) const {
+  return fewest(groups(), tier,
+                [&](const LayerGroup& group) { return group.stores[tier].num_obtainable(handle); });
+}
+
+int64_t Pool::num_coming(SessionHandle handle, Tier tier) const {
+  const int64_t num = fewest(groups(), tier, [&](const LayerGroup& group) {
+    return group.stores[tier].num_obtainable(handle) + group.stores[tier].num_coming(handle);
+  });
+  return num - num_obtainable(handle, tier);
+}
+
+int64_t Pool::num_own_retired(SessionHandle handle, Tier tier) const {
+  return most(groups(), tier,
+              [&](const LayerGroup& group) { return group.stores[tier].num_own_retired(handle); });
+}
+
+int64_t Pool::num_in(Tier tier, State state) const {
+  const auto here = [&](const LayerGroup& group) { return group.stores[tier].num_in(state); };
+  const bool is_idle = state == State::kFree || state == State::kCached;
+  return is_idle ? fewest(groups(), tier, here) : most(groups(), tier, here);
+}
+
+int64_t Pool::num_held(SessionHandle handle, const Sequence& sequence) const {
+  return most(groups(), kDevice, [&](const LayerGroup& group) {
+    const Sequence& here = *group.sequences.find(group.sessions[handle], sequence.id);
+    return here.tier == kDevice ? here.table.size - here.num_trimmed : 0;
+  });
+}
+
+int64_t Pool::num_blocks_held(SessionHandle handle) const {
+  return most(groups(), kDevice,
+              [&](const LayerGroup& group) { return group.sessions[handle].num_held; });
 }
 
 }  // namespace kvplane::blocks

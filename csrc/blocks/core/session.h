@@ -160,29 +160,40 @@ struct WholeTables {
 };
 
 struct Session {
+  // Of the layer group.
   SessionHandle handle = kNoSession;
   bool open = false;
   bool ended = false;  // and not fenced
-  bool resync_due = false;
   EntryId root = kNoEntry;
   uint32_t owner = 0;
-  IdMap sequences{0};  // id -> index
+  int64_t number = 0;  // of the step that runs, or ran last
+  // Of an ended session: the sequences still to be released, once its plans have ended.
+  std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
+
+  // Of the sequence store and those who end sequences.
+  IdMap sequences{0};      // id -> index
+  int64_t num_tokens = 0;  // known ones of its live sequences, shared or not
+
+  // Of Families.
   std::unordered_map<int64_t, Family> families;
   std::vector<int64_t> changed_families;
   int64_t last_family = 0;
-  // Of an ended session: the sequences still to be released, once its plans have ended.
-  std::vector<std::pair<int64_t, uint32_t>> ending;  // (id, index)
+
+  // Of Tables.
+  std::deque<Release> releases;
+  int64_t num_held = 0;     // blocks of chunks of its tables, both tiers
+  int64_t num_entries = 0;  // of its tables, shared or not
+
+  // Of Swaps.
+  Swapping swapping;  // begun only between two slices of a swap
+
+  // Of PlanLog; those who draft write to the draft.
   std::deque<PlanRecord> plans;
   Receipting receipting;  // begun only between two slices of a receipt
   Aborting aborting;      // the same for an abort
-  Swapping swapping;      // and for a swap
-  std::deque<Release> releases;
+  bool resync_due = false;
   int64_t done = 0;  // highest plan receipted
   int64_t last_plan = 0;
-  int64_t number = 0;       // of the step that runs, or ran last
-  int64_t num_held = 0;     // blocks of chunks of its tables, both tiers
-  int64_t num_entries = 0;  // of its tables, shared or not
-  int64_t num_tokens = 0;   // known ones of its live sequences, shared or not
   Draft draft;
   PlanRecord record;   // of the draft
   WholeTables tables;  // of the draft

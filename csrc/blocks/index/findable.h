@@ -15,9 +15,8 @@ namespace kvplane::blocks {
 // Answers for an index that does not change meanwhile.
 class Findable {
  public:
-  // `walks`: whether there are entries that name a wrong root.
-  Findable(const PrefixIndex& index, bool walks)
-      : index_(index), answers_(walks ? index.end() : 0) {}
+  explicit Findable(const PrefixIndex& index)
+      : index_(index), answers_(index.names_former_roots() ? index.end() : 0) {}
 
   // Returns whether the entry can be found; nothing once some milliseconds have been spent: ask
   // another `Findable` then, with this entry first.

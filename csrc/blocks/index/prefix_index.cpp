@@ -1,5 +1,6 @@
 #include "index/prefix_index.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -101,6 +102,34 @@ EntryId PrefixIndex::find_hash(EntryId parent, const Hash& hash) const {
   return lookup(parent, nullptr, hash);
 }
 
+EntryId PrefixIndex::find_path(EntryId e, Span<int32_t> tokens, int64_t num) const {
+  for (int64_t i = 0; i < num && e != kNoEntry; ++i) e = find(e, tokens.data + i * block_size_);
+  return e;
+}
+
+std::vector<EntryId> PrefixIndex::match(EntryId e, Span<int32_t> tokens) const {
+  std::vector<EntryId> found;
+  const int64_t num_full = tokens.size / block_size_;
+  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
+    e = find(e, tokens.data + i * block_size_);
+    if (e == kNoEntry || !entries_[e].has_blocks()) break;
+    found.push_back(e);
+  }
+  return found;
+}
+
+std::vector<EntryId> PrefixIndex::match_hashes(EntryId e, Span<uint8_t> hashes) const {
+  std::vector<EntryId> found;
+  for (int64_t i = 0; e != kNoEntry && i + 16 <= hashes.size; i += 16) {
+    Hash hash;
+    std::copy(hashes.data + i, hashes.data + i + 16, hash.begin());
+    e = find_hash(e, hash);
+    if (e == kNoEntry || !entries_[e].has_blocks()) break;
+    found.push_back(e);
+  }
+  return found;
+}
+
 // Tokens are compared unless they are null.
 EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const {
   const EntryId first = entries_[parent].child;
@@ -185,6 +214,8 @@ void PrefixIndex::unlink(const Entry& entry) {
 }
 
 bool PrefixIndex::set_block(EntryId e, Tier tier, Block b) {
+  assert(entry_of_[tier - 1][b] == kNoEntry && !is_root(e));
+  assert(tier == kDevice || entries_[e].block(tier) == kNoBlock);  // the host tier has no spares
   ++num_touched_;
   Entry& entry = entries_[e];
   entry_of_[tier - 1][b] = e;
@@ -207,6 +238,7 @@ Block PrefixIndex::clear_block(Tier tier, Block b) {
   ++num_touched_;
   entry_of_[tier - 1][b] = kNoEntry;
   Entry& entry = entries_[e];
+  assert(entries_[entry.root].num_uses > 0);
   --entries_[entry.root].num_uses;
   if (entry.block(tier) != b) {
     remove_spare(entry, b);

@@ -20,6 +20,7 @@
 // Invariant: an entry has a block, a child, a producer or a copy under way, or is removed.
 #pragma once
 
+#include <cassert>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -114,6 +115,11 @@ class PrefixIndex {
   EntryId find(EntryId parent, const int32_t* tokens) const;
   // The child of `parent` with this chained hash.
   EntryId find_hash(EntryId parent, const Hash& hash) const;
+  // The entry of the first `num` blocks of the tokens below a root.
+  EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
+  // Leading entries below the root that have blocks.
+  std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
+  std::vector<EntryId> match_hashes(EntryId root, Span<uint8_t> hashes) const;
   // Entries' ids are below this.
   EntryId end() const { return entries_.size(); }
   // The entry that the block belongs to, as its published block or as a spare.
@@ -143,12 +149,18 @@ class PrefixIndex {
   // entries below it name the old root, which is held, until they are moved one by one.
   EntryId detach(EntryId top, bool moves_all);
   void move(EntryId e, EntryId root);
-  // Keeps a root though nothing is below it.
-  void hold_root(EntryId root) { ++entries_[root].num_arriving; }
+  // Keeps a root though nothing is below it: entries that were detached still name it.
+  void hold_root(EntryId root) {
+    ++entries_[root].num_arriving;
+    ++num_holds_;
+  }
   void drop_root(EntryId root) {
+    assert(num_holds_ > 0 && entries_[root].num_arriving > 0);
+    --num_holds_;
     --entries_[root].num_arriving;
     prune(root);
   }
+  bool names_former_roots() const { return num_holds_ > 0; }
   // The block holds the entry's tokens. True: it is published now; false: it is a spare.
   bool set_block(EntryId e, Tier tier, Block b);
   // Removes the block from its entry: it is neither published nor a spare. Returns the spare that
@@ -240,6 +252,7 @@ class PrefixIndex {
   std::unordered_map<std::string, EntryId> roots_;
   std::unordered_map<EntryId, const std::string*> root_names_;  // null: detached
   mutable EntryId last_named_ = kNoEntry;                       // a root with a name
+  int64_t num_holds_ = 0;                                       // see hold_root
   std::unordered_map<EntryId, uint32_t> root_users_;
   Listener* listener_ = nullptr;
 };

@@ -1,10 +1,9 @@
-// Publish after write: a block enters the prefix index when it is full, its tokens are known, and
-// receipts say that every slot of it was written. Where the prefix has a block already, the new one
-// is its spare.
-#include <algorithm>
+#include "index/publish.h"
 
-#include "core/pool.h"
-#include "index/findable.h"
+#include <algorithm>
+#include <cassert>
+#include <stdexcept>
+#include <string>
 
 namespace kvplane::blocks {
 
@@ -12,28 +11,12 @@ namespace {
 
 constexpr int64_t kAhead = 8;  // how far blocks are fetched from memory
 
-// Returns whether the entry's block may be announced to data planes: they know that of its parent.
-// Nothing when another call has to find out.
-std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& findable) {
-  if (index[e].block(kDevice) == kNoBlock || !index.follows_device(e)) return false;
-  return findable(e);
-}
-
 }  // namespace
 
-bool Pool::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
+bool Publisher::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
   Session& session = sessions_[handle];
+  if (!plans_.begin_receipted(session, plan)) return false;
   auto& [begun, plans, next_plan, next_touched] = session.receipting;
-  if (plan > session.done) {
-    session.done = plan;
-    begun = true;
-    while (!session.plans.empty() && session.plans.front().number <= plan) {
-      plans.push_back(std::move(session.plans.front()));
-      session.plans.pop_front();
-    }
-  } else if (!begun) {
-    return false;
-  }
   // A sequence counts as a block, and so does each block that it publishes, releases or copied.
   int64_t num = 0;
   for (; next_plan < plans.size(); ++next_plan, next_touched = 0)
@@ -44,35 +27,11 @@ bool Pool::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
       if (sequences_[index].uid == uid) advance(session, index, session.done);
       num += counters_.num_publications - published_before;
     }
-  return end_receipted(session, max_blocks - num);
-}
-
-// Ends a receipt after all sequences of its plans were advanced. Returns whether some work is left.
-bool Pool::end_receipted(Session& session, int64_t left) {
-  for (; !session.releases.empty() && session.releases.front().plan <= session.done;
-       session.releases.pop_front())
-    for (const Tier tier : {kDevice, kHost}) {
-      std::vector<Block>& blocks = session.releases.front().blocks[tier - 1];
-      const int64_t num = std::clamp<int64_t>(left, 0, static_cast<int64_t>(blocks.size()));
-      store(tier).finished(blocks.data(), static_cast<size_t>(num));
-      blocks.erase(blocks.begin(), blocks.begin() + num);
-      left -= num;
-      if (!blocks.empty()) return true;
-    }
-  for (PlanRecord& record : session.receipting.plans) {
-    for (; !record.transfers.empty(); record.transfers.pop_back(), --left) {
-      if (left <= 0) return true;
-      const Transfer& transfer = record.transfers.back();
-      if (transfer.pins) store(transfer.source.tier).unpin(transfer.source.block);
-    }
-    end_demotions(session, std::exchange(record, {}), true, session.done);
-  }
-  session.receipting = Receipting{};
-  return false;
+  return plans_.end_receipted(session, max_blocks - num);
 }
 
 // Publishes blocks of the sequence that plans up to `done`, which have run, wrote.
-void Pool::advance(Session& session, uint32_t index, int64_t done) {
+void Publisher::advance(Session& session, uint32_t index, int64_t done) {
   Sequence& sequence = sequences_[index];
   size_t num = 0;
   for (; num < sequence.pending.size() && sequence.pending[num].first <= done; ++num)
@@ -83,10 +42,10 @@ void Pool::advance(Session& session, uint32_t index, int64_t done) {
     sequence.progress_s = now_s_;
   }
   if (sequence.num_written / block_size_ > sequence.num_published) publish(session, index);
-  if (!sequence.live && sequence.pending.empty()) forget_sequence(index);
+  if (!sequence.live && sequence.pending.empty()) sequences_.forget(index);
 }
 
-void Pool::publish(Session& session, uint32_t index) {
+void Publisher::publish(Session& session, uint32_t index) {
   Sequence& sequence = sequences_[index];
   int64_t complete = std::min(std::min(sequence.num_written, sequence.tokens.size) / block_size_,
                               sequence.private_from);
@@ -100,11 +59,12 @@ void Pool::publish(Session& session, uint32_t index) {
     const int64_t first = sequence.first_ghost;
     for (int64_t i = sequence.num_published; i < complete; ++i) {
       const auto& [b, generation] = sequence.ghosts[static_cast<size_t>(i - first)];
-      if (b == kNoBlock || store(kDevice).generation(b) != generation) complete = i;
+      if (b == kNoBlock || device_.generation(b) != generation) complete = i;
     }
     if (complete <= sequence.num_published) return;
   }
-  if (!set_chain(session, sequence)) return;
+  if (!find_chain(session, sequence)) return;
+  assert(complete * block_size_ <= std::min(sequence.num_written, sequence.tokens.size));
   entered_.clear();
   if (sequence.live)
     sequence.table.runs(table_store_, sequence.num_published, complete,
@@ -119,7 +79,7 @@ void Pool::publish(Session& session, uint32_t index) {
       const auto produced =
           static_cast<size_t>(sequence.num_published + kAhead - sequence.first_produced);
       if (produced < sequence.produced.size()) index_.prefetch(sequence.produced[produced]);
-      if (const Block b = entered_[k + kAhead]; b != kNoBlock) store(kDevice).prefetch(b);
+      if (const Block b = entered_[k + kAhead]; b != kNoBlock) device_.prefetch(b);
     }
     enter(session, sequence, index, entered_[k]);
   }
@@ -131,12 +91,10 @@ void Pool::publish(Session& session, uint32_t index) {
 // Makes sure that the chain is the entry of the last published block: if that was removed,
 // publishing begins again. False when it cannot, because the sequence no longer has blocks on the
 // way: complete blocks are not published now, and later blocks are tried again.
-bool Pool::set_chain(Session& session, Sequence& sequence) {
+bool Publisher::find_chain(Session& session, Sequence& sequence) {
   if (index_.alive(sequence.chain, sequence.chain_uid)) return true;
   const int64_t num_published = sequence.num_published;
-  sequence.num_published = 0;
-  sequence.chain = session.root;
-  sequence.chain_uid = index_[session.root].uid;
+  restart(session, sequence);
   const int64_t num_gone = sequence.live ? sequence.num_trimmed : num_published;
   for (; sequence.num_published < num_gone; ++sequence.num_published) {
     const EntryId e = index_.find(
@@ -153,7 +111,7 @@ bool Pool::set_chain(Session& session, Sequence& sequence) {
 }
 
 // The entry of the first block that is not published.
-EntryId Pool::entry_for(const Sequence& sequence, uint32_t index) {
+EntryId Publisher::entry_for(const Sequence& sequence, uint32_t index) {
   // Out of range if it is before the first one.
   const auto i = static_cast<size_t>(sequence.num_published - sequence.first_produced);
   if (i < sequence.produced.size()) {
@@ -168,22 +126,22 @@ EntryId Pool::entry_for(const Sequence& sequence, uint32_t index) {
 }
 
 // Enters a written block after the sequence's chain.
-void Pool::enter(Session& session, Sequence& sequence, uint32_t index, Block b) {
+void Publisher::enter(Session& session, Sequence& sequence, uint32_t index, Block b) {
+  assert(index_.alive(sequence.chain, sequence.chain_uid) && sequence.tier == kDevice);
   const EntryId e = entry_for(sequence, index);
   Entry& entry = index_[e];
   sequence.chain = e;
   sequence.chain_uid = entry.uid;
-  BlockStore& device = store(kDevice);
   if (b != kNoBlock && index_.entry_of(kDevice, b) == kNoEntry && index_.set_block(e, kDevice, b)) {
     entry.published_s = static_cast<float>(now_s_);
     entry.used_s = entry.published_s;
     ++counters_.num_publications;
-    const bool has_below = announce(session.root, e);
-    if (!has_below && device.state(b) == State::kHeld) {
+    const bool has_below = announcements_.add(session.root, e);
+    if (!has_below && device_.state(b) == State::kHeld) {
       fresh_.push_back(b);
     } else {
       publish_fresh();
-      device.published(b);
+      device_.published(b);
     }
   } else {
     publish_fresh();
@@ -192,98 +150,22 @@ void Pool::enter(Session& session, Sequence& sequence, uint32_t index, Block b) 
 }
 
 // Publishes the blocks that were entered last, each after the one before it.
-void Pool::publish_fresh() {
-  if (!fresh_.empty()) store(kDevice).published(fresh_);
+void Publisher::publish_fresh() {
+  if (!fresh_.empty()) device_.published(fresh_);
   fresh_.clear();
 }
 
-// Announces the entry's block to data planes, and again those below it, which name it. Returns
-// whether there are such.
-bool Pool::announce(EntryId root, EntryId e) {
-  EntryId c = index_[e].child;
-  while (c != kNoEntry && index_[c].block(kDevice) == kNoBlock) c = index_[c].next;
-  // Written a field at a time: put together first, it would be read before it has been stored.
-  Announcement& item = announcements_.emplace_back();
-  item.root = root;
-  item.entry = e;
-  item.uid = index_[e].uid;
-  item.below = c != kNoEntry;
-  return item.below;
-}
-
-std::vector<Pool::Announcement> Pool::take_announcements(size_t max_entries) {
-  std::vector<Announcement> taken;
-  Findable findable(index_, num_large_forgotten_ > 0);
-  for (size_t num = 0; num < max_entries && has_announcements(); ++num) {
-    if (re_announced_.empty()) re_announced_.push_back(announcements_[num_announced_++]);
-    const Announcement item = re_announced_.back();
-    const bool is_alive = index_.alive(item.entry, item.uid);
-    const std::optional<bool> may = is_alive ? may_announce(index_, item.entry, findable) : false;
-    if (!may) break;
-    re_announced_.pop_back();
-    if (*may) taken.push_back(item);
-    if (item.below && is_alive)
-      for (EntryId c = index_[item.entry].child; c != kNoEntry; c = index_[c].next)
-        if (index_[c].block(kDevice) != kNoBlock)
-          re_announced_.push_back({item.root, c, index_[c].uid, true});
-    if (re_announced_.empty() && num_announced_ == announcements_.size()) {
-      announcements_.clear();
-      num_announced_ = 0;
-    }
-  }
-  return taken;
-}
-
-void Pool::announce_promoted() {
-  for (const Block b : store(kDevice).take_promoted()) {
-    const EntryId e = index_.entry_of(kDevice, b);
-    if (e != kNoEntry) announce(index_.root_of(e), e);
+void Publisher::clear_producers(Sequence& sequence, uint32_t index, int64_t from) {
+  auto& produced = sequence.produced;
+  while (!produced.empty() &&
+         sequence.first_produced + static_cast<int64_t>(produced.size()) > from) {
+    index_.clear_producer(produced.back(), index, sequence.uid);  // tails first: each prunes itself
+    produced.pop_back();
   }
 }
 
-std::vector<Pool::Announcement> Pool::findable() const {
-  std::vector<Announcement> found;
-  for (const EntryId root : index_.roots()) {
-    std::vector<EntryId> stack{root};
-    while (!stack.empty()) {
-      const EntryId e = stack.back();
-      stack.pop_back();
-      if (e != root) found.push_back({root, e, index_[e].uid, false});
-      for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
-        if (index_[c].block(kDevice) != kNoBlock) stack.push_back(c);
-    }
-  }
-  return found;
-}
-
-// Includes entries whose parents are not on the device. If it takes long, `end` becomes the first
-// block that was not scanned.
-std::vector<Pool::Announcement> Pool::findable_in(Block begin, Block& end) const {
-  std::vector<Announcement> found;
-  Findable findable(index_, num_large_forgotten_ > 0);
-  for (Block b = begin; b < end; ++b) {
-    if (!index_.is_published(kDevice, b)) continue;
-    const EntryId e = index_.entry_of(kDevice, b);
-    const std::optional<bool> is_findable = findable(e);
-    if (!is_findable) end = b;
-    if (is_findable.value_or(false)) found.push_back({index_.root_of(e), e, index_[e].uid, false});
-  }
-  std::stable_sort(found.begin(), found.end(),
-                   [](const Announcement& a, const Announcement& b) { return a.root < b.root; });
-  return found;
-}
-
-// Deferred tokens
-
-// Tokens of [begin, end) that an item of a call gives a sequence, which had none there; `before`:
-// the earlier item's entry for the same sequence, or -1.
-struct Pool::Given {
-  int64_t begin, end;
-  const int32_t* tokens;
-  int64_t before;
-};
-
-std::vector<Failure> Pool::deferred_tokens(SessionHandle handle, const DeferredColumns& columns) {
+std::vector<Failure> Publisher::deferred_tokens(SessionHandle handle,
+                                                const DeferredColumns& columns) {
   Session& session = sessions_[handle];
   const int64_t num = columns.sequence_ids.size;
   for (int64_t item = 0; item < num; ++item)
@@ -311,8 +193,8 @@ std::vector<Failure> Pool::deferred_tokens(SessionHandle handle, const DeferredC
   return {};
 }
 
-Failure Pool::check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
-                             const int32_t* tokens, std::vector<Given>& given) {
+Failure Publisher::check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
+                                  const int32_t* tokens, std::vector<Given>& given) {
   const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
   const uint32_t* index = session.sequences.find(id);
   if (!index) return {item, Code::kNotFound, id};
@@ -343,6 +225,24 @@ Failure Pool::check_deferred(Session& session, const DeferredColumns& columns, i
     sequence.num_checked = end;
   }
   return {item, Code::kOk};
+}
+
+void Publisher::check(const Session& session) const {
+  for (const Sequence* sequence : sequences_.of(session)) {
+    if (sequence->tier != kDevice) continue;
+    for (int64_t i = sequence->num_trimmed; i < sequence->table.size; ++i) {
+      // A published block holds the tokens of the sequence, as far as it has them.
+      const EntryId e = index_.entry_of(kDevice, sequence->table.at(table_store_, i));
+      if (e == kNoEntry) continue;
+      const int64_t begin = i * block_size_;
+      const int64_t end =
+          std::min({begin + block_size_, sequence->tokens.size, sequence->num_scheduled});
+      if (end > begin &&
+          !sequence->tokens.equals(token_store_, begin, index_.tokens(e), end - begin))
+        throw std::logic_error("sequence " + std::to_string(sequence->id) +
+                               ": a published block holds other tokens");
+    }
+  }
 }
 
 }  // namespace kvplane::blocks

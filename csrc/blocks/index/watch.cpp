@@ -116,4 +116,9 @@ bool ChangeLog::since(int64_t revision, std::string_view root, size_t max_events
   return true;
 }
 
+[[gnu::noinline]] void ChangeFeed::add(Change change, EntryId e, Tier tier) {
+  if (!index_.is_named(index_.root_of(e))) return;  // it was said to be gone
+  log_.add(++revision_, change, index_, e, tier);
+}
+
 }  // namespace kvplane::blocks

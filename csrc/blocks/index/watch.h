@@ -11,6 +11,7 @@
 #include "containers/slab.h"
 #include "core/types.h"
 #include "index/prefix_index.h"
+#include "memory/retention.h"
 
 namespace kvplane::blocks {
 
@@ -70,6 +71,48 @@ class ChangeLog {
   EntryId last_root_ = kNoEntry;  // of the last event, and the number of its name
   uint32_t last_root_uid_ = 0;
   uint32_t last_name_ = 0;
+};
+
+// Numbers the changes of an index, and keeps the latest of them for followers.
+//
+// Owns the revision and the log. The index and the operation that detaches prefixes tell it of each
+// change. While entries still name a root that they were detached from, nothing is kept: followers
+// start again afterwards.
+class ChangeFeed final : public Listener {
+ public:
+  ChangeFeed(PrefixIndex& index, Retention& retention) : index_(index), retention_(retention) {
+    index_.set_listener(this);
+  }
+  ChangeFeed(const ChangeFeed&) = delete;
+
+  // Kept short: it is called for each block.
+  void changed(Change change, EntryId e, Tier tier) override {
+    if (index_[e].retention) retention_.changed(change, e, tier);
+    if (log_.is_on()) return add(change, e, tier);
+    ++revision_;
+  }
+  // Keeps the last `max_events` changes from now on; none at first.
+  void keep(size_t max_events) {
+    num_kept_ = max_events;
+    if (!index_.names_former_roots()) resume();
+  }
+  void pause() { log_.restart(0, index_.block_size(), revision_); }
+  void resume() {
+    assert(!index_.names_former_roots());
+    log_.restart(num_kept_, index_.block_size(), revision_);
+  }
+
+  const ChangeLog& log() const { return log_; }
+  int64_t revision() const { return revision_; }
+
+ private:
+  void add(Change change, EntryId e, Tier tier);
+
+  PrefixIndex& index_;
+  Retention& retention_;
+  ChangeLog log_;
+  int64_t revision_ = 0;
+  size_t num_kept_ = 0;
 };
 
 }  // namespace kvplane::blocks

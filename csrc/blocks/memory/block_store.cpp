@@ -1,6 +1,7 @@
 #include "memory/block_store.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -46,7 +47,10 @@ void BlockStore::open(SessionHandle handle) {
   if (retired_.size() <= handle) retired_.resize(handle + 1);
 }
 
-void BlockStore::close(SessionHandle handle) { retired_[handle] = RetiredBlocks{}; }
+void BlockStore::close(SessionHandle handle) {
+  assert(!num_own_retired(handle));
+  retired_[handle] = RetiredBlocks{};
+}
 
 void BlockStore::allocate(SessionHandle handle, int64_t num, std::vector<Block>& out) {
   num_in_[static_cast<int>(State::kHeld)] += static_cast<uint32_t>(num);
@@ -56,6 +60,7 @@ void BlockStore::allocate(SessionHandle handle, int64_t num, std::vector<Block>&
     const int64_t num_taken = take(handle, blocks, std::min(num, kAtOnce));
     for (const Block* const end = blocks + num_taken; blocks < end; ++blocks) {
       Info& info = infos_[*blocks];
+      assert(info.ref_count == 0 && info.num_pins == 0 && !info.published);
       ++info.generation;
       info.ref_count = 1;
       info.keep = false;
@@ -78,14 +83,15 @@ int64_t BlockStore::take(SessionHandle handle, Block* blocks, int64_t most) {
     b = own.plain.tail;
     leave(b);
   } else if (num_idle_ + num_retained_) {
-    return evict(blocks, most);
+    return evict(handle, blocks, most);
   } else {
+    assert(own.kept.size);  // callers check for room first
     b = own.kept.head;
     leave(b);
   }
   if (infos_[b].published) {
     ++num_evictions_;
-    if (on_evict) on_evict({&b, 1}, Eviction::kOwn);
+    if (on_evict) on_evict(handle, {&b, 1}, Eviction::kOwn);
     policy_->unpublish(b);
   }
   forget(b);
@@ -93,7 +99,7 @@ int64_t BlockStore::take(SessionHandle handle, Block* blocks, int64_t most) {
   return 1;
 }
 
-int64_t BlockStore::evict(Block* blocks, int64_t most) {
+int64_t BlockStore::evict(SessionHandle handle, Block* blocks, int64_t most) {
   const int64_t num = pop_cached(blocks, most);
   touched(static_cast<size_t>(num));
   for (int64_t i = 0; i < num; ++i) {
@@ -103,7 +109,8 @@ int64_t BlockStore::evict(Block* blocks, int64_t most) {
   num_in_[static_cast<int>(State::kCached)] -= static_cast<uint32_t>(num);
   num_evictions_ += static_cast<uint64_t>(num);
   if (on_evict)
-    on_evict({blocks, num}, infos_[blocks[0]].priority ? Eviction::kRetained : Eviction::kPolicy);
+    on_evict(handle, {blocks, num},
+             infos_[blocks[0]].priority ? Eviction::kRetained : Eviction::kPolicy);
   for (int64_t i = 0; i < num; ++i) {
     infos_[blocks[i]].place = kNowhere;
     forget(blocks[i]);
@@ -198,6 +205,7 @@ size_t BlockStore::release(const Block* blocks, size_t num, SessionHandle handle
   touched(num);
   for (size_t i = 0; i < num; ++i) {
     const Block b = blocks[i];
+    assert(infos_[b].ref_count > 0);
     if (pending) add_pending(b, handle);
     if (--infos_[b].ref_count) continue;
     settle(b);
@@ -220,6 +228,7 @@ void BlockStore::finished(const Block* blocks, size_t num) {
   for (size_t i = 0; i < num; ++i) {
     if (i + kAhead < num) prefetch(blocks[i + kAhead]);
     const Block b = blocks[i];
+    assert(infos_[b].num_pending > 0);
     if (--infos_[b].num_pending) continue;
     settle(b);
     infos_[b].owner = kNoSession;
@@ -241,6 +250,7 @@ void BlockStore::pin(Block b, SessionHandle handle, uint32_t num_tokens) {
 }
 
 void BlockStore::unpin(Block b) {
+  assert(infos_[b].num_pins > 0);
   if (--infos_[b].num_pins) return;
   infos_[b].pin_owner = kNoSession;
   settle(b);

@@ -45,8 +45,8 @@ class BlockStore {
   const Tier tier;
   const uint32_t num_blocks;
 
-  // Called with blocks that are about to be evicted, still published.
-  std::function<void(Span<Block>, Eviction)> on_evict;
+  // Called with blocks that are about to be evicted for a session, still published.
+  std::function<void(SessionHandle, Span<Block>, Eviction)> on_evict;
 
   // Queries
   int64_t generation(Block b) const { return infos_[b].generation; }
@@ -181,7 +181,7 @@ class BlockStore {
   void enter(Block b);
   void tell_policy();
   int64_t take(SessionHandle handle, Block* blocks, int64_t most);
-  int64_t evict(Block* blocks, int64_t most);
+  int64_t evict(SessionHandle handle, Block* blocks, int64_t most);
   int64_t pop_cached(Block* blocks, int64_t most);
 
   PrefixIndex& index_;
@@ -202,6 +202,22 @@ class BlockStore {
   // For the policy, once an operation has settled its blocks.
   std::vector<Block> no_longer_idle_;
   std::vector<Block> idle_;
+};
+
+// The blocks of both tiers.
+class Stores {
+ public:
+  Stores(BlockStore device, BlockStore host) : stores_{std::move(device), std::move(host)} {}
+
+  BlockStore& operator[](Tier tier) { return stores_[tier - 1]; }
+  const BlockStore& operator[](Tier tier) const { return stores_[tier - 1]; }
+  BlockStore* begin() { return stores_; }
+  BlockStore* end() { return stores_ + 2; }
+  const BlockStore* begin() const { return stores_; }
+  const BlockStore* end() const { return stores_ + 2; }
+
+ private:
+  BlockStore stores_[2];
 };
 
 }  // namespace kvplane::blocks

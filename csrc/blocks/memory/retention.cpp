@@ -1,11 +1,10 @@
 #include "memory/retention.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-
-#include "core/pool.h"
 
 namespace kvplane::blocks {
 
@@ -55,7 +54,25 @@ void Retention::retain(uint32_t owner, const std::vector<EntryId>& path, uint8_t
   for (auto e = path.rbegin(); e != path.rend(); ++e) apply(*e);  // tails are evicted first
 }
 
-void Retention::release(uint32_t owner, const std::vector<EntryId>& path, uint64_t key) {
+uint64_t Retention::key_of(EntryId e, int64_t num, Span<int32_t> tokens) const {
+  const int64_t block_size = index_.block_size();
+  Hash hash = index_.hash(e);
+  for (int64_t i = num; i < tokens.size / block_size; ++i)
+    hash = chained_hash(hash, tokens.data + i * block_size, static_cast<size_t>(block_size) * 4);
+  return first_bytes(hash);
+}
+
+int64_t Retention::release(EntryId root, uint32_t owner, Span<int32_t> tokens) {
+  if (root == kNoEntry) return 0;
+  std::vector<EntryId> path;
+  EntryId last = root;
+  for (int64_t i = 0; i < tokens.size / index_.block_size(); ++i) {
+    const EntryId e = index_.find(last, tokens.data + i * index_.block_size());
+    if (e == kNoEntry) break;
+    path.push_back(last = e);
+  }
+  const uint64_t key = key_of(last, static_cast<int64_t>(path.size()), tokens);
+  const int64_t before = num_entries(owner);
   for (const EntryId e : path) {
     const auto it = at_.find(e);
     if (it == at_.end()) continue;
@@ -63,6 +80,7 @@ void Retention::release(uint32_t owner, const std::vector<EntryId>& path, uint64
     for (const uint32_t r : here)
       if (records_[r].owner == owner && records_[r].key == key) end(r);
   }
+  return before - num_entries(owner);
 }
 
 void Retention::end_below(EntryId top) {
@@ -83,6 +101,12 @@ void Retention::expire(double now_s) {
   int64_t num = 0;
   while (!by_expiry_.empty() && by_expiry_.begin()->first <= now_s && num < kMaxExpired)
     num += end(by_expiry_.begin()->second);
+}
+
+void Retention::changed(Change change, EntryId e, Tier tier) {
+  const Entry& entry = index_[e];
+  if (change == Change::kStored) stores_[tier].set_priority(entry.block(tier), priority(e));
+  if (change == Change::kRemoved && !entry.has_blocks() && !entry.num_arriving) lost(e);
 }
 
 void Retention::lost(EntryId e) {
@@ -114,6 +138,7 @@ void Retention::lost(EntryId e) {
 
 int64_t Retention::end(uint32_t r) {
   Record& record = records_[r];
+  assert(record.tail != kNoEntry);
   unlist(r);
   by_expiry_.erase({record.expires_at_s, r});
   const int64_t num = drop_counts(record, kNoEntry);
@@ -141,9 +166,9 @@ int64_t Retention::drop_counts(const Record& record, EntryId end) {
 
 // Gives the entry's blocks its priority.
 void Retention::apply(EntryId e) {
-  for (const auto& blocks : stores_) {
-    const Block b = index_[e].block(blocks->tier);
-    if (b != kNoBlock) blocks->set_priority(b, priority(e));
+  for (BlockStore& blocks : stores_) {
+    const Block b = index_[e].block(blocks.tier);
+    if (b != kNoBlock) blocks.set_priority(b, priority(e));
   }
 }
 
@@ -180,6 +205,7 @@ void Retention::drop_count(EntryId e, uint32_t owner, uint8_t priority) {
   while (counts_[*link - 1].owner != owner || counts_[*link - 1].priority != priority)
     link = &counts_[*link - 1].next;
   const uint32_t c = *link;
+  assert(c && counts_[c - 1].num > 0);
   if (--counts_[c - 1].num) return;
   *link = counts_[c - 1].next;
   free_counts_.push_back(c);
@@ -231,64 +257,13 @@ void Retention::check() const {
     const auto it = wanted.find(e);
     require(num == (it == wanted.end() ? 0 : it->second.num), "an entry's count differs");
     require(!num || priority(e) == it->second.priority, "an entry's priority differs");
-    for (const auto& blocks : stores_) {
-      const Block b = index_[e].block(blocks->tier);
-      require(b == kNoBlock || blocks->priority(b) == priority(e), "a block's priority differs");
+    for (const BlockStore& blocks : stores_) {
+      const Block b = index_[e].block(blocks.tier);
+      require(b == kNoBlock || blocks.priority(b) == priority(e), "a block's priority differs");
     }
   }
   require(num_counts + free_counts_.size() == counts_.size(), "counts are lost");
   require(owned == num_entries_, "owners' counts differ");
-}
-
-// The pool's operations
-
-// Retains the prefix in each group as far as it has it; the owner's blocks are counted in each.
-std::variant<Retained, Failure> Pool::retain(Groups groups, std::string_view root, uint32_t owner,
-                                             Span<int32_t> tokens, uint8_t priority,
-                                             double expires_at_s, int64_t most_blocks) {
-  std::vector<std::vector<EntryId>> paths;
-  Retained result;
-  for (int64_t g = 0; g < groups.size; ++g) {
-    const Pool& pool = *groups[g];
-    paths.push_back(pool.match(pool.index_.find_root(root), tokens));
-    if (paths.back().empty() || expires_at_s <= pool.now_s_) continue;
-    const int64_t now = pool.retention_.num_entries(owner);
-    const int64_t num_new = pool.retention_.num_new(owner, paths.back());
-    if (num_new && now + num_new > most_blocks)
-      return Failure{0, Code::kTooManyEntries, most_blocks, now, num_new};
-    result.num_blocks = std::max(result.num_blocks, static_cast<int64_t>(paths.back().size()));
-    result.num_new = std::max(result.num_new, num_new);
-  }
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    const std::vector<EntryId>& path = paths[static_cast<size_t>(g)];
-    if (path.empty() || expires_at_s <= pool.now_s_) continue;
-    pool.retention_.retain(owner, path, priority, expires_at_s,
-                           pool.prefix_key(path.back(), static_cast<int64_t>(path.size()), tokens));
-  }
-  return result;
-}
-
-int64_t Pool::release_retained(std::string_view root, uint32_t owner, Span<int32_t> tokens) {
-  std::vector<EntryId> path;
-  EntryId last = index_.find_root(root);
-  if (last == kNoEntry) return 0;
-  for (int64_t i = 0; i < tokens.size / block_size_; ++i) {
-    const EntryId e = index_.find(last, tokens.data + i * block_size_);
-    if (e == kNoEntry) break;
-    path.push_back(last = e);
-  }
-  const int64_t before = retention_.num_entries(owner);
-  retention_.release(owner, path, prefix_key(last, static_cast<int64_t>(path.size()), tokens));
-  return before - retention_.num_entries(owner);
-}
-
-// The key of all full blocks of the tokens; `e` is the entry of the first `num` of them.
-uint64_t Pool::prefix_key(EntryId e, int64_t num, Span<int32_t> tokens) const {
-  Hash hash = index_.hash(e);
-  for (int64_t i = num; i < tokens.size / block_size_; ++i)
-    hash = chained_hash(hash, tokens.data + i * block_size_, static_cast<size_t>(block_size_) * 4);
-  return first_bytes(hash);
 }
 
 }  // namespace kvplane::blocks

@@ -29,8 +29,7 @@ namespace kvplane::blocks {
 
 class Retention {
  public:
-  Retention(PrefixIndex& index, const std::unique_ptr<BlockStore> (&stores)[2])
-      : index_(index), stores_(stores) {}
+  Retention(PrefixIndex& index, Stores& stores) : index_(index), stores_(stores) {}
 
   // 0: not retained.
   uint8_t priority(EntryId e) const {
@@ -48,12 +47,17 @@ class Retention {
   // Retains a path from a root's child on. `key` tells prefixes that were asked for apart.
   void retain(uint32_t owner, const std::vector<EntryId>& path, uint8_t priority,
               double expires_at_s, uint64_t key);
-  // Ends the owner's retentions with this key that lie on the path.
-  void release(uint32_t owner, const std::vector<EntryId>& path, uint64_t key);
+  // Ends the owner's retentions of exactly these full blocks below the root. Returns how many
+  // entries no longer count for it.
+  int64_t release(EntryId root, uint32_t owner, Span<int32_t> tokens);
+  // The key of all full blocks of the tokens; `e` is the entry of the first `num` of them.
+  uint64_t key_of(EntryId e, int64_t num, Span<int32_t> tokens) const;
   // Ends retentions at the entry or below it; takes time proportional to all retained entries.
   void end_below(EntryId top);
   // Ends expired retentions; those left after some thousand entries wait for the next call.
   void expire(double now_s);
+  // As `Listener::changed`, of an entry that is retained.
+  void changed(Change change, EntryId e, Tier tier);
   // The entry has just lost its last block, and no copy of it is under way.
   void lost(EntryId e);
 
@@ -89,7 +93,7 @@ class Retention {
   uint64_t key_of(EntryId e) const;
 
   PrefixIndex& index_;
-  const std::unique_ptr<BlockStore> (&stores_)[2];
+  Stores& stores_;
   std::vector<Record> records_;
   std::vector<uint32_t> free_records_;
   std::unordered_map<EntryId, std::vector<uint32_t>> at_;  // records by tail

@@ -130,7 +130,7 @@ int64_t Rebuild::size_of_phase() const {
     case Phase::kIdle:
       return num_restored();
     case Phase::kRest:
-      return pool_->store(kDevice).num_blocks;
+      return group_->stores[kDevice].num_blocks;
     case Phase::kClose:
       return static_cast<int64_t>(roots_.size());
     default:
@@ -146,7 +146,7 @@ bool Rebuild::step(int64_t max_blocks) {
       continue;
     }
     if (phase_ == Phase::kMake) {
-      if (!make_pool()) return false;
+      if (!make_group()) return false;
       next(Phase::kAgree);
       continue;
     }
@@ -175,11 +175,11 @@ void Rebuild::do_one(int64_t i) {
       return link(row);
     case Phase::kIdle:  // children are evicted first
       if (row + kAhead < restored_.size()) prefetch(restored_[restored_.size() - 1 - row - kAhead]);
-      return pool_->store(kDevice).restored_idle(restored_[restored_.size() - 1 - row]);
+      return group_->stores[kDevice].restored_idle(restored_[restored_.size() - 1 - row]);
     case Phase::kRest:
-      return pool_->store(kDevice).restored_rest(pool_->store(kDevice).num_blocks - 1 - row);
+      return group_->stores[kDevice].restored_rest(group_->stores[kDevice].num_blocks - 1 - row);
     case Phase::kClose:
-      if (roots_[row].entry != kNoEntry) pool_->close_root(roots_[row].entry);
+      if (roots_[row].entry != kNoEntry) group_->index.close_root(roots_[row].entry);
       return;
     default:
       return;
@@ -187,7 +187,7 @@ void Rebuild::do_one(int64_t i) {
 }
 
 void Rebuild::prefetch(uint32_t block) const {
-  if (block < pool_->store(kDevice).num_blocks) pool_->store(kDevice).prefetch(block);
+  if (block < group_->stores[kDevice].num_blocks) group_->stores[kDevice].prefetch(block);
 }
 
 void Rebuild::learn(int64_t i) {
@@ -200,15 +200,15 @@ void Rebuild::learn(int64_t i) {
   }
 }
 
-bool Rebuild::make_pool() {
+bool Rebuild::make_group() {
   if (!making_.valid())
     making_ = std::async(std::launch::async, [config = std::move(config_)]() mutable {
-      return std::make_unique<Pool>(std::move(config));
+      return std::make_unique<LayerGroup>(std::move(config));
     });
   if (making_.wait_for(std::chrono::milliseconds(1)) != std::future_status::ready) return false;
-  pool_ = making_.get();
-  pool_->set_time(now_s_);
-  pool_->store(kDevice).start_restoring();
+  group_ = making_.get();
+  group_->set_time(now_s_);
+  group_->stores[kDevice].start_restoring();
   const size_t num = shards_[0].rows.size();
   agreed_.reserve(num);
   for (auto* column : {&first_child_, &last_child_, &next_, &entries_, &restored_})
@@ -220,7 +220,7 @@ bool Rebuild::make_pool() {
 bool Rebuild::is_agreed(uint32_t r) const {
   const Shard& first = shards_[0];
   const Row& row = first.rows[r];
-  const BlockStore& device = pool_->store(kDevice);
+  const BlockStore& device = group_->stores[kDevice];
   if (row.block >= device.num_blocks || row.generation != device.generation(row.block) ||
       row.generation != first.generations[0][row.block])
     return false;
@@ -261,22 +261,22 @@ void Rebuild::enter_next() {
   EntryId parent;
   if (row.parent == kNoBlock) {
     Root& root = roots_[row.root];
-    if (root.entry == kNoEntry) root.entry = pool_->open_root(*root.name);
+    if (root.entry == kNoEntry) root.entry = group_->index.open_root(*root.name);
     parent = root.entry;
   } else {
     parent = entries_[first.row_of(row.parent)];
   }
-  entries_[r] = pool_->restore(parent, first.tokens.row(r), row.hash, row.block);
+  entries_[r] = group_->restore(parent, first.tokens.row(r), row.hash, row.block);
   if (entries_[r] == kNoEntry) return;
   restored_.push_back(row.block);
   for (uint32_t child = first_child_[r]; child != kNoRow; child = next_[child])
     stack_.push_back(child);
 }
 
-std::unique_ptr<Pool> Rebuild::take() {
-  std::unique_ptr<Pool> pool = std::move(pool_);
+std::unique_ptr<LayerGroup> Rebuild::take() {
+  std::unique_ptr<LayerGroup> group = std::move(group_);
   *this = Rebuild(block_size_, num_shards());
-  return pool;
+  return group;
 }
 
 }  // namespace kvplane::blocks

@@ -1,4 +1,4 @@
-// Builds a pool from what its shards report of their blocks, a few blocks at a time.
+// Builds a layer group from what its shards report of their blocks, a few blocks at a time.
 //
 // Generations continue from the highest that any shard, or the caller, knows of a block. A
 // publication is restored only if it is of its block's final generation, all shards report the
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "containers/zeros.h"
-#include "core/pool.h"
+#include "core/layer_group.h"
 
 namespace kvplane::blocks {
 
@@ -45,16 +45,16 @@ class Rebuild {
   void add_blocks(uint32_t shard, Tier tier, Span<int32_t> indices, Span<int64_t> generations);
   void add_publications(uint32_t shard, std::string_view root, const PublicationColumns& columns);
 
-  // Begins a pool with as many blocks as the smallest shard. All have reported; later parts do not
+  // Begins a group with as many blocks as the smallest shard. All have reported; later parts do not
   // count. `config` has the generations known so far.
   void begin(PoolConfig config, double now_s);
   bool has_all_shards() const;
   bool has_begun() const { return phase_ != Phase::kCollect; }
   bool is_done() const { return phase_ == Phase::kDone; }
-  // Continues by about `max_blocks`; returns whether the pool is complete.
+  // Continues by about `max_blocks`; returns whether the group is complete.
   bool step(int64_t max_blocks);
-  // Returns the complete pool; shards must be started anew after that.
-  std::unique_ptr<Pool> take();
+  // Returns the complete group; shards must be started anew after that.
+  std::unique_ptr<LayerGroup> take();
   int64_t num_restored() const { return static_cast<int64_t>(restored_.size()); }
   // Roots that are kept: those that blocks name, and at most as many others, or a thousand.
   int64_t num_roots() const { return static_cast<int64_t>(roots_.size()); }
@@ -93,7 +93,7 @@ class Rebuild {
   void prune_roots();
   int64_t size_of_phase() const;
   void do_one(int64_t i);
-  bool make_pool();
+  bool make_group();
   void prefetch(uint32_t block) const;
   void learn(int64_t i);
   void link(uint32_t row);
@@ -109,8 +109,9 @@ class Rebuild {
   PoolConfig config_;
   size_t num_known_[2] = {0, 0};  // blocks of which generations are known
   double now_s_ = 0;
-  std::future<std::unique_ptr<Pool>> making_;  // in another thread: most of it is the kernel's work
-  std::unique_ptr<Pool> pool_;
+  std::future<std::unique_ptr<LayerGroup>>
+      making_;  // in another thread: most of it is the kernel's work
+  std::unique_ptr<LayerGroup> group_;
   // By row of the first shard.
   std::vector<uint8_t> agreed_;
   std::vector<uint32_t> first_child_, last_child_, next_;

@@ -1,129 +1,20 @@
-// Admission: the longest cached prefix, also in the host tier or being computed by a sequence of
-// the same session, then blocks for the tokens that are computed now.
-#include <algorithm>
-#include <limits>
-#include <unordered_set>
+#include "steps/admit.h"
 
-#include "core/grouped_pool.h"
+#include <algorithm>
+#include <cassert>
+#include <unordered_set>
 
 namespace kvplane::blocks {
 
-// A leading full block of a prompt that need not be computed.
-struct Pool::Hit {
-  enum Kind : uint8_t {
-    kShared,    // a published device block
-    kHosted,    // in the host tier: copied to a new device block
-    kFollowed,  // a block that a sequence of the session fills by plan `plan`; 0: it has
-    kNone,      // no block: it lies behind the attention window
-  };
-  EntryId entry;
-  Kind kind;
-  Block block;
-  int64_t plan;
-};
-
-// The work of an admission in one group.
-struct Pool::AdmitPlan {
-  std::vector<Hit> hits;
-  int64_t cached = 0;     // tokens
-  int64_t end = 0;        // of the tokens that get slots now
-  int64_t needed = 0;     // device blocks
-  int64_t available = 0;  // of them
-  bool copies_last = false;
-};
-
-std::variant<Admitted, Failure> Pool::admit(Groups groups, SessionHandle handle,
-                                            const Admission& admission, bool only_check) {
-  const int64_t number = groups[0]->sessions_[handle].number;
-  return admit_with(groups, handle, admission, number, true, only_check);
-}
-
-std::variant<Admitted, Failure> Pool::grant(Groups groups, SessionHandle handle,
-                                            int64_t admitted_by, const Admission& admission) {
-  // Its transfers and allocations go with the next plan, at the earliest this one.
-  const InStep next(groups, handle, groups[0]->sessions_[handle].number + 1);
-  return admit_with(groups, handle, admission, admitted_by, false, false);
-}
-
-std::variant<Admitted, Failure> Pool::admit_with(Groups groups, SessionHandle handle,
-                                                 const Admission& admission, int64_t admitted_by,
-                                                 bool computes, bool only_check) {
-  const Pool& first = *groups[0];
-  const Proportion proportion(groups, kDevice);
-  bool has_window = false;
-  for (int64_t g = 0; g < groups.size; ++g) {
-    const Pool& pool = *groups[g];
-    has_window = has_window || pool.config_.window_tokens;
-    const Failure failure = pool.check_admission(pool.sessions_[handle], admission);
-    if (failure.code != Code::kOk) return failure;
-  }
-  int64_t most_hits = admission.tokens.size / first.block_size_;
-  std::vector<AdmitPlan> plans(static_cast<size_t>(groups.size));
-  while (true) {
-    find_agreed_hits(groups, handle, admission, most_hits, plans);
-    Failure failure{0, Code::kOk, 0, std::numeric_limits<int64_t>::max(), kDevice};
-    bool copies_last = false;
-    for (int64_t g = 0; g < groups.size; ++g) {
-      const Pool& pool = *groups[g];
-      const Session& session = pool.sessions_[handle];
-      AdmitPlan& plan = plans[static_cast<size_t>(g)];
-      const int64_t headroom = proportion.of_group(pool, admission.headroom);
-      plan.available = pool.num_obtainable(handle, kDevice) - headroom;
-      pool.count_needed(session, admission, computes, plan);
-      if (pool.config_.max_owner_blocks)
-        if (const Failure over = pool.over_quota(session, plan); over.code != Code::kOk)
-          return over.code == Code::kLaterQuota ? in_proportion(groups, pool, over) : over;
-      if (plan.needed > plan.available) {
-        if (plan.needed > pool.store(kDevice).num_blocks && !plan.copies_last)
-          return pool.never_fits(kDevice, 0, plan.needed);
-        const Failure here =
-            pool.no_room(session, kDevice, 0, plan.needed, plan.available, headroom);
-        if (failure.code != Code::kLater) failure.code = here.code;
-        copies_last = copies_last || plan.copies_last;
-      }
-      failure.a = std::max(failure.a, proportion.up(pool, plan.needed));
-      failure.b = std::min(failure.b, proportion.down(pool, std::max<int64_t>(0, plan.available)));
-    }
-    if (failure.code == Code::kOk) break;
-    // If there is no room for the last block and its copy, it is computed again instead.
-    if (!copies_last || has_window) return failure;
-    most_hits = static_cast<int64_t>(plans[0].hits.size()) - 1;
-  }
-  const AdmitPlan& plan = plans[0];
-  if (only_check)
-    return Admitted{
-        plan.cached,
-        std::max(static_cast<int64_t>(plan.hits.size()), div_ceil(plan.end, first.block_size_)),
-        plan.end - plan.cached};
-  Admitted admitted;
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    const uint32_t index = pool.admit_one(pool.sessions_[handle], admission, admitted_by, computes,
-                                          plans[static_cast<size_t>(g)]);
-    const Sequence& sequence = pool.sequences_[index];
-    admitted = {plan.cached, sequence.table.size, sequence.num_scheduled - plan.cached};
-  }
-  agree(groups, handle, admission.sequence_id);
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    Session& session = pool.sessions_[handle];
-    const uint32_t index = *session.sequences.find(admission.sequence_id);
-    for (int64_t i = 0; i < admission.fork_ids.size; ++i)
-      pool.add_fork(session, index, admission.fork_ids[i], admitted_by);
-  }
-  return admitted;
-}
-
-// Whether its fields can be done at all.
-Failure Pool::check_admission(const Session& session, const Admission& admission) const {
+Failure Admitter::check(const Session& session, const Admission& admission) const {
   const int64_t num_forks = admission.fork_ids.size;
-  if (Failure failure = check_new_id(session, admission.sequence_id, 1 + num_forks, 0);
+  if (Failure failure = lifecycle_.check_new_id(session, admission.sequence_id, 1 + num_forks, 0);
       failure.code != Code::kOk)
     return failure;
   std::unordered_set<int64_t> ids{admission.sequence_id};
   for (int64_t i = 0; i < num_forks; ++i) {
     const int64_t id = admission.fork_ids[i];
-    if (Failure failure = check_new_id(session, id, 0, 1 + i); failure.code != Code::kOk)
+    if (Failure failure = lifecycle_.check_new_id(session, id, 0, 1 + i); failure.code != Code::kOk)
       return failure;
     if (!ids.insert(id).second) return Failure{1 + i, Code::kExists, id};
   }
@@ -135,163 +26,19 @@ Failure Pool::check_admission(const Session& session, const Admission& admission
   }
   const int64_t quota = config_.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
-  if (most > store(kDevice).num_blocks && !config_.window_tokens)
-    return never_fits(kDevice, 0, most);
+  if (most > stores_[kDevice].num_blocks && !config_.window_tokens)
+    return tables_.never_fits(kDevice, 0, most);
   if (quota && most > quota && !config_.window_tokens)
     return Failure{0, Code::kNeverQuota, most, quota, kDevice};
   const int64_t num_more = (1 + num_forks) * div_ceil(num_tokens, block_size_);
-  const int64_t num_now = num_entries(session);
+  const int64_t num_now = lifecycle_.num_entries(session);
   if (num_now + num_more > config_.max_table_entries)
     return Failure{0, Code::kTooManyEntries, config_.max_table_entries, num_now, num_more};
   return Failure{0, Code::kOk};
 }
 
-// Finds the longest prefix of at most `most` blocks for which every group has the needed blocks.
-void Pool::find_agreed_hits(Groups groups, SessionHandle handle, const Admission& admission,
-                            int64_t most, std::vector<AdmitPlan>& plans) {
-  if (admission.skip_lookup) return;
-  for (int64_t num_agreed = 0; num_agreed < groups.size;) {
-    num_agreed = 0;
-    for (int64_t g = 0; g < groups.size; ++g) {
-      std::vector<Hit>& hits = plans[static_cast<size_t>(g)].hits;
-      hits.clear();
-      groups[g]->find_hits(groups[g]->sessions_[handle], admission, most, hits);
-      const auto num = static_cast<int64_t>(hits.size());
-      num_agreed += num == most || groups.size == 1;
-      most = num;
-    }
-  }
-}
-
-// Counts the blocks that an admission with these hits needs.
-void Pool::count_needed(const Session& session, const Admission& admission, bool computes,
-                        AdmitPlan& plan) const {
-  const int64_t num_tokens = admission.tokens.size;
-  const auto num_hits = static_cast<int64_t>(plan.hits.size());
-  plan.cached = std::min(num_hits * block_size_, num_tokens - 1);
-  const int64_t num_compute = admission.num_compute < 0
-                                  ? num_tokens - plan.cached
-                                  : std::min(num_tokens - plan.cached, admission.num_compute);
-  plan.end = plan.cached + num_compute;
-  plan.copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
-                     plan.hits.back().kind != Hit::kHosted;
-  plan.needed = std::max<int64_t>(0, div_ceil(plan.end, block_size_) - num_hits) + plan.copies_last;
-  store(kDevice).touched(plan.hits.size());
-  for (const Hit& hit : plan.hits)
-    plan.needed +=
-        hit.kind == Hit::kHosted ||
-        (hit.kind == Hit::kShared && store(kDevice).is_obtainable(hit.block, session.handle));
-}
-
-uint32_t Pool::admit_one(Session& session, const Admission& admission, int64_t admitted_by,
-                         bool computes, const AdmitPlan& plan) {
-  const std::vector<Hit>& hits = plan.hits;
-  const int64_t num_tokens = admission.tokens.size, cached = plan.cached, end = plan.end;
-  const uint32_t index = new_sequence(session, admission.sequence_id, admitted_by);
-  join_family(session, index, ++session.last_family);
-  Sequence& sequence = sequences_[index];
-  take_tokens(sequence, admission.tokens, hits);
-  session.num_tokens += num_tokens;
-  use_hits(session, sequence, hits);
-  sequence.num_cached = sequence.num_scheduled = cached;
-  sequence.num_written = std::min(sequence.num_written, cached);
-  if (sequence.num_published * block_size_ > cached) {  // the last block will be a copy
-    --sequence.num_published;
-    sequence.chain = index_[sequence.chain].parent;
-    sequence.chain_uid = index_[sequence.chain].uid;
-  }
-  for (auto& [plan_number, stop] : sequence.pending) stop = std::min(stop, cached);
-  for (const auto& [plan_number, stop] : sequence.pending) touch_plan(session, plan_number, index);
-  if (!admission.skip_lookup)  // before anything is evicted: the last hit may be of no block
-    set_producers(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
-                  static_cast<int64_t>(hits.size()), num_tokens / block_size_);
-  if (computes) {
-    grow(session, index, cached, end, end);
-    if (end > cached) schedule(session, index, end - cached);
-  } else {
-    grow(session, index, cached, cached, end);
-  }
-  if (!admission.skip_lookup) {
-    counters_.num_lookup_tokens += num_tokens;
-    counters_.num_hit_tokens += cached;
-  }
-  return index;
-}
-
-// Takes the tokens; those of hits are shared with another sequence that has them, by chunks.
-void Pool::take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits) {
-  const size_t chunk_blocks = static_cast<size_t>(Tokens::kItems / block_size_);
-  for (size_t i = chunk_blocks; i <= hits.size(); i += chunk_blocks) {
-    const int32_t* const first = tokens.data + sequence.tokens.size;
-    const EntryId last = hits[i - 1].entry;
-    if (sequence.tokens.share_chunk(token_store_, chunk_hints_.find(last), first)) continue;
-    sequence.tokens.append(token_store_, first, Tokens::kItems);
-    chunk_hints_.set(last, sequence.tokens.chunks.back());
-  }
-  const int64_t num_taken = sequence.tokens.size;
-  sequence.tokens.append(token_store_, tokens.data + num_taken, tokens.size - num_taken);
-}
-
-// The groups of a new sequence wait for the same receipts: a position counts as written when it is
-// in all of them, as groups may have found its block in different states.
-void Pool::agree(Groups groups, SessionHandle handle, int64_t id) {
-  if (groups.size == 1) return;
-  std::vector<Sequence*> found;
-  std::vector<int64_t> plans;
-  int64_t written = std::numeric_limits<int64_t>::max();
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    found.push_back(&pool.sequences_[*pool.sessions_[handle].sequences.find(id)]);
-    for (const auto& [plan, end] : found.back()->pending) plans.push_back(plan);
-    written = std::min(written, found.back()->num_written);
-  }
-  std::sort(plans.begin(), plans.end());
-  plans.erase(std::unique(plans.begin(), plans.end()), plans.end());
-  std::vector<std::pair<int64_t, int64_t>> pending;
-  int64_t last = written;
-  for (const int64_t plan : plans) {
-    int64_t end = std::numeric_limits<int64_t>::max();
-    for (const Sequence* sequence : found) {
-      int64_t here = sequence->num_written;
-      for (const auto& [number, stop] : sequence->pending)
-        if (number <= plan) here = std::max(here, stop);
-      end = std::min(end, here);
-    }
-    if (end > last) pending.emplace_back(plan, last = end);
-  }
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    Session& session = pool.sessions_[handle];
-    found[static_cast<size_t>(g)]->num_written = written;
-    found[static_cast<size_t>(g)]->pending = pending;
-    for (const auto& [plan, end] : pending)
-      pool.touch_plan(session, plan, *session.sequences.find(id));
-  }
-}
-
-// Whether the owner would hold too many blocks with those of the admission.
-Failure Pool::over_quota(const Session& session, const AdmitPlan& plan) const {
-  const BlockStore& device = store(kDevice);
-  const auto num_hits = static_cast<int64_t>(plan.hits.size());
-  int64_t size = std::max(num_hits, div_ceil(plan.end, block_size_));  // of its table
-  int64_t more = size - num_hits;
-  for (const Hit& hit : plan.hits) {
-    size -= hit.kind == Hit::kNone;
-    more +=
-        hit.kind == Hit::kHosted || (hit.kind == Hit::kShared && device.ref_count(hit.block) == 0);
-  }
-  if (size > config_.max_owner_blocks)
-    return {0, Code::kNeverQuota, size, config_.max_owner_blocks, kDevice};
-  // The copy takes the place of the last hit.
-  more += plan.copies_last && device.ref_count(plan.hits.back().block) > 0;
-  const int64_t allowed = num_allowed(session);
-  return more <= allowed
-             ? Failure{0, Code::kOk}
-             : Failure{0, Code::kLaterQuota, more, std::max<int64_t>(0, allowed), kDevice};
-}
-
-void Pool::find_hits(const Session& session, const Admission& admission, int64_t most,
-                     std::vector<Hit>& hits) const {
+void Admitter::find_hits(const Session& session, const Admission& admission, int64_t most,
+                         std::vector<Hit>& hits) const {
   EntryId e = session.root;
   const int64_t num_full = std::min(most, admission.tokens.size / block_size_);
   for (int64_t i = 0; i < num_full; ++i) {
@@ -300,7 +47,7 @@ void Pool::find_hits(const Session& session, const Admission& admission, int64_t
     if (hits.empty()) hits.reserve(static_cast<size_t>(num_full));
     const Entry& entry = index_[e];
     if (entry.block(kDevice) != kNoBlock) {
-      store(kDevice).prefetch(entry.block(kDevice));
+      stores_[kDevice].prefetch(entry.block(kDevice));
       hits.push_back({e, Hit::kShared, entry.block(kDevice), 0});
     } else if (entry.block(kHost) != kNoBlock) {
       hits.push_back({e, Hit::kHosted, entry.block(kHost), session.number});
@@ -326,7 +73,8 @@ void Pool::find_hits(const Session& session, const Admission& admission, int64_t
 }
 
 // Adds the i-th block of a prompt if a sequence of the session fills it.
-bool Pool::find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const {
+bool Admitter::find_led(const Session& session, EntryId e, int64_t i,
+                        std::vector<Hit>& hits) const {
   const Entry& entry = index_[e];
   if (entry.producer == kNoEntry) return false;
   const Sequence& producer = sequences_[entry.producer];
@@ -349,8 +97,8 @@ bool Pool::find_led(const Session& session, EntryId e, int64_t i, std::vector<Hi
 // With an attention window: after how many leading blocks of a prompt of num_tokens an admission
 // can begin, and the first of these that it needs, as no later position sees those before.
 // `present`: whether each block is there.
-std::pair<int64_t, int64_t> Pool::window_hits(const std::vector<uint8_t>& present,
-                                              int64_t num_tokens) const {
+std::pair<int64_t, int64_t> Admitter::window_hits(const std::vector<uint8_t>& present,
+                                                  int64_t num_tokens) const {
   std::vector<int64_t> last_missing{-1};  // before each block
   for (size_t i = 0; i < present.size(); ++i)
     last_missing.push_back(present[i] ? last_missing.back() : static_cast<int64_t>(i));
@@ -363,12 +111,102 @@ std::pair<int64_t, int64_t> Pool::window_hits(const std::vector<uint8_t>& presen
   return {0, 0};
 }
 
+void Admitter::count_needed(const Session& session, const Admission& admission, bool computes,
+                            Plan& plan) const {
+  const int64_t num_tokens = admission.tokens.size;
+  const auto num_hits = static_cast<int64_t>(plan.hits.size());
+  plan.cached = std::min(num_hits * block_size_, num_tokens - 1);
+  const int64_t num_compute = admission.num_compute < 0
+                                  ? num_tokens - plan.cached
+                                  : std::min(num_tokens - plan.cached, admission.num_compute);
+  plan.end = plan.cached + num_compute;
+  plan.copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
+                     plan.hits.back().kind != Hit::kHosted;
+  plan.needed = std::max<int64_t>(0, div_ceil(plan.end, block_size_) - num_hits) + plan.copies_last;
+  stores_[kDevice].touched(plan.hits.size());
+  for (const Hit& hit : plan.hits)
+    plan.needed +=
+        hit.kind == Hit::kHosted ||
+        (hit.kind == Hit::kShared && stores_[kDevice].is_obtainable(hit.block, session.handle));
+}
+
+Failure Admitter::over_quota(const Session& session, const Plan& plan) const {
+  const BlockStore& device = stores_[kDevice];
+  const auto num_hits = static_cast<int64_t>(plan.hits.size());
+  int64_t size = std::max(num_hits, div_ceil(plan.end, block_size_));  // of its table
+  int64_t more = size - num_hits;
+  for (const Hit& hit : plan.hits) {
+    size -= hit.kind == Hit::kNone;
+    more +=
+        hit.kind == Hit::kHosted || (hit.kind == Hit::kShared && device.ref_count(hit.block) == 0);
+  }
+  if (size > config_.max_owner_blocks)
+    return {0, Code::kNeverQuota, size, config_.max_owner_blocks, kDevice};
+  // The copy takes the place of the last hit.
+  more += plan.copies_last && device.ref_count(plan.hits.back().block) > 0;
+  const int64_t allowed = tables_.num_allowed(session);
+  return more <= allowed
+             ? Failure{0, Code::kOk}
+             : Failure{0, Code::kLaterQuota, more, std::max<int64_t>(0, allowed), kDevice};
+}
+
+uint32_t Admitter::admit(Session& session, const Admission& admission, int64_t admitted_by,
+                         bool computes, const Plan& plan) {
+  const std::vector<Hit>& hits = plan.hits;
+  const int64_t num_tokens = admission.tokens.size, cached = plan.cached, end = plan.end;
+  assert(plan.needed <= plan.available && plan.cached < num_tokens);
+  const uint32_t index = sequences_.add(session, admission.sequence_id, admitted_by, now_s_);
+  families_.join(session, index, ++session.last_family);
+  Sequence& sequence = sequences_[index];
+  take_tokens(sequence, admission.tokens, hits);
+  session.num_tokens += num_tokens;
+  use_hits(session, sequence, hits);
+  sequence.num_cached = sequence.num_scheduled = cached;
+  sequence.num_written = std::min(sequence.num_written, cached);
+  if (sequence.num_published * block_size_ > cached) {  // the last block will be a copy
+    --sequence.num_published;
+    sequence.chain = index_[sequence.chain].parent;
+    sequence.chain_uid = index_[sequence.chain].uid;
+  }
+  for (auto& [plan_number, stop] : sequence.pending) stop = std::min(stop, cached);
+  for (const auto& [plan_number, stop] : sequence.pending)
+    plans_.touch_plan(session, plan_number, index);
+  if (!admission.skip_lookup)  // before anything is evicted: the last hit may be of no block
+    set_producers(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
+                  static_cast<int64_t>(hits.size()), num_tokens / block_size_);
+  if (computes) {
+    growth_.grow(session, index, cached, end, end);
+    if (end > cached) growth_.schedule(session, index, end - cached);
+  } else {
+    growth_.grow(session, index, cached, cached, end);
+  }
+  if (!admission.skip_lookup) {
+    counters_.num_lookup_tokens += num_tokens;
+    counters_.num_hit_tokens += cached;
+  }
+  return index;
+}
+
+// Takes the tokens; those of hits are shared with another sequence that has them, by chunks.
+void Admitter::take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits) {
+  const size_t chunk_blocks = static_cast<size_t>(Tokens::kItems / block_size_);
+  for (size_t i = chunk_blocks; i <= hits.size(); i += chunk_blocks) {
+    const int32_t* const first = tokens.data + sequence.tokens.size;
+    const EntryId last = hits[i - 1].entry;
+    if (sequence.tokens.share_chunk(token_store_, chunk_hints_.find(last), first)) continue;
+    sequence.tokens.append(token_store_, first, Tokens::kItems);
+    chunk_hints_.set(last, sequence.tokens.chunks.back());
+  }
+  const int64_t num_taken = sequence.tokens.size;
+  sequence.tokens.append(token_store_, tokens.data + num_taken, tokens.size - num_taken);
+}
+
 // Fills the table with the hits, and says by which plans they are written.
-void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits) {
+void Admitter::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits) {
   sequence.chain = session.root;
   sequence.chain_uid = index_[session.root].uid;
-  BlockStore& device = store(kDevice);
-  BlockStore& host = store(kHost);
+  BlockStore& device = stores_[kDevice];
+  BlockStore& host = stores_[kHost];
   std::vector<Block> used[2], table;  // by tier
   for (const Hit& hit : hits) {
     if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted)
@@ -378,12 +216,12 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
   device.policy().use(used[0].data(), used[0].size());
   if (host.num_blocks) host.policy().use(used[1].data(), used[1].size());
   if (hits.empty()) return;
-  share(session, kDevice, table);  // before anything is allocated, which could evict them
+  tables_.share(session, kDevice, table);  // before anything is allocated, which could evict them
   table.clear();
   const auto num_hosted = static_cast<int64_t>(used[1].size());
   for (const Block b : used[1]) host.pin(b, session.handle, 0);
   scratch_.clear();
-  if (num_hosted) allocate(session, kDevice, num_hosted, scratch_);
+  if (num_hosted) tables_.allocate(session, kDevice, num_hosted, scratch_);
   std::vector<uint8_t> allocated;  // of the entries that are not trimmed
   int64_t plan = 0, position = 0, num_taken = 0;
   bool all_published = true;
@@ -398,8 +236,8 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
     if (hit.kind == Hit::kFollowed) sequence.filled_by = std::max(sequence.filled_by, hit.plan);
     if (hit.kind == Hit::kHosted) {
       b = scratch_[static_cast<size_t>(num_taken++)];
-      transfer(session, {kHost, hit.block, host.generation(hit.block)}, kDevice, b,
-               static_cast<uint32_t>(block_size_));
+      plans_.transfer(session, {kHost, hit.block, host.generation(hit.block)}, kDevice, b,
+                      static_cast<uint32_t>(block_size_));
       sequence.copied_by = session.number;
       counters_.num_host_hit_tokens += block_size_;
     }
@@ -424,16 +262,17 @@ void Pool::use_hits(Session& session, Sequence& sequence, const std::vector<Hit>
       sequence.pending.emplace_back(plan, position);
     }
   }
-  push_blocks(session, sequence, table);
+  tables_.push(session, sequence, table);
   for (const Block b : used[1]) host.unpin(b);  // their transfers have pinned them
-  set_entries(session, sequence, sequence.num_trimmed ? ChangeKind::kReplace : ChangeKind::kSet,
-              sequence.num_trimmed, sequence.table.size, &allocated);
+  tables_.set_entries(session, sequence,
+                      sequence.num_trimmed ? ChangeKind::kReplace : ChangeKind::kSet,
+                      sequence.num_trimmed, sequence.table.size, &allocated);
 }
 
 // Lets later sequences of the session share the prompt's blocks from `first` on before they are
 // published. `last` is the entry before them.
-void Pool::set_producers(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
-                         int64_t end) {
+void Admitter::set_producers(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
+                             int64_t end) {
   EntryId e = last;
   Sequence& sequence = sequences_[index];
   sequence.first_produced = first;
@@ -452,6 +291,22 @@ void Pool::set_producers(uint32_t index, const int32_t* tokens, EntryId last, in
   for (int64_t i = div_ceil(first + 1, chunk_blocks) * chunk_blocks; i <= end; i += chunk_blocks)
     chunk_hints_.set(sequence.produced[static_cast<size_t>(i - 1 - first)],
                      sequence.tokens.chunks[static_cast<size_t>(i / chunk_blocks - 1)]);
+}
+
+std::vector<EntryId> Admitter::match(EntryId e, Span<int32_t> tokens, int64_t most) const {
+  std::vector<EntryId> found;
+  std::vector<uint8_t> present;
+  const int64_t num_full = std::min(most, tokens.size / block_size_);
+  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
+    e = index_.find(e, tokens.data + i * block_size_);
+    if (e == kNoEntry) break;
+    if (!index_[e].has_blocks() && !config_.window_tokens) break;
+    found.push_back(e);
+    present.push_back(index_[e].has_blocks());
+  }
+  if (config_.window_tokens)
+    found.resize(static_cast<size_t>(window_hits(present, tokens.size).first));
+  return found;
 }
 
 }  // namespace kvplane::blocks

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "core/types.h"
@@ -31,6 +32,13 @@ struct TableChanges {
   std::vector<int64_t> generations;
   std::vector<uint8_t> allocated;
 
+  // In the order of the message's fields.
+  template <typename Self>
+  static auto columns(Self& self) {
+    return std::tie(self.kinds, self.sequence_ids, self.groups, self.tiers, self.first_blocks,
+                    self.num_blocks, self.parents, self.indices, self.generations, self.allocated);
+  }
+
   // A SET or REPLACE; the caller adds num entries.
   void set(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first, int64_t num) {
     add(kind, sequence_id, tier, first, num);
@@ -45,7 +53,6 @@ struct TableChanges {
     add(kind, sequence_id, Tier(0), 0, num);
   }
   bool empty() const { return kinds.empty(); }
-  void clear();
 
  private:
   void add(ChangeKind kind, int64_t sequence_id, Tier tier, int64_t first, int64_t num);
@@ -60,6 +67,13 @@ struct TransferColumns {
   std::vector<int32_t> destination_indices;
   std::vector<int64_t> destination_generations;
 
+  // In the order of the message's fields.
+  template <typename Self>
+  static auto columns(Self& self) {
+    return std::tie(self.groups, self.source_tiers, self.source_indices, self.source_generations,
+                    self.destination_tiers, self.destination_indices, self.destination_generations);
+  }
+
   template <typename Ref>
   void add(const Ref& source, const Ref& destination) {
     source_tiers.push_back(source.tier);
@@ -70,7 +84,6 @@ struct TransferColumns {
     destination_generations.push_back(destination.generation);
   }
   bool empty() const { return source_tiers.empty(); }
-  void clear();
 };
 
 struct Spans {
@@ -78,8 +91,13 @@ struct Spans {
   std::vector<int32_t> first_positions;
   std::vector<int32_t> num_tokens;
 
+  // In the order of the message's fields.
+  template <typename Self>
+  static auto columns(Self& self) {
+    return std::tie(self.sequence_ids, self.first_positions, self.num_tokens);
+  }
+
   bool empty() const { return sequence_ids.empty(); }
-  void clear();
 };
 
 // Blocks allocated for no table.
@@ -89,8 +107,13 @@ struct Allocations {
   std::vector<int32_t> indices;
   std::vector<int64_t> generations;
 
+  // In the order of the message's fields.
+  template <typename Self>
+  static auto columns(Self& self) {
+    return std::tie(self.tiers, self.indices, self.generations, self.groups);
+  }
+
   bool empty() const { return tiers.empty(); }
-  void clear();
 };
 
 struct Draft {

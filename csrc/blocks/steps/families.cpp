@@ -1,11 +1,10 @@
-// Families of sequences: an admission and its forks hold the same blocks, so the queue for device
-// blocks takes them as one. They are counted in one layer group of a pool.
+#include "steps/families.h"
+
 #include <algorithm>
+#include <cassert>
 #include <stdexcept>
 #include <string>
 #include <utility>
-
-#include "core/pool.h"
 
 namespace kvplane::blocks {
 
@@ -17,8 +16,8 @@ void note_changed(Session& session, int64_t id, Family& family) {
 
 }  // namespace
 
-void Pool::join_family(Session& session, uint32_t index, int64_t id) {
-  if (!counts_families_) return;
+void Families::join(Session& session, uint32_t index, int64_t id) {
+  if (!counts_) return;
   Sequence& sequence = sequences_[index];
   Family& family = session.families[id];
   sequence.family = id;
@@ -29,8 +28,8 @@ void Pool::join_family(Session& session, uint32_t index, int64_t id) {
   note_changed(session, id, family);
 }
 
-void Pool::leave_family(Session& session, uint32_t index) {
-  if (!counts_families_) return;
+void Families::leave(Session& session, uint32_t index) {
+  if (!counts_) return;
   const Sequence& sequence = sequences_[index];
   Family& family = session.families.at(sequence.family);
   const uint32_t last = family.members.back();
@@ -41,17 +40,16 @@ void Pool::leave_family(Session& session, uint32_t index) {
   note_changed(session, sequence.family, family);
 }
 
-void Pool::claim_device(Session& session, uint32_t index, bool claims) {
+void Families::claim_device(Session& session, uint32_t index, bool claims) {
   Sequence& sequence = sequences_[index];
-  if (!counts_families_ || sequence.claims_device == claims) return;
+  if (!counts_ || sequence.claims_device == claims) return;
   sequence.claims_device = claims;
   Family& family = session.families.at(sequence.family);
   family.num_on_device += claims ? 1 : -1;
   note_changed(session, sequence.family, family);
 }
 
-std::vector<FamilyEvent> Pool::take_family_events(SessionHandle handle) {
-  Session& session = sessions_[handle];
+std::vector<FamilyEvent> Families::take_events(Session& session) const {
   std::vector<FamilyEvent> events;
   for (const int64_t id : session.changed_families) {
     const auto found = session.families.find(id);
@@ -74,9 +72,9 @@ std::vector<FamilyEvent> Pool::take_family_events(SessionHandle handle) {
   return events;
 }
 
-std::vector<int64_t> Pool::on_device(SessionHandle handle, int64_t family) const {
+std::vector<int64_t> Families::on_device(const Session& session, int64_t family) const {
   std::vector<int64_t> ids;
-  const auto& families = sessions_[handle].families;
+  const auto& families = session.families;
   const auto found = families.find(family);
   if (found == families.end()) return ids;
   for (const uint32_t index : found->second.members)
@@ -85,7 +83,7 @@ std::vector<int64_t> Pool::on_device(SessionHandle handle, int64_t family) const
   return ids;
 }
 
-void Pool::check_families(const Session& session) const {
+void Families::check(const Session& session) const {
   const auto require = [](bool ok, const char* what) {
     if (!ok) throw std::logic_error(std::string("families: ") + what);
   };
@@ -106,7 +104,7 @@ void Pool::check_families(const Session& session) const {
     require(!family.members.empty() || family.has_changed, "one is empty");
     num += family.members.size();
   }
-  const size_t num_counted = counts_families_ && session.open ? session.sequences.size() : 0;
+  const size_t num_counted = counts_ && session.open ? session.sequences.size() : 0;
   require(num == num_counted, "sequences have none");
 }
 

@@ -1,8 +1,7 @@
-// Plans: a step's changes become one message; all tables after an abort; demotion.
-#include <algorithm>
-#include <unordered_map>
+#include "steps/plans.h"
 
-#include "core/pool.h"
+#include <algorithm>
+#include <utility>
 
 namespace kvplane::blocks {
 
@@ -20,83 +19,73 @@ int64_t num_shared_chunks(const Table& a, const Table& b) {
 
 }  // namespace
 
-// Copies a block; it is pinned until the plan has run, so that the plan can run again. Only its
-// first num_tokens matter.
-void Pool::transfer(Session& session, BlockRef source, Tier tier, Block copy, uint32_t num_tokens) {
-  store(source.tier).pin(source.block, session.handle, num_tokens);
-  const BlockRef destination{tier, copy, store(tier).generation(copy)};
+void PlanLog::transfer(Session& session, BlockRef source, Tier tier, Block copy,
+                       uint32_t num_tokens) {
+  stores_[source.tier].pin(source.block, session.handle, num_tokens);
+  const BlockRef destination{tier, copy, stores_[tier].generation(copy)};
   session.destinations.insert(key_of(tier, copy), 1);
   note(session, {source, destination});
 }
 
 // After an abort, the plan names its transfers once all tables are written to it.
-void Pool::note(Session& session, const Transfer& transfer) {
+void PlanLog::note(Session& session, const Transfer& transfer) {
   session.record.transfers.push_back(transfer);
   if (!session.resync_due) session.draft.transfers.add(transfer.source, transfer.destination);
 }
 
-// Blocks of the draft may be allocated again.
-void Pool::end_draft(Session& session) {
-  for (const auto& [tier, block] : session.kept) store(tier).unpin(block);
-  session.kept.clear();
-  session.destinations.clear();
-  session.allocated.clear();
-  session.tables = WholeTables{};
-  session.draft.clear();
+void PlanLog::save(Session& session, Block b) {
+  BlockStore& host = stores_[kHost];
+  const EntryId e = index_.entry_of(kDevice, b);
+  Entry& entry = index_[e];
+  if (session.resync_due || entry.block(kHost) != kNoBlock || entry.spares != kNoBlock ||
+      entry.num_arriving || !host.num_obtainable(session.handle) ||
+      session.record.demotions.size() == kMaxDemotions)
+    return;
+  std::vector<Block> copy;
+  host.allocate(session.handle, 1, copy);
+  const BlockRef source{kDevice, b, stores_[kDevice].generation(b)};
+  const BlockRef destination{kHost, copy[0], host.generation(copy[0])};
+  session.destinations.insert(key_of(kHost, copy[0]), 1);
+  note(session, {source, destination, false});
+  Allocations& allocations = session.draft.allocations;
+  allocations.tiers.push_back(kHost);
+  allocations.indices.push_back(static_cast<int32_t>(copy[0]));
+  allocations.generations.push_back(destination.generation);
+  session.record.demotions.push_back({e, entry.uid, copy[0]});
+  ++entry.num_arriving;
 }
 
-bool Pool::prepare(Groups groups, SessionHandle handle, int64_t max_blocks) {
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Session& session = groups[g]->sessions_[handle];
-    if (!session.resync_due) continue;
-    const int64_t num =
-        session.destinations.size() ? div_ceil(max_blocks, kOriginBlocks) : max_blocks;
-    if (groups[g]->write_whole_tables(session, num)) return true;
-    if (groups[g]->write_transfers(session, max_blocks)) return true;
-  }
-  return false;
+void PlanLog::touch(Session& session, uint32_t index) {
+  session.record.touched.emplace_back(index, sequences_[index].uid);
 }
 
-bool Pool::finish(Groups groups, SessionHandle handle, std::string_view prefix,
-                  const std::function<char*(size_t)>& make) {
-  bool has_any = false;
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Pool& pool = *groups[g];
-    const BlockStore& device = pool.store(kDevice);
-    pool.counters_.max_held =
-        std::max<int64_t>(pool.counters_.max_held,
-                          int64_t{device.num_in(State::kHeld)} + device.num_in(State::kPinned));
-    has_any = has_any || pool.has_plan(pool.sessions_[handle]);
-  }
-  if (!has_any) return false;
-  Draft merged;
-  const Session& first = groups[0]->sessions_[handle];
-  for (int64_t g = 0; g < groups.size; ++g) {
-    Session& session = groups[g]->sessions_[handle];
-    groups[g]->complete_draft(session);
-    if (groups.size > 1) merged.add(session.draft, static_cast<uint8_t>(g));
-  }
-  const Draft& draft = groups.size > 1 ? merged : first.draft;
-  const std::vector<uint8_t>& kinds = draft.changes.kinds;
-  const bool keeps = std::count(kinds.begin(), kinds.end(), uint8_t(ChangeKind::kKeep)) > 0;
-  draft.encode(prefix, first.number, first.last_plan, first.resync_due, keeps ? first.done : 0,
-               make);
-  for (int64_t g = 0; g < groups.size; ++g) groups[g]->end_step(groups[g]->sessions_[handle]);
-  return true;
+void PlanLog::touch_plan(Session& session, int64_t plan, uint32_t index) {
+  for (PlanRecord& record : session.plans)
+    if (record.number == plan) {
+      record.touched.emplace_back(index, sequences_[index].uid);
+      return;
+    }
+  touch(session, index);
 }
 
-bool Pool::has_plan(const Session& session) const {
-  return session.resync_due || !session.draft.empty() || !session.record.transfers.empty();
+bool PlanLog::is_empty(const Session& session) const {
+  return !(session.resync_due || !session.draft.empty() || !session.record.transfers.empty());
 }
 
-void Pool::complete_draft(Session& session) {
+bool PlanLog::prepare(Session& session, int64_t max_blocks) {
+  if (!session.resync_due) return false;
+  const int64_t num =
+      session.destinations.size() ? div_ceil(max_blocks, kOriginBlocks) : max_blocks;
+  return write_whole_tables(session, num) || write_transfers(session, max_blocks);
+}
+
+void PlanLog::complete(Session& session) {
   if (!session.resync_due) return;
   write_whole_tables(session, std::numeric_limits<int64_t>::max());
   write_transfers(session, std::numeric_limits<int64_t>::max());
 }
 
-// The draft has become a plan.
-void Pool::end_step(Session& session) {
+void PlanLog::end_step(Session& session) {
   end_draft(session);
   session.record.number = session.number;
   session.plans.push_back(std::move(session.record));
@@ -105,15 +94,25 @@ void Pool::end_step(Session& session) {
   session.resync_due = false;
 }
 
+// Blocks of the draft may be allocated again.
+void PlanLog::end_draft(Session& session) {
+  for (const auto& [tier, block] : session.kept) stores_[tier].unpin(block);
+  session.kept.clear();
+  session.destinations.clear();
+  session.allocated.clear();
+  session.tables = WholeTables{};
+  session.draft.clear();
+}
+
 // Writes all tables as they are now, about `max_blocks` at a time. Entries that the data plane has
 // are kept, and a table that shares its first chunks with an earlier one is sent as a fork of that
 // one. Returns whether some are left.
-bool Pool::write_whole_tables(Session& session, int64_t max_blocks) {
+bool PlanLog::write_whole_tables(Session& session, int64_t max_blocks) {
   WholeTables& tables = session.tables;
   TableChanges& changes = session.draft.changes;
   if (!std::exchange(tables.begun, true)) {
-    changes.clear();
-    tables.indices = indices_of(session.handle);
+    changes = TableChanges{};
+    tables.indices = sequences_.indices_of(session);
     int64_t num = 0;
     for (const uint32_t index : tables.indices)
       num += sequences_[index].table.size - num_sent(session, sequences_[index]);
@@ -133,7 +132,7 @@ bool Pool::write_whole_tables(Session& session, int64_t max_blocks) {
   return false;
 }
 
-void Pool::write_whole_table(Session& session, Sequence& sequence) {
+void PlanLog::write_whole_table(Session& session, Sequence& sequence) {
   TableChanges& changes = session.draft.changes;
   sequence.table_sent = sequence.table.size > 0;
   if (!sequence.table.size) return;
@@ -153,7 +152,7 @@ void Pool::write_whole_table(Session& session, Sequence& sequence) {
   }
   changes.set(kind, sequence.id, sequence.tier, first, size - first);
   size_t i = changes.indices.size();
-  add_entries(sequence, first, size, changes);
+  tables_.add_entries(sequence, first, size, changes);
   changes.allocated.resize(changes.indices.size());
   const auto& destinations = session.destinations;
   for (; i < changes.indices.size(); ++i) {
@@ -166,7 +165,7 @@ void Pool::write_whole_table(Session& session, Sequence& sequence) {
 }
 
 // Writes the transfers that fill blocks of whole tables. Returns whether some are left.
-bool Pool::write_transfers(Session& session, int64_t max_blocks) {
+bool PlanLog::write_transfers(Session& session, int64_t max_blocks) {
   // A block that a later operation of this step replaced is in no table, so the data plane never
   // learns of it: a copy of such a block is made from the block that it was itself copied from.
   Origins& origins = session.tables.origins;
@@ -182,40 +181,16 @@ bool Pool::write_transfers(Session& session, int64_t max_blocks) {
     // Nothing was ever written to a block that the step allocated and gave up again.
     if (session.allocated.contains(key_of(origin.tier, origin.block))) continue;
     if (session.tables.in_tables.contains(key_of(to.tier, to.block)) &&
-        store(to.tier).generation(to.block) == to.generation)
+        stores_[to.tier].generation(to.block) == to.generation)
       session.draft.transfers.add(origin, to);
   }
   return false;
 }
 
-// Copies a cached device block, which is evicted for the session, to the host tier if that has
-// room. The plan's transfers run before anything else writes the block.
-void Pool::save(Session& session, Block b) {
-  BlockStore& host = store(kHost);
-  const EntryId e = index_.entry_of(kDevice, b);
-  Entry& entry = index_[e];
-  if (session.resync_due || entry.block(kHost) != kNoBlock || entry.spares != kNoBlock ||
-      entry.num_arriving || !host.num_obtainable(session.handle) ||
-      session.record.demotions.size() == kMaxDemotions)
-    return;
-  std::vector<Block> copy;
-  host.allocate(session.handle, 1, copy);
-  const BlockRef source{kDevice, b, store(kDevice).generation(b)};
-  const BlockRef destination{kHost, copy[0], host.generation(copy[0])};
-  session.destinations.insert(key_of(kHost, copy[0]), 1);
-  note(session, {source, destination, false});
-  Allocations& allocations = session.draft.allocations;
-  allocations.tiers.push_back(kHost);
-  allocations.indices.push_back(static_cast<int32_t>(copy[0]));
-  allocations.generations.push_back(destination.generation);
-  session.record.demotions.push_back({e, entry.uid, copy[0]});
-  ++entry.num_arriving;
-}
-
 // The plan that copied blocks to the host tier has run, or was aborted.
-void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_run,
-                         int64_t next_plan) {
-  BlockStore& host = store(kHost);
+void PlanLog::end_demotions(Session& session, const PlanRecord& record, bool has_run,
+                            int64_t next_plan) {
+  BlockStore& host = stores_[kHost];
   for (const Demotion& demotion : record.demotions) {
     const EntryId e = demotion.entry;
     if (index_.alive(e, demotion.uid)) {
@@ -230,8 +205,111 @@ void Pool::end_demotions(Session& session, const PlanRecord& record, bool has_ru
       }
       index_.prune(e);
     }
-    release(session, kHost, &demotion.copy, 1, next_plan);
+    tables_.release(session, kHost, &demotion.copy, 1, next_plan);
   }
+}
+
+// Receipts
+
+bool PlanLog::begin_receipted(Session& session, int64_t plan) {
+  auto& [begun, plans, next_plan, next_touched] = session.receipting;
+  if (plan <= session.done) return begun;
+  session.done = plan;
+  begun = true;
+  while (!session.plans.empty() && session.plans.front().number <= plan) {
+    plans.push_back(std::move(session.plans.front()));
+    session.plans.pop_front();
+  }
+  return true;
+}
+
+bool PlanLog::end_receipted(Session& session, int64_t left) {
+  for (; !session.releases.empty() && session.releases.front().plan <= session.done;
+       session.releases.pop_front())
+    for (const Tier tier : {kDevice, kHost}) {
+      std::vector<Block>& blocks = session.releases.front().blocks[tier - 1];
+      const int64_t num = std::clamp<int64_t>(left, 0, static_cast<int64_t>(blocks.size()));
+      stores_[tier].finished(blocks.data(), static_cast<size_t>(num));
+      blocks.erase(blocks.begin(), blocks.begin() + num);
+      left -= num;
+      if (!blocks.empty()) return true;
+    }
+  for (PlanRecord& record : session.receipting.plans) {
+    for (; !record.transfers.empty(); record.transfers.pop_back(), --left) {
+      if (left <= 0) return true;
+      const Transfer& transfer = record.transfers.back();
+      if (transfer.pins) stores_[transfer.source.tier].unpin(transfer.source.block);
+    }
+    end_demotions(session, std::exchange(record, {}), true, session.done);
+  }
+  session.receipting = Receipting{};
+  return false;
+}
+
+// Aborts
+
+void PlanLog::begin_abort(Session& session) {
+  end_draft(session);
+  session.plans.push_back(std::exchange(session.record, {}));  // drafted since the last plan
+  size_t num = 0;
+  for (const PlanRecord& record : session.plans) num += record.transfers.size();
+  if (num) session.aborting.origins.reserve(num);
+  session.aborting.begun = true;
+}
+
+bool PlanLog::note_origins(Session& session, int64_t& left) {
+  auto& [begun, next_plan, next_transfer, origins, ids, next_id] = session.aborting;
+  for (; next_plan < session.plans.size(); ++next_plan, next_transfer = 0) {
+    const std::vector<Transfer>& transfers = session.plans[next_plan].transfers;
+    for (; next_transfer < transfers.size(); ++next_transfer, left -= kOriginBlocks) {
+      if (left <= 0) return true;
+      origins.add(transfers[next_transfer].source, transfers[next_transfer].destination);
+    }
+  }
+  return false;
+}
+
+bool PlanLog::end_plans(Session& session, int64_t next_plan, int64_t& left) {
+  for (; !session.plans.empty(); session.plans.pop_front()) {
+    PlanRecord& record = session.plans.front();
+    for (; !record.transfers.empty(); record.transfers.pop_back(), --left) {
+      if (left <= 0) return true;
+      const Transfer& transfer = record.transfers.back();
+      if (!transfer.pins) continue;
+      const auto& [tier, block, generation] = transfer.source;
+      if (tables_.remember(session, tier, &transfer.source.block, 1, next_plan))
+        stores_[tier].add_pending(block, session.handle);
+      stores_[tier].unpin(block);
+    }
+    end_demotions(session, record, false, next_plan);
+    for (const auto& [index, uid] : record.touched)
+      if (sequences_[index].uid == uid && !sequences_[index].live) sequences_.forget(index);
+    left -= static_cast<int64_t>(record.touched.size());
+  }
+  return false;
+}
+
+void PlanLog::end_session(Session& session) {
+  // A receipt that was applied in part: its other plans end as plans in flight do.
+  auto& receipted = session.receipting.plans;
+  session.plans.insert(session.plans.begin(), std::make_move_iterator(receipted.begin()),
+                       std::make_move_iterator(receipted.end()));
+  session.receipting = Receipting{};
+  session.aborting = Aborting{};
+  session.plans.push_back(std::exchange(session.record, {}));
+  end_draft(session);
+}
+
+void PlanLog::add_uses(const Session& session, BlockUses& uses) const {
+  const auto add = [&](const PlanRecord& record) {
+    for (const Transfer& transfer : record.transfers)
+      if (transfer.pins) ++uses.pins[transfer.source.tier - 1][transfer.source.block];
+    for (const Demotion& demotion : record.demotions) ++uses.refs[1][demotion.copy];
+  };
+  for (const PlanRecord& record : session.receipting.plans) add(record);
+  for (const PlanRecord& record : session.plans) add(record);
+  add(session.record);
+  for (const auto& [tier, block] : session.kept) ++uses.pins[tier - 1][block];
 }
 
 }  // namespace kvplane::blocks

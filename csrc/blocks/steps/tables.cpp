@@ -1,8 +1,10 @@
-// Tables: each block reference of a chunk is counted once, however many sequences share the chunk.
-#include <algorithm>
-#include <cstring>
+#include "steps/tables.h"
 
-#include "core/pool.h"
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
 
 namespace kvplane::blocks {
 
@@ -13,7 +15,7 @@ constexpr int64_t kAhead = 16;
 
 }  // namespace
 
-void Pool::own_chunk(Session& session, Sequence& sequence, size_t chunk) {
+void Tables::own_chunk(Session& session, Sequence& sequence, size_t chunk) {
   uint32_t& id = sequence.table.chunks[chunk];
   if (table_store_[id].num_owners == 1) return;
   const int64_t begin = static_cast<int64_t>(chunk) * Table::kItems;
@@ -22,14 +24,13 @@ void Pool::own_chunk(Session& session, Sequence& sequence, size_t chunk) {
   const Block* items = table_store_[id].items;
   std::memcpy(table_store_[copy].items, items, static_cast<size_t>(num) * sizeof(Block));
   const Block* first = std::find_if(items, items + num, [](Block b) { return b != kNoBlock; });
-  store(sequence.tier).share(first, static_cast<size_t>(items + num - first));
+  stores_[sequence.tier].share(first, static_cast<size_t>(items + num - first));
   session.num_held += items + num - first;
   table_store_.drop(id);
   id = copy;
 }
 
-// Adds entries for blocks whose references the caller holds.
-void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<Block>& blocks) {
+void Tables::push(Session& session, Sequence& sequence, const std::vector<Block>& blocks) {
   Table& table = sequence.table;
   note_change(session, sequence, table.size);
   if (table.size % Table::kItems && !blocks.empty())
@@ -49,17 +50,16 @@ void Pool::push_blocks(Session& session, Sequence& sequence, const std::vector<B
       static_cast<int64_t>(blocks.size()) - std::count(blocks.begin(), blocks.end(), kNoBlock);
 }
 
-// Replaces an entry of a chunk that the sequence owns alone; the caller counts the references.
-void Pool::put_block(Session& session, Sequence& sequence, int64_t i, Block b) {
+void Tables::put(Session& session, Sequence& sequence, int64_t i, Block b) {
   note_change(session, sequence, i);
   own_chunk(session, sequence, static_cast<size_t>(i / Table::kItems));
-  table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]]
-      .items[i % Table::kItems] = b;
+  auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
+  assert(chunk.num_owners == 1 && i < sequence.table.size);
+  chunk.items[i % Table::kItems] = b;
 }
 
-// Cuts the table to its first `num` entries; the session may touch released blocks until `plan` has
-// run. Returns how many blocks no table refers to any more. Tails first.
-int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
+int64_t Tables::cut(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
+  assert(num >= 0);
   Table& table = sequence.table;
   int64_t num_released = 0;
   while (table.size > num) {
@@ -87,31 +87,28 @@ int64_t Pool::cut_table(Session& session, Sequence& sequence, int64_t num, int64
   return num_released;
 }
 
-// Releases the entries before `num`: they lie behind the window.
-void Pool::trim_table(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
+void Tables::trim(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
   for (int64_t i = sequence.num_trimmed; i < num; ++i) {
     own_chunk(session, sequence, static_cast<size_t>(i / Table::kItems));
     const Block b = sequence.table.at(table_store_, i);
-    put_block(session, sequence, i, kNoBlock);
+    put(session, sequence, i, kNoBlock);
     release(session, sequence.tier, &b, 1, plan);
     --session.num_held;
   }
   sequence.num_trimmed = num;
 }
 
-// Adds a reference to each, which may have none.
-void Pool::share(Session& session, Tier tier, const std::vector<Block>& blocks) {
-  BlockStore& there = store(tier);
+void Tables::share(Session& session, Tier tier, const std::vector<Block>& blocks) {
+  BlockStore& there = stores_[tier];
   if (tier == kDevice)
     for (const Block b : blocks) held_[session.owner] += there.ref_count(b) == 0;
   there.share(blocks.data(), blocks.size());
 }
 
-// Removes a reference from each block, which the session may touch until `plan` has run. Returns
-// how many have none left.
-int64_t Pool::release(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan) {
+int64_t Tables::release(Session& session, Tier tier, const Block* blocks, size_t num,
+                        int64_t plan) {
   if (num == 0) return 0;
-  BlockStore& there = store(tier);
+  BlockStore& there = stores_[tier];
   for (size_t i = 0; i < num && session.destinations.size(); ++i) {
     const Block b = blocks[i];
     if (there.ref_count(b) > 1 || !session.destinations.contains(key_of(tier, b))) continue;
@@ -127,8 +124,7 @@ int64_t Pool::release(Session& session, Tier tier, const Block* blocks, size_t n
   return num_released;
 }
 
-// Remembers that the session may touch the blocks until `plan` has run; false if it has.
-bool Pool::remember(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan) {
+bool Tables::remember(Session& session, Tier tier, const Block* blocks, size_t num, int64_t plan) {
   if (plan <= session.done) return false;
   auto& releases = session.releases;
   auto it = releases.end();
@@ -142,34 +138,23 @@ bool Pool::remember(Session& session, Tier tier, const Block* blocks, size_t num
   return true;
 }
 
-// The plan that the blocks were released in has run.
-void Pool::end_release(const Release& release) {
-  for (const Tier tier : {kDevice, kHost}) {
-    const std::vector<Block>& blocks = release.blocks[tier - 1];
-    store(tier).finished(blocks.data(), blocks.size());
-  }
-}
-
-void Pool::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
+void Tables::allocate(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   const size_t before = out.size();
   obtain(session, tier, num, out);
   for (size_t i = before; session.resync_due && i < out.size(); ++i)
     session.allocated.insert(key_of(tier, out[i]), 1);
 }
 
-// Allocates blocks; the caller notes them as allocated, if a resync is due.
-void Pool::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
-  allocating_ = &session;
-  store(tier).allocate(session.handle, num, out);
+void Tables::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
+  stores_[tier].allocate(session.handle, num, out);
   if (tier == kDevice) held_[session.owner] += num;
   if (session.resync_due) session.allocated.reserve(static_cast<size_t>(num));
-  announce_promoted();
+  announcements_.add_promoted();
 }
 
-// Adds table entries [first, end), but not whether they are allocated.
-void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
-                       TableChanges& changes) const {
-  const BlockStore& blocks = store(sequence.tier);
+void Tables::add_entries(const Sequence& sequence, int64_t first, int64_t end,
+                         TableChanges& changes) const {
+  const BlockStore& blocks = stores_[sequence.tier];
   blocks.touched(static_cast<size_t>(end - first));
   size_t i = changes.indices.size();
   changes.indices.resize(i + static_cast<size_t>(end - first));
@@ -183,10 +168,8 @@ void Pool::add_entries(const Sequence& sequence, int64_t first, int64_t end,
   });
 }
 
-// Sends table entries [first, end) to the data plane. allocated[i] is 1 for an entry that this plan
-// allocates; null: all are.
-void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
-                       int64_t end, const std::vector<uint8_t>* allocated) {
+void Tables::set_entries(Session& session, Sequence& sequence, ChangeKind kind, int64_t first,
+                         int64_t end, const std::vector<uint8_t>* allocated) const {
   sequence.table_sent = true;
   if (session.resync_due) return;  // the plan will say what all tables are
   TableChanges& changes = session.draft.changes;
@@ -198,13 +181,95 @@ void Pool::set_entries(Session& session, Sequence& sequence, ChangeKind kind, in
     changes.allocated.resize(changes.indices.size(), 1);
 }
 
-std::vector<Block> Pool::table_of(const Sequence& sequence) const {
+std::vector<Block> Tables::blocks_of(const Sequence& sequence) const {
   std::vector<Block> table;
   table.reserve(static_cast<size_t>(sequence.table.size));
   sequence.table.runs(table_store_, 0, sequence.table.size, [&](const Block* items, int64_t num) {
     table.insert(table.end(), items, items + num);
   });
   return table;
+}
+
+int64_t Tables::num_allowed(const Session& session) const {
+  const int64_t quota = config_.max_owner_blocks;
+  if (!quota) return std::numeric_limits<int64_t>::max();
+  return quota - held_[session.owner];
+}
+
+Failure Tables::never_fits(Tier tier, int64_t item, int64_t needed) const {
+  return {item, Code::kNever, needed, stores_[tier].num_blocks, tier};
+}
+
+Failure Tables::no_room(const Session& session, Tier tier, int64_t item, int64_t needed,
+                        int64_t available, int64_t headroom) const {
+  const bool is_headroom = headroom && needed <= stores_[tier].num_obtainable(session.handle);
+  return {item, is_headroom ? Code::kLaterHeadroom : Code::kLater, needed,
+          std::max<int64_t>(0, available), tier};
+}
+
+void Tables::share_table(Session& session, Sequence& child, const Sequence& parent) {
+  child.table = parent.table;
+  for (const uint32_t chunk : child.table.chunks) ++table_store_[chunk].num_owners;
+  session.num_entries += child.table.size;
+  note_change(session, child, 0);
+  child.num_trimmed = parent.num_trimmed;
+}
+
+void Tables::end_releases(Session& session) {
+  for (const Release& release : session.releases)
+    for (BlockStore& blocks : stores_) {
+      const std::vector<Block>& released = release.blocks[blocks.tier - 1];
+      blocks.finished(released.data(), released.size());
+    }
+  session.releases.clear();
+}
+
+void Tables::check(const Sessions& sessions, const SequenceStore& sequences,
+                   BlockUses& uses) const {
+  std::unordered_map<uint32_t, uint32_t> owners;  // of chunks
+  std::vector<uint8_t> is_counted(stores_[kDevice].num_blocks);
+  for (const Session& session : sessions) {
+    int64_t num_held = 0, num_entries = 0;
+    for (const Sequence* sequence : sequences.of(session)) {
+      auto require = [&](bool ok, const char* what) {
+        if (!ok) throw std::logic_error("sequence " + std::to_string(sequence->id) + ": " + what);
+      };
+      std::vector<Block> table = blocks_of(*sequence);
+      num_entries += sequence->table.size;
+      for (size_t p = 0; p < sequence->table.chunks.size(); ++p) {
+        if (owners[sequence->table.chunks[p]]++) continue;
+        const size_t end = std::min(table.size(), (p + 1) * Table::kItems);
+        for (size_t i = p * Table::kItems; i < end; ++i) {
+          if (table[i] == kNoBlock) continue;
+          ++uses.refs[sequence->tier - 1][table[i]];
+          ++num_held;
+        }
+      }
+      for (size_t i = 0; i < table.size(); ++i)
+        require((table[i] == kNoBlock) == (static_cast<int64_t>(i) < sequence->num_trimmed),
+                "trimmed entries differ");
+      table.erase(std::remove(table.begin(), table.end(), kNoBlock), table.end());
+      if (sequence->tier == kDevice)
+        for (const Block b : table)
+          if (!std::exchange(is_counted[b], 1)) ++uses.held[session.owner];
+      std::sort(table.begin(), table.end());
+      require(std::adjacent_find(table.begin(), table.end()) == table.end(),
+              "a block is twice in it");
+    }
+    if (num_held != session.num_held) throw std::logic_error("blocks held are miscounted");
+    if (num_entries != session.num_entries) throw std::logic_error("table entries are miscounted");
+    for (const Release& release : session.releases) {
+      if (release.plan <= session.done && session.open && !session.receipting.begun)
+        throw std::logic_error("a release waits for a plan that has run");
+      for (int t = 0; t < 2; ++t)
+        for (const Block b : release.blocks[t]) ++uses.pending[t][b];
+    }
+  }
+  for (const auto& [chunk, num] : owners)
+    if (table_store_[chunk].num_owners != num)
+      throw std::logic_error("owners of a chunk of a table differ");
+  if (table_store_.num_used() != owners.size()) throw std::logic_error("chunks of tables are lost");
+  if (uses.held != held_) throw std::logic_error("blocks that owners hold are miscounted");
 }
 
 }  // namespace kvplane::blocks

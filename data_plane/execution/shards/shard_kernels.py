@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -29,10 +29,10 @@ from data_plane.kernels.arguments import (
     require,
 )
 from data_plane.kernels.backend import Kernels
-from data_plane.kernels.backends.bound_layers import BoundLayer, LayerTensors
+from data_plane.kernels.backends.bound_layers import BoundLayer
 from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.kernels.backends.cuda import StepMemory
 from data_plane.kernels.device.cuda_streams import device_errors
-from data_plane.kernels.step_memory import StepMemory
 from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.pool import TORCH_DTYPES, Pools
 from data_plane.plans.batches.attention_batch import AttentionBatch
@@ -88,7 +88,8 @@ class ShardKernels:
         self._streams = kernels.streams
         self._scales = layer_scales(layout, shard, device)
         self._times = kernel_times(device, counters)
-        self._bound = kernels.bound_layers()
+        self.bound = kernels.bound_layers()
+        """Layers that write and attend in one native call; None for kernels that bind none."""
         self._slice_sizes = SliceSizes()
 
     def group_of_layer(self, layer: int) -> int:
@@ -158,63 +159,6 @@ class ShardKernels:
             require(num_tokens == batch.num_tokens, wanted, "query")
         return arguments
 
-    def bound_layer(
-        self,
-        batch: AttentionBatch,
-        layer: int,
-        tensors: LayerTensors,
-        options: AttentionOptions,
-        out: torch.Tensor | None,
-    ) -> BoundLayer | None:
-        """Return the layer that ``bind`` bound, if the arguments need no more checks; else None.
-        There is a query and a key.
-        """
-        if self._bound is None:
-            return None
-        bound = self._bound.find(layer, tensors, options)
-        if bound is None or not bound.fits(batch):
-            return None
-        return bound if out is None or out.shape == bound.output_shape else None
-
-    def native_batch(self, batch: AttentionBatch) -> Any:
-        """Return the batch as bound layers take it. Only for kernels that bind layers."""
-        assert self._bound is not None
-        return self._bound.batch(batch)
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a bound layer's call. Only for kernels that bind layers."""
-        assert self._bound is not None
-        return self._bound.num_threads
-
-    def bind(
-        self,
-        layer: int,
-        options: AttentionOptions,
-        write: WriteArguments,
-        attention: AttentionArguments,
-    ) -> BoundLayer | None:
-        """Bind the layer, where the kernels can, for calls like the one with these arguments.
-        ``options``: the caller's.
-        """
-        if self._bound is None:
-            return None
-        return self._bound.bind(layer, options, write, attention)
-
-    def write_and_attend(
-        self,
-        bound: BoundLayer,
-        run: RunningPlan,
-        batch: AttentionBatch,
-        tensors: LayerTensors,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Write and attend with a layer that ``bound_layer`` returned."""
-        assert self._bound is not None
-        output, *seconds = self._bound.run(bound, batch, tensors, out)
-        self.count(bound, run, seconds)
-        return output
-
     def count(self, bound: BoundLayer, run: RunningPlan, seconds: Sequence[float]) -> None:
         """Count a call of a bound layer. ``seconds``: how long writing and attending took."""
         counters, num_tokens = self._counters, bound.num_tokens
@@ -265,11 +209,9 @@ class ShardKernels:
         """Return ``Kernels.step_memory()``."""
         return self._kernels.step_memory()
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """Queue the work inside on the caller's stream, after all work queued before."""
-        with self._streams.computing():
-            yield
+        return self._streams.computing()
 
     def queue(
         self,

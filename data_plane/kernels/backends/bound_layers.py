@@ -13,38 +13,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Final
 
 import torch
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments, bytes_of_token
+from data_plane.kernels.step_rows import StepRows
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+
+_BATCH: Final = ("bound",)  # among a batch's shared plans
 
 Signature = tuple[Any, ...]
 LayerTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Query, key and value. Without a query a layer only writes; without a key it only attends."""
-
-
-class Batch(Protocol):
-    """The properties of ``AttentionBatch`` that are used here."""
-
-    @property
-    def group(self) -> int: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_spans(self) -> int: ...
-    @property
-    def slots(self) -> torch.Tensor: ...
-    @property
-    def block_tables(self) -> torch.Tensor: ...
-    @property
-    def query_starts(self) -> torch.Tensor: ...
-    @property
-    def context_lens(self) -> torch.Tensor: ...
-    @property
-    def max_window_tokens(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +44,7 @@ class BoundLayer:
     token_bytes: int
     held: tuple[torch.Tensor | None, ...]
 
-    def fits(self, batch: Batch) -> bool:
+    def fits(self, batch: StepRows) -> bool:
         """Return whether the batch has as many tokens, and the layer's window reaches no trimmed
         entry of its tables.
         """
@@ -88,17 +70,29 @@ class BoundLayers:
         # The latest binding for one token, whose token stride does not matter, and for several.
         self._layers: dict[tuple[int, bool], BoundLayer] = {}
         self._last: dict[int, BoundLayer] = {}  # the latest call's
-        self._batches: dict[int, tuple[Batch, Any]] = {}  # the latest of each layer group
 
     def find(
         self,
+        batch: StepRows,
         layer: int,
         tensors: LayerTensors,
         options: AttentionOptions,
+        out: torch.Tensor | None,
+    ) -> BoundLayer | None:
+        """Return the layer that ``bind`` bound, if these arguments need no more checks; else None.
+        There is a query and a key. Tensors of four dimensions, [num_rows, heads, num_columns,
+        size], stand for [num_rows * num_columns, heads, size] where that is a view of them.
+        """
+        bound = self._of_tensors(layer, tensors, options)
+        if bound is None or not bound.fits(batch):
+            return None
+        return bound if out is None or out.shape == bound.output_shape else None
+
+    def _of_tensors(
+        self, layer: int, tensors: LayerTensors, options: AttentionOptions
     ) -> BoundLayer | None:
         """Return the bound layer; None if it is not bound, or if these arguments differ from the
-        ones that were checked then. Tensors of four dimensions, [num_rows, heads, num_columns,
-        size], stand for [num_rows * num_columns, heads, size] where that is a view of them.
+        ones that were checked then.
         """
         query = tensors[0]
         assert query is not None
@@ -148,7 +142,7 @@ class BoundLayers:
     def run(
         self,
         bound: BoundLayer,
-        batch: Batch,
+        batch: StepRows,
         tensors: LayerTensors,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, float, float]:
@@ -177,20 +171,19 @@ class BoundLayers:
             raise InvalidRequestError(f"must {wanted}", field=field) from None
         return output, write_s, time.perf_counter() - began_s - write_s
 
-    def batch(self, batch: Batch) -> Any:
-        """Return the native object that the layers of ``batch`` share; the latest is kept."""
-        known, native = self._batches.get(batch.group, (None, None))
-        if known is not batch:
-            native = self._bind_batch(batch)
-            self._batches[batch.group] = batch, native
-        return native
+    def batch(self, batch: StepRows) -> Any:
+        """Return the native object that the layers of ``batch`` share, which the batch keeps."""
+        made = batch.plans.made
+        if _BATCH not in made:
+            made[_BATCH] = self._bind_batch(batch)
+        return made[_BATCH]
 
     @property
     def num_threads(self) -> int:
         """Threads of a call."""
         return self._num_threads()
 
-    def _bind_batch(self, batch: Batch) -> Any:
+    def _bind_batch(self, batch: StepRows) -> Any:
         return self._module.BoundBatch(
             slots=batch.slots.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
@@ -198,7 +191,7 @@ class BoundLayers:
             max_blocks=batch.block_tables.shape[1],
             query_starts=batch.query_starts.data_ptr(),
             context_lens=batch.context_lens.data_ptr(),
-            num_sequences=batch.num_spans,
+            num_sequences=batch.context_lens.shape[0],
             num_tokens=batch.num_tokens,
             max_window_tokens=-1 if batch.max_window_tokens is None else batch.max_window_tokens,
         )

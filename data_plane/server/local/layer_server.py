@@ -16,9 +16,10 @@ from kvplane_kernels import ServedLayers
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.layer_runner import RanLayer
+from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.arguments import require
 from data_plane.kernels.backends.bound_layers import BoundLayer
-from data_plane.server.execute_stream import SLICE_S, ExecuteStream, Layer
+from data_plane.server.execute_stream import ExecuteStream, Layer
 from data_plane.server.local.region import overlap
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.slices import Slices
@@ -82,14 +83,8 @@ class LayerServer:
                 native.serve(epoll, waits)
 
             with suppress(KvplaneError):  # the caller's answer to the packet says why
-                self._executor.serve_layers(
-                    stream.session_id,
-                    binding.layer.index,
-                    *stream.begun,
-                    SLICE_S,
-                    serve,
-                    self._take_ran,
-                )
+                named = PlanLayer(stream.session_id, binding.layer.index, *stream.begun)
+                self._executor.layer_runner.serve(named, serve, self._take_ran)
         return native.take()
 
     def bind(self, number: int, request: bytes) -> bytes:

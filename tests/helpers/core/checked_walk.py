@@ -23,14 +23,14 @@ from kvplane.errors import KvplaneError
 from kvplane.layout import LayerGroup
 from kvplane.results import sequence_states
 from kvplane.slices import run_to_end
-from kvplane.wire import columns, protocol, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import to_wire
-from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.random_operations import Known, operation_of, tokens_written
+from tests.helpers.core.core_messages import receipt_of
+from tests.helpers.core.random_operations import Known, deferred_of, operation_of
 from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello
 
 POOL, EPOCH = "pool", 11
@@ -236,26 +236,11 @@ class CheckedWalk:
         plans = list(session.plans)
         if self.rng.random() < 0.2:
             plans = plans[: self.rng.randint(0, len(plans))]
-        request = cpb.StepRequest(receipts=[receipt(session, n) for n in plans])
+        request = cpb.StepRequest(receipts=[receipt_of(session, n) for n in plans])
         if self.rng.random() < 0.5:
-            request.deferred_tokens.CopyFrom(self.deferred_tokens(session))
+            states = sequence_states(queries.states(session))
+            request.deferred_tokens.CopyFrom(deferred_of(states))
         self.call(caller, "step", request)
-
-    def deferred_tokens(self, session: Session) -> cpb.DeferredTokens:
-        """Return tokens of positions that were scheduled without them."""
-        of = [
-            state
-            for state in sequence_states(queries.states(session))
-            if state.num_tokens < state.num_scheduled_tokens
-        ]
-        tokens = [tokens_written(state) for state in of]
-        return ops.deferred_tokens(
-            [state.sequence_id for state in of],
-            [state.admitted_by for state in of],
-            [state.num_tokens for state in of],
-            [len(each) for each in tokens],
-            [token for each in tokens for token in each],
-        )
 
     def pass_time(self) -> None:
         """Let leases be renewed and time pass; sequences may be cut and sessions ended."""
@@ -281,6 +266,7 @@ class CheckedWalk:
                     core.fence_done(POOL, 0, EPOCH, done)
             while core.work():
                 pass
+            core.check_integrity()
 
     def _open(self, owner: tuple[str, str]) -> Caller:
         tenant, namespace = owner
@@ -315,20 +301,6 @@ def failures_of(error: KvplaneError) -> list[cpb.ItemFailure]:
     wire = to_wire(error)
     wire.ClearField("next_number")  # a check has no number
     return [cpb.ItemFailure(status=cpb.ITEM_STATUS_FAILED, error=wire)]
-
-
-def receipt(session: Session, number: int) -> tpb.SignedPayload:
-    """Return the receipt of a plan in flight."""
-    payload = plan_pb2.Receipt(
-        version=protocol.NEWEST_PAYLOAD_VERSION,
-        session=session.ref,
-        pool_id=POOL,
-        epoch=EPOCH,
-        plan_number=number,
-        plan_digest=session.plans[number].digest,
-    ).SerializeToString()
-    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
-    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
 def everything(core: ControlPlane) -> tuple[Any, ...]:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvplane.layout import LayerGroup, Layout
-from kvplane.wire import columns
+from control_plane.sessions.session import Session
+from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.planning.registration_messages import LAYOUT, Prefix
 
-BLOCK = 8
-NUM_HEADS = 2
-LAYOUT = Layout("model", BLOCK, "float32", "float32", (LayerGroup("full", (0, 1), NUM_HEADS, 8),))
+BLOCK = LAYOUT.block_size_tokens
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 TIERS = (DEVICE, HOST)
 POOL = "pool"
@@ -33,20 +31,6 @@ def pack(tokens: Sequence[int]) -> bytes:
 def unpack(token_ids: bytes) -> list[int]:
     """Return the token ids of a column."""
     return list(struct.unpack(f"<{len(token_ids) // 4}i", token_ids))
-
-
-def root_value(owner: tuple[str, str]) -> int:
-    """Return the value from which, with its token, a tenant's first position is computed."""
-    return zlib.crc32(repr(owner).encode())
-
-
-def prefix_values(tokens: Sequence[int], start: int) -> list[int]:
-    """Return each position's value, computed from all tokens up to it, from ``start`` on."""
-    values, value = [], start
-    for token in tokens:
-        value = hash((value, token))
-        values.append(value)
-    return values
 
 
 class Block(NamedTuple):
@@ -81,14 +65,18 @@ class Span(NamedTuple):
     num_tokens: int
 
 
-class Published(NamedTuple):
-    """A publication as a data plane keeps it."""
-
-    owner: tuple[str, str]
-    generation: int
-    parent: tuple[int, int]
-    hash: bytes
-    token_ids: bytes
+def receipt_of(session: Session, number: int) -> tpb.SignedPayload:
+    """Return the receipt of a session's plan in flight, of the pool's only shard."""
+    payload = plan_pb2.Receipt(
+        version=session.payload_version,
+        session=session.ref,
+        pool_id=session.pool.id,
+        epoch=session.epochs[0],
+        plan_number=number,
+        plan_digest=session.plans[number].digest,
+    ).SerializeToString(deterministic=True)
+    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
+    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
 def changes_of(plan: plan_pb2.Plan) -> list[Change]:
@@ -121,6 +109,16 @@ def changes_of(plan: plan_pb2.Plan) -> list[Change]:
     assert not list(entries)
     assert not list(parents)
     return changes
+
+
+def allocated_of(plan: plan_pb2.Plan) -> list[Block]:
+    """Return the blocks that a plan allocates for tables."""
+    return [
+        block
+        for change in changes_of(plan)
+        for block, is_new in zip(change.blocks, change.allocated, strict=True)
+        if is_new
+    ]
 
 
 def allocations_of(plan: plan_pb2.Plan) -> list[Block]:
@@ -166,22 +164,21 @@ def spans_of(plan: plan_pb2.Plan) -> list[Span]:
     ]
 
 
-def publications_of(message: plan_pb2.Publications) -> dict[int, Published]:
-    """Return publications by the index of their block."""
-    parents = zip(
-        columns.read(INT32, message.parent_indices, "parent_indices"),
-        columns.read(INT64, message.parent_generations, "parent_generations"),
-        strict=True,
-    )
-    owner = (message.tenant, message.namespace)
-    return {
-        index: Published(owner, *rest)
-        for index, *rest in zip(
-            columns.read(INT32, message.indices, "indices"),
-            columns.read(INT64, message.generations, "generations"),
-            parents,
-            columns.fixed(message.hashes, 16),
-            columns.fixed(message.token_ids, 4 * BLOCK),
+def publications_of(
+    message: plan_pb2.Publications,
+) -> list[tuple[tuple[str, str], Prefix]]:
+    """Return publications, each with its tenant and namespace."""
+    block_ids, parents = (
+        zip(
+            columns.read(INT32, getattr(message, f"{of}indices"), "indices"),
+            columns.read(INT64, getattr(message, f"{of}generations"), "generations"),
             strict=True,
         )
-    }
+        for of in ("", "parent_")
+    )
+    hashes, token_ids = (
+        columns.fixed(message.hashes, 16),
+        columns.fixed(message.token_ids, 4 * BLOCK),
+    )
+    prefixes = map(Prefix._make, zip(block_ids, parents, hashes, token_ids, strict=True))
+    return [((message.tenant, message.namespace), prefix) for prefix in prefixes]

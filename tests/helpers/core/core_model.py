@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from kvplane_blocks import chained_hash, root_hash
-
+from control_plane import queries
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.observing import PoolObservation
-from control_plane.pools.publications import root_of
+from control_plane.sessions.session import Session
 from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.prefixes import ForgetScope
-from kvplane.results import SequenceState, error_of, news_of, sequence_states
+from kvplane.results import SequenceState, error_of, sequence_states
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
@@ -25,21 +24,11 @@ from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_beliefs import ModelSequence, believe, believe_grants
 from tests.helpers.core.core_data_plane import DataPlane
-from tests.helpers.core.core_messages import (
-    BLOCK,
-    DEVICE,
-    LAYOUT,
-    POOL,
-    BlockId,
-    pack,
-    prefix_values,
-    root_value,
-    spans_of,
-)
+from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
 from tests.helpers.core.core_prefixes import forget, num_cached
-from tests.helpers.outcomes import is_refused
+from tests.helpers.core.random_operations import deferred_of
+from tests.helpers.planning.registration_messages import LAYOUT, WHOLE, half
 
 OK, LATER, NEVER, FAILED = (
     cpb.ITEM_STATUS_UNSPECIFIED,
@@ -74,17 +63,16 @@ class World:
         self.clock = Clock()
         self.config = config or CoreConfig(watermark=0.0)
         self.layout = layout
-        # The value of a prefix's last slot, by (tenant, namespace) and the prefix's hash.
-        self.values: dict[tuple[tuple[str, str], bytes], int] = {}
         self.incarnation = 1
         self._random = random.Random(1)
         self.core = self._core()
         self.epoch = 100
         self.shards = [
-            DataPlane(self, i, num_shards, num_device, num_host) for i in range(num_shards)
+            DataPlane(self, shard, num_device, num_host)
+            for shard in ([half(i) for i in range(num_shards)] if num_shards > 1 else [WHOLE])
         ]
         for shard in self.shards:
-            shard.join()
+            shard.come()
 
     def _core(self) -> ControlPlane:
         return ControlPlane(
@@ -94,26 +82,33 @@ class World:
             new_session_id=lambda: self._random.randrange(1, 2**53),
         )
 
+    @property
+    def it(self) -> ControlPlane:
+        """What data planes register with."""
+        return self.core
+
     def restart_control_plane(self) -> None:
         """Start another process with a higher incarnation; every shard registers and reports."""
         self.incarnation += 1
         self.core = self._core()
         for shard in self.shards:
-            shard.join()
+            shard.come()
 
     def pump(self) -> None:
         """Deliver all waiting messages to every data plane, and its answers."""
         for shard in self.shards:
             shard.pump()
 
-    def tick(self) -> None:
-        """Advance time: sequences may be cut, and their blocks allocated to others at once."""
+    def pass_time(self, seconds: float, *engines: Engine) -> None:
+        """Pass time in ticks so short that the core doesn't conclude that it slept; the leases of
+        these engines are renewed.
+        """
         self.core.tick()
-        for session_id, news in self.core.take_notices():
-            last_plan = self.core.sessions.by_id[session_id].last_plan
-            for i in columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids"):
-                for shard in self.shards:
-                    shard.cut[session_id, i] = last_plan
+        for _ in range(round(seconds / 0.25)):
+            self.clock.now += 0.25
+            self.core.tick()
+            for engine in engines:
+                engine.renew()
 
     def engine(self, tenant: str = "tenant", namespace: str = "") -> Engine:
         """Return a new engine with an open session."""
@@ -136,18 +131,14 @@ class World:
         }
 
 
-@dataclass
 class MadePlan:
-    """A plan that an engine got, and the tokens that its spans compute."""
+    """A plan that an engine got, and the shards that have run it."""
 
-    signed: tpb.SignedPayload
-    plan: plan_pb2.Plan
-    expected: dict[int, list[int]] = field(default_factory=dict)
-    ran_on: set[int] = field(default_factory=set)
-
-    @property
-    def digest(self) -> bytes:
-        return signing.digest(self.signed.payload)
+    def __init__(self, signed: tpb.SignedPayload) -> None:
+        self.signed = signed
+        self.plan = plan_pb2.Plan.FromString(signed.payload)
+        self.digest = signing.digest(signed.payload)
+        self.ran_on: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -161,7 +152,10 @@ class Sent:
 
 
 class Engine:
-    """One client: numbers its requests, runs its plans in order, keeps its receipts."""
+    """One client: numbers its requests, runs its plans in order, keeps its receipts.
+
+    A token whose slot is computed before it is known is ``position % 2``.
+    """
 
     def __init__(self, world: World, tenant: str, namespace: str = "") -> None:
         self.world = world
@@ -174,12 +168,14 @@ class Engine:
         self.ref = self.opened.session
         self.id = self.ref.session_id
         self.number = 0
-        self.sequences: dict[int, ModelSequence] = {}
-        self.waiting: dict[int, tuple[int, cpb.Admit]] = {}
-        self.num_learned = (0, 0)  # grants and cuts believed before an answer reported them
         self.queue: list[MadePlan] = []
         self.receipts: list[tpb.SignedPayload] = []
         self.sent: list[Sent] = []
+
+    @property
+    def session(self) -> Session:
+        """The core's state of the session."""
+        return self.world.core.sessions.by_id[self.id]
 
     # Requests
 
@@ -188,8 +184,6 @@ class Engine:
         self.number += 1
         request.session.CopyFrom(self.ref)
         request.number = self.number
-        if self.id in self.world.core.sessions.by_id:
-            self.learn()
         try:
             answer = getattr(self.world.core, method)(request, self.tenant)
         except KvplaneError as error:
@@ -198,6 +192,8 @@ class Engine:
             self.sent.append(Sent(method, request, None, error))
             raise
         self.sent.append(Sent(method, request, answer, None))
+        if answer.HasField("plan"):
+            self.queue.append(MadePlan(answer.plan))
         return answer
 
     def repeat(self, sent: Sent) -> None:
@@ -220,33 +216,24 @@ class Engine:
 
     def everything(self) -> tuple[Any, ...]:
         """Return all state that requests of this session could change."""
-        self.learn()
-        states = [self.state(i) for i in self.sequences]
-        session = self.world.core.sessions.by_id[self.id]
-        seen = self.world.observed()
+        session, seen = self.session, self.world.observed()
         counts = seen.counters, seen.num_sessions, seen.num_sequences
+        states = queries.states(session)
         return (self.world.pool(), counts, states, sorted(session.plans), session.resync_due)
 
     def step(
         self,
         *operations: cpb.Operation,
         receipts: Sequence[tpb.SignedPayload] = (),
-        deferred: bool = False,
+        deferred: bool | cpb.DeferredTokens = False,
     ) -> cpb.StepResponse:
-        """Send the next step, and believe its answer. ``deferred``: with all deferred tokens."""
+        """Send the next step. ``deferred``: with all deferred tokens, or these."""
         request = cpb.StepRequest(operations=operations, receipts=receipts)
         if deferred:
-            request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        result: cpb.StepResponse = self.call("step", request)
-        if deferred:
-            self._believe_deferred()
-        for operation, done in zip(operations, result.results, strict=True):
-            believe(self.sequences, self.number, operation, done)
-            self._believe_place(operation, done)
-        self._believe_news(result.news)
-        self.num_learned = (0, 0)
-        self._made(result.plan if result.HasField("plan") else None)
-        return result
+            message = self.deferred_tokens() if deferred is True else deferred
+            request.deferred_tokens.CopyFrom(message)
+        answer: cpb.StepResponse = self.call("step", request)
+        return answer
 
     def send(self, *operations: cpb.Operation) -> cpb.StepResponse:
         """Send a step with all receipts and deferred tokens at hand; then run its plan."""
@@ -267,6 +254,12 @@ class Engine:
         assert status_of(result) == OK, result
         return result.admit.num_cached_tokens
 
+    def cache(self, tokens: Sequence[int]) -> None:
+        """Leave a prompt's full blocks cached, and no sequence of it."""
+        self.admit(1, tokens)
+        self.send(ops.free([1]))
+        self.settle()
+
     def append(
         self, sequence_id: int, *tokens: int, num_slots: int | None = None
     ) -> cpb.StepResponse:
@@ -280,7 +273,7 @@ class Engine:
         self, sequence_id: int, tokens: Sequence[int] = (), num_slots: int = 0
     ) -> cpb.Operation:
         """Return an append at the sequence's present position."""
-        first_position = self.sequences[sequence_id].num_scheduled
+        first_position = self.state(sequence_id).num_scheduled_tokens
         return ops.append(sequence_id, pack(tokens), num_slots, first_positions=first_position)
 
     def settle(self) -> None:
@@ -295,44 +288,26 @@ class Engine:
         deferred: bool | cpb.DeferredTokens = False,
     ) -> cpb.StepResponse:
         """Submit receipts. ``deferred``: also all deferred tokens, or these."""
-        request = cpb.StepRequest(receipts=receipts)
-        if deferred is True:
-            request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        elif deferred:
-            request.deferred_tokens.CopyFrom(deferred)
-        response: cpb.StepResponse = self.call("step", request)
-        if deferred is True:
-            self._believe_deferred()
-        return response
+        return self.step(receipts=receipts, deferred=deferred)
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
         """Return tokens of computed positions that the core was not given yet."""
-        reserved = {i: s for i, s in self.sequences.items() if s.num_known < s.num_scheduled}
-        tokens = [s.truth[s.num_known : s.num_scheduled] for s in reserved.values()]
-        return ops.deferred_tokens(
-            list(reserved),
-            [s.admitted_by for s in reserved.values()],
-            [s.num_known for s in reserved.values()],
-            list(map(len, tokens)),
-            pack([token for each in tokens for token in each]),
-        )
+        states = sequence_states(queries.states(self.session))
+        return deferred_of(states)
 
     def abort(
         self, plan_number: int, receipts: Sequence[tpb.SignedPayload] = ()
     ) -> cpb.AbortPlansResponse:
-        """Abort a plan and all in flight with it, and believe the rest."""
+        """Abort a plan and all in flight with it."""
         request = cpb.AbortPlansRequest(plan_number=plan_number, receipts=receipts)
-        response: cpb.AbortPlansResponse = self.call("abort_plans", request)
-        self._believe_states(response.sequences)
-        return response
+        answer: cpb.AbortPlansResponse = self.call("abort_plans", request)
+        return answer
 
     def resync(self, receipts: Sequence[tpb.SignedPayload] = ()) -> cpb.AbortPlansResponse:
         """Abort whatever is in flight, with a plan of whole tables."""
         request = cpb.AbortPlansRequest(whole_tables=True, receipts=receipts)
-        response: cpb.AbortPlansResponse = self.call("abort_plans", request)
-        self._believe_states(response.sequences)
-        self._made(response.plan)
-        return response
+        answer: cpb.AbortPlansResponse = self.call("abort_plans", request)
+        return answer
 
     # Requests without numbers
 
@@ -380,20 +355,13 @@ class Engine:
 
     # Plans
 
-    def run_next(self, shard: int = 0, *, halfway: bool = False, skip: bool = False) -> None:
-        """Run the next plan of the queue on a shard; ``skip``: that of the next whole tables."""
+    def run_next(self, shard: int = 0) -> None:
+        """Run the next plan of the queue on a shard."""
         waiting = [made for made in self.queue if shard not in made.ran_on]
-        if skip:
-            resyncs = [i for i, made in enumerate(waiting) if made.plan.resync]
-            waiting = waiting[resyncs[0] :] if resyncs else waiting
-        if not waiting:
-            return
-        made, plane = waiting[0], self.world.shards[shard]
-        if plane.run(made.signed, made.expected, halfway=halfway):
-            made.ran_on.add(shard)
-            self.receipts.append(plane.receipt(made.plan, made.digest))
-        elif made.plan.number < plane.started(self.id):
-            made.ran_on.add(shard)  # superseded by whole tables
+        if waiting and self.world.shards[shard].run(waiting[0].signed):
+            waiting[0].ran_on.add(shard)
+            receipt = self.world.shards[shard].receipt(waiting[0].plan, waiting[0].digest)
+            self.receipts.append(receipt)
 
     def run_all(self) -> None:
         """Run every plan of the queue on every shard."""
@@ -402,108 +370,23 @@ class Engine:
                 self.run_next(shard)
         self.queue = [m for m in self.queue if len(m.ran_on) < len(self.world.shards)]
 
-    # What it believes
-
     def check(self) -> None:
-        """Check that the core agrees with this engine's view, and up-to-date shards as well."""
-        self.learn()
-        for i, sequence in self.sequences.items():
-            state = self.state(i)
-            assert state.num_tokens == sequence.num_known
-            assert state.num_scheduled_tokens == sequence.num_scheduled
-            assert state.tier == sequence.tier
-            assert state.admitted_by == sequence.admitted_by
-        number = self.queue[-1].plan.number if self.queue else None
-        done = self.world.core.sessions.by_id[self.id].done
-        for plane in self.world.shards:
-            assert plane.finished.get(self.id, 0) >= done, "a shard has not run what counts as run"
-            if number is not None and plane.finished.get(self.id) == number:
-                tables = {i: self.table(i) for i in self.sequences if self.table(i)}
-                if self.is_current(plane):
-                    assert plane.tables[self.id] == tables
-
-    def _believe_place(self, operation: cpb.Operation, done: cpb.OperationResult) -> None:
-        """Believe whether an admission still waits."""
-        if operation.HasField("free") and not is_refused(done):
-            for i in columns.read(INT64, operation.free.sequence_ids, "ids"):
-                self.waiting.pop(i, None)
-        elif operation.HasField("admit"):
-            admit = operation.admit
-            if done.HasField("admit"):
-                self.waiting.pop(admit.sequence_id, None)
-            elif done.failures[0].shortage.queue_position:
-                self.waiting = {admit.sequence_id: (self.number, admit)}
-
-    def learn(self) -> None:
-        """Believe now the contents of the next answer."""
-        news = self.world.core.sessions.by_id[self.id].news
-        if news is not None:
-            self._believe_news(news)
-
-    def _believe_news(self, news: cpb.News) -> None:
-        num_granted, num_cut = self.num_learned
-        cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
-        granted = news_of(news).granted
-        believe_grants(self.sequences, self.waiting, granted[num_granted:])
-        for i in cut[num_cut:]:
-            self.sequences.pop(i, None)
-            self.waiting.pop(i, None)
-        self.num_learned = (len(granted), len(cut))
-
-    def is_current(self, plane: DataPlane) -> bool:
-        """Return whether the data plane has run the latest plan, and so knows of every abort."""
-        session = self.world.core.sessions.by_id[self.id]
+        """Check the core, and that shards which have run every plan have its tables."""
+        self.world.core.check_integrity()
+        session = self.session
         if session.resync_due or session.is_drafted:
-            return False
-        return session.last_plan == plane.finished.get(self.id)
-
-    def done_with(self, receipts: Sequence[tpb.SignedPayload]) -> int:
-        """Return the last plan that has run, as far as the core knows with these receipts."""
-        highest = list(self.world.core.sessions.by_id[self.id].receipted)
-        for signed in receipts:
-            receipt = plan_pb2.Receipt.FromString(signed.payload)
-            shard = receipt.shard_index
-            if receipt.plan_number in self.world.core.sessions.by_id[self.id].plans:
-                highest[shard] = max(highest[shard], receipt.plan_number)
-        return min(highest)
-
-    def believe_past(self) -> None:
-        """Believe that the last step failed as a whole, after its deferred tokens were taken."""
-        if self.sent[-1].request.HasField("deferred_tokens"):
-            self._believe_deferred()
-
-    def _believe_deferred(self) -> None:
-        for sequence in self.sequences.values():
-            sequence.num_known = max(sequence.num_known, sequence.num_scheduled)
-
-    def _believe_states(self, message: cpb.SequenceStates) -> None:
-        self.num_learned = (0, self.num_learned[1])  # grants are no news any more
-        states = sequence_states(message)
-        assert [state.sequence_id for state in states] == sorted(self.sequences)
-        for state in states:
-            sequence = self.sequences[state.sequence_id]
-            assert state.num_scheduled_tokens == state.num_written_tokens
-            # One that was granted since the plan was made has all its tokens.
-            assert state.num_tokens in (state.num_written_tokens, sequence.num_known)
-            sequence.num_known = state.num_tokens
-            sequence.num_scheduled = state.num_scheduled_tokens
-            del sequence.truth[state.num_tokens :]
-            sequence.tier = state.tier
-
-    def _made(self, signed: tpb.SignedPayload | None) -> None:
-        if signed is None:
             return
-        made = MadePlan(signed, plan_pb2.Plan.FromString(signed.payload))
-        fingerprint, start = self.world.layout.fingerprint, root_value(self.owner)
-        for span in spans_of(made.plan):
-            end = span.first_position + span.num_tokens
-            tokens = self.sequences[span.sequence_id].truth[:end]
-            made.expected[span.sequence_id] = values = prefix_values(tokens, start)
-            chained = root_hash(root_of(fingerprint, *self.owner))
-            for last in range(BLOCK - 1, end, BLOCK):
-                chained = chained_hash(chained, pack(tokens[last + 1 - BLOCK : last + 1]))
-                self.world.values[(self.owner, chained)] = values[last]
-        self.queue.append(made)
+        live = columns.read(INT64, queries.states(session).sequence_ids, "sequence_ids")
+        tables = {i: self.table(i) for i in live if self.table(i)}
+        for plane in self.world.shards:
+            if plane.finished.get(self.id) == session.last_plan:
+                assert plane.tables[self.id] == tables
+
+
+def only(answer: cpb.StepResponse) -> cpb.OperationResult:
+    """Return the result of a step's only operation."""
+    (result,) = answer.results
+    return result
 
 
 def status_of(result: cpb.OperationResult) -> int:

@@ -39,6 +39,19 @@ def operation_of(name: str, rng: Random, known: Known) -> cpb.Operation:
     return operation
 
 
+def deferred_of(states: Sequence[SequenceState]) -> cpb.DeferredTokens:
+    """Return the tokens of all positions that were scheduled without them."""
+    late = [state for state in states if state.num_tokens < state.num_scheduled_tokens]
+    tokens = [tokens_written(state) for state in late]
+    return ops.deferred_tokens(
+        [state.sequence_id for state in late],
+        [state.admitted_by for state in late],
+        [state.num_tokens for state in late],
+        [len(each) for each in tokens],
+        [token for each in tokens for token in each],
+    )
+
+
 def tokens_written(state: SequenceState) -> list[int]:
     """Return the tokens of slots that were scheduled without them: alike for all forks, because
     they may share the slots.

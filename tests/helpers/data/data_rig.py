@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from data_plane import Executor, StartedPlan
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.embedded_execution import EmbeddedExecution
+from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
 from kvplane.wire.plane.v1 import plan_pb2
+from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     LAYOUT,
@@ -66,19 +69,27 @@ class Rig:
     def start(self, number: int, session_id: int = 1, **fields: Any) -> StartedPlan:
         return self.executor.start(session_id, self.author.plan(number, session_id, **fields))
 
+    def run_layer(
+        self,
+        layer: int,
+        query: torch.Tensor | None,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        *,
+        session_id: int = 1,
+        options: AttentionOptions = AttentionOptions(),
+    ) -> torch.Tensor | None:
+        """Run one layer of the latest plan and its present pass."""
+        named = of_latest(self.executor, session_id)
+        tensors = query, key, value
+        return self.executor.layer(session_id, layer, *tensors, options=options, **named)
+
     def layer(
         self, layer: int, num_tokens: int, *, session_id: int = 1, seed: int = 0
     ) -> torch.Tensor:
         """Run one layer of the latest plan with random queries (4 heads), keys and values."""
         key, value = tokens(num_tokens, seed=seed + 1), tokens(num_tokens, seed=seed + 2)
-        output = self.executor.layer(
-            session_id,
-            layer,
-            tokens(num_tokens, 4),
-            key,
-            value,
-            **of_latest(self.executor, session_id),
-        )
+        output = self.run_layer(layer, tokens(num_tokens, 4), key, value, session_id=session_id)
         assert output is not None
         return output
 
@@ -126,6 +137,16 @@ class Rig:
             assert caught.value.field == field
         assert (self.snapshot(), self.executor.num_sequences) == before
         self.executor.check_integrity()
+
+
+class LateRig(Rig):
+    """Its kernels do nothing until somebody waits, but for what chance lets go earlier."""
+
+    runtime: LateRuntime
+
+    def __init__(self, seed: int = 0) -> None:
+        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
+        super().__init__(kernels=kernels)
 
 
 def embedded_backend(rig: Rig) -> EmbeddedBackend:

@@ -12,22 +12,26 @@ from typing import Any
 from data_plane.kernels.backend import Kernels
 from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
+from kvplane.layout import Layout
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor
 from tests.helpers.planning.register_side import RegisterSide
 
 
-def write_layout(folder: Path) -> Path:
+def write_layout(folder: Path, layout: Layout = LAYOUT) -> Path:
     path = folder / "layout.json"
-    path.write_text(json.dumps(asdict(LAYOUT)))
+    path.write_text(json.dumps(asdict(layout)))
     return path
 
 
-def config_of(folder: Path, control_plane: str, **settings: Any) -> DataPlaneSettings:
+def config_of(
+    folder: Path, control_plane: str, layout: Layout = LAYOUT, **settings: Any
+) -> DataPlaneSettings:
+    """Make the settings of a data plane on a free port, and write its layout into the folder."""
     values: dict[str, Any] = {
         "control_plane": control_plane,
         "bind": "127.0.0.1:0",
         "pool_id": POOL_ID,
-        "layout": write_layout(folder),
+        "layout": write_layout(folder, layout),
         "num_device_blocks": 8,
         "num_host_blocks": 4,
         "num_threads": 1,

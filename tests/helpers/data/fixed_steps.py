@@ -15,7 +15,6 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.layout import Layout
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.kernel_sets import emulated_kernels
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import LAYOUT, set_blocks, span, tokens
 
 BFLOAT: Layout = replace(LAYOUT, dtype="bfloat16", kv_dtype="bfloat16")
@@ -119,7 +118,7 @@ def rig_with_prompts(**settings: Any) -> Rig:
     inputs = Inputs(sum(PROMPTS.values()), settings.get("device", "cpu"))
     inputs.fill(inputs.num_tokens, 1)
     for layer, (_, key, value, _) in zip(LAYERS, inputs.layers, strict=True):
-        rig.executor.layer(1, layer, None, key, value, **of_latest(rig.executor))
+        rig.run_layer(layer, None, key, value)
     assert rig.executor.receipt(1) is not None
     return rig
 
@@ -131,9 +130,7 @@ def run_by_layers(
     outputs = []
     for layer, of_layer in zip(LAYERS, inputs.layers, strict=True):
         query, key, value = (tensor[:num_tokens].clone() for tensor in of_layer[:3])
-        output = rig.executor.layer(
-            1, layer, query, key, value, options=options, **of_latest(rig.executor)
-        )
+        output = rig.run_layer(layer, query, key, value, options=options)
         assert output is not None
         outputs.append(output)
     assert rig.executor.receipt(1) is not None

@@ -6,7 +6,9 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from kvplane_blocks import Pool, chained_hash, root_hash
+from kvplane_blocks import LayerGroup, chained_hash, root_hash
+
+from tests.helpers.native.native_pool import OneGroup
 
 BLOCK_TOKENS = 4
 DEVICE, HOST = 1, 2
@@ -44,9 +46,9 @@ def hashes_of(root: bytes, tokens: list[int]) -> list[bytes]:
 @contextmanager
 def checked_pool(
     num_device: int, num_host: int = 0, *, policy: str = "lru", seed: int = 0
-) -> Iterator[Pool]:
+) -> Iterator[OneGroup]:
     """Make a pool, whose integrity is checked in the end."""
-    pool = Pool(BLOCK_TOKENS, num_device, num_host, b"", b"", policy, seed=seed)
+    pool = OneGroup(LayerGroup(BLOCK_TOKENS, num_device, num_host, b"", b"", policy, seed=seed))
     yield pool
     pool.check_integrity()
 
@@ -54,7 +56,7 @@ def checked_pool(
 class Writer:
     """A session whose plans run as soon as they are made, unless ``late``."""
 
-    def __init__(self, pool: Pool, root: bytes = b"root", owner: int = 1) -> None:
+    def __init__(self, pool: OneGroup, root: bytes = b"root", owner: int = 1) -> None:
         self.pool, self.root, self.owner = pool, root, owner
         self.handle = pool.open_session(root, owner)
         self.late = False

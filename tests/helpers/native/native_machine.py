@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kvplane_blocks import Pool
 
 from tests.helpers.native.native_pool import DEVICE, HOST, Code, Kind
 from tests.helpers.native.native_sessions import Engine, Group, Known, World
@@ -386,7 +387,7 @@ class Walk:
         tokens = self.prompt()
         num_device, num_host, _ = pool.match(root, _bytes(tokens))
         for core, group in zip(self.world.cores, self.world.groups, strict=True):
-            found = core.match(root, _bytes(tokens))
+            found = Pool([core]).match(root, _bytes(tokens))
             if not group.window:  # then all leading blocks are there
                 assert core.match_hashes(root, found[2]) == found
                 assert core.explain(root, _bytes(tokens))[0] == found[2]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
-from kvplane_blocks._native import Pool
+from kvplane_blocks import LayerGroup, Pool
 
 from kvplane.wire.plane.v1 import plan_pb2
 
@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 
 
 class Code(enum.IntEnum):
-    """Why an item is refused: the codes of csrc/blocks/core/pool.h."""
+    """Why an item is refused: the codes of csrc/blocks/core/operations.h."""
 
     LATER = 2
     NEVER = 3
@@ -251,15 +251,28 @@ def _changes(message: plan_pb2.TableChanges) -> list[Change]:
     return changes
 
 
-def new_pool(num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int) -> Pool:
+class OneGroup(Pool):
+    """A pool of one layer group, which answers what is asked of the group, too."""
+
+    def __init__(self, group: LayerGroup) -> None:
+        super().__init__([group])
+        self.group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+
+def new_pool(
+    num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int
+) -> OneGroup:
     """Return a pool whose blocks were never allocated."""
-    return Pool(block_size, num_device, num_host, b"", b"", "lru", **options)
+    return OneGroup(LayerGroup(block_size, num_device, num_host, b"", b"", "lru", **options))
 
 
 class View:
     """The core's view of a session, in one layer group."""
 
-    def __init__(self, pool: Pool, handle: int) -> None:
+    def __init__(self, pool: Any, handle: int) -> None:
         self.pool, self.handle = pool, handle
 
     def states(self) -> list[State]:
@@ -313,7 +326,7 @@ class Caller(View):
     def check_some(self) -> None:
         """Check a pool of one group between two slices, every eighth time."""
         self._num_pieces += 1
-        if self._num_pieces % 8 == 1 and isinstance(self.pool, Pool):
+        if self._num_pieces % 8 == 1 and isinstance(self.pool, OneGroup):
             self.pool.check_integrity()
 
     def finish(self) -> MadePlan | None:
@@ -437,7 +450,7 @@ def _rows(answer: tuple[bytes, list[Failure] | None]) -> Rows:
     return ints(values, "i"), failures or []
 
 
-def dump(pool: Pool, callers: Iterable[View]) -> tuple[Any, ...]:
+def dump(pool: OneGroup, callers: Iterable[View]) -> tuple[Any, ...]:
     """Return the results of all queries."""
     return (
         [pool.usage(tier) for tier in (DEVICE, HOST)],

@@ -14,7 +14,7 @@ from kvplane_blocks._native import (
     FAMILY_ENDED_ON_HOST,
     FAMILY_LEFT_DEVICE,
     FAMILY_STARTED,
-    GroupedPool,
+    LayerGroup,
     Pool,
 )
 
@@ -24,6 +24,7 @@ from tests.helpers.native.native_pool import (
     HOST,
     Caller,
     MadePlan,
+    OneGroup,
     Ref,
     Span,
     State,
@@ -237,7 +238,7 @@ class Engine:
         told = {i: on for i, on in families.items() if on or i in self.families}
         assert self.families == told, "of others, which were never on the device, nothing is told"
         for core in self.world.cores[1:]:
-            assert not core.take_family_events(handle), "the first group tells for all"
+            assert not Pool([core]).take_family_events(handle), "the first group tells for all"
 
     def _check_state(self, state: State, known: Known) -> None:
         assert state.num_tokens == known.num_known
@@ -255,13 +256,13 @@ class World:
 
     def __init__(self, groups: Sequence[Group], block_size: int = 4, quota: int = 0) -> None:
         self.cores = [
-            Pool(
+            LayerGroup(
                 block_size, group.num_device, group.num_host, b"", b"", "lru",
                 window_tokens=group.window, max_sequences=12, max_owner_blocks=quota, seed=7,
             )
             for group in groups
         ]  # fmt: skip
-        self.pool = self.cores[0] if len(groups) == 1 else GroupedPool(self.cores)
+        self.pool = OneGroup(self.cores[0]) if len(groups) == 1 else Pool(self.cores)
         self.groups, self.block_size, self.quota = groups, block_size, quota
         self.has_windows = any(group.window for group in groups)
         self.sizes = {
@@ -307,7 +308,7 @@ class World:
         for core, plane in zip(self.cores, self.planes, strict=True):
             self._take_publications(core, plane)
 
-    def _take_publications(self, core: Pool, plane: Plane) -> None:
+    def _take_publications(self, core: LayerGroup, plane: Plane) -> None:
         blocks, generations = core.take_forgotten(1000)
         for block, generation in zip(ints(blocks, "i"), ints(generations, "q"), strict=True):
             plane.withdraw(block, generation)
@@ -368,6 +369,6 @@ class World:
 
     def dump(self) -> tuple[object, ...]:
         return tuple(
-            dump(core, [engine.views[group] for engine in self.engines])
+            dump(OneGroup(core), [engine.views[group] for engine in self.engines])
             for group, core in enumerate(self.cores)
         )

@@ -310,6 +310,12 @@ class Engine:
                 if item not in failed:
                     assert self.sequences.pop(i, None) or i in self.cut
                     self.cut.discard(i)
+        elif kind == "truncate":
+            ends = columns.read(INT32, operation.truncate.num_tokens, "")
+            ids = columns.read(INT64, operation.truncate.sequence_ids, "")
+            for item, (i, end) in enumerate(zip(ids, ends, strict=True)):
+                if item not in failed:
+                    self.sequences[i].truncate(end)
         else:
             for i in columns.read(INT64, operation.swap.sequence_ids, ""):
                 self.sequences[i].tier = operation.swap.tier

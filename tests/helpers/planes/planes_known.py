@@ -32,6 +32,12 @@ class Known:
     num_scheduled: int
     tier: int = DEVICE
 
+    def truncate(self, num_tokens: int) -> None:
+        """Shorten it to so many tokens, where it has more."""
+        self.num_known = min(self.num_known, num_tokens)
+        self.num_scheduled = min(self.num_scheduled, num_tokens)
+        del self.tokens[max(self.num_known, self.num_scheduled) :]
+
 
 class Span(NamedTuple):
     """The tokens that a plan computes for a sequence."""

@@ -448,7 +448,7 @@ class PlanesMachine(LateDuplicates):
         unused = [i for i in range(1, 4) if i not in live]
         kinds = ["admit"] * (2 if len(live) < 3 else 1)
         if live:
-            kinds += ["append"] * 4 + ["fork", "swap", "free"]
+            kinds += ["append"] * 4 + ["fork", "swap", "free", "truncate"]
         kind = rng.choice(kinds)
         if kind == "admit":
             return ops.admit(
@@ -466,6 +466,10 @@ class PlanesMachine(LateDuplicates):
             return ops.fork(sequence_id, rng.choice((unused or [9]) * 3 + live[:1]))
         if kind == "free":
             return ops.free([sequence_id])
+        if kind == "truncate":
+            known = engine.sequences[sequence_id]
+            most = max(known.num_known, known.num_scheduled)
+            return ops.truncate(sequence_id, max(1, most - rng.choice([0, 1, 3, 9])))
         tier = engine.sequences[sequence_id].tier
         same = [i for i in live if engine.sequences[i].tier == tier]
         chosen = rng.sample(same, rng.randint(1, len(same)))

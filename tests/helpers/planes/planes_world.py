@@ -450,7 +450,7 @@ class World:
 
     def _findable(self, pool: Pool) -> Iterator[tuple[int, tuple[str, str], int, list[int]]]:
         """Return (block, tenant and namespace, parent, tokens) of cached blocks, parents first."""
-        for run in pool.native.all_publications(3):
+        for run in pool.primary.all_publications(3):
             message = publish_message(run).publish.publications
             for block, parent, token_ids in zip(
                 columns.read(INT32, message.indices, ""),

@@ -23,7 +23,14 @@ class Rig:
     move.
     """
 
-    def __init__(self, num_blocks: int, num_sessions: int, config: AdmissionConfig) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_sessions: int,
+        config: AdmissionConfig,
+        *asked: tuple[int, int, int],
+    ) -> None:
+        """``asked``: admissions to ask for at once, each (session, sequence, blocks)."""
         self.num_blocks = num_blocks
         self.held: list[dict[int, int]] = [{} for _ in range(num_sessions)]
         self.progress_s: list[dict[int, float]] = [{} for _ in range(num_sessions)]
@@ -34,6 +41,8 @@ class Rig:
         self.queue = AdmissionQueue(self, config)
         for session in range(num_sessions):
             self.queue.open(session)
+        for admission in asked:
+            self.ask(*admission)
 
     # What the queue asks
 
@@ -86,6 +95,11 @@ class Rig:
 
     def receipt(self, session: int) -> None:
         self.retired[session] = 0
+
+    def leave(self, session: int, sequence: int) -> None:
+        """End a sequence whose plans have all run."""
+        self.end(session, sequence)
+        self.receipt(session)
 
     # What the control plane does
 

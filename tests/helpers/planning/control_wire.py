@@ -53,6 +53,14 @@ class RawShard:
         self.welcome = rpb.Welcome()
         self.call: Any = stub.Register()
 
+    @classmethod
+    async def joined(cls, stub: Stub, **fields: Any) -> RawShard:
+        """Return one that has registered and reported nothing."""
+        shard = cls(stub, **fields)
+        await shard.register()
+        await shard.report()
+        return shard
+
     def again(self, stub: Stub) -> RawShard:
         """Return the same process on another stream, with the state from its last registration."""
         other = RawShard(stub)

@@ -12,6 +12,7 @@ from random import Random
 
 import numpy as np
 import torch
+from kvplane_blocks import Pool
 
 from control_plane import queries
 from control_plane.config import CoreConfig
@@ -20,7 +21,7 @@ from control_plane.sessions.session import Session
 from data_plane import Executor
 from kvplane.layout import LayerGroup
 from kvplane.results import SequenceState, sequence_states
-from kvplane.wire import columns, protocol
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -28,6 +29,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import LAYOUT
+from tests.helpers.planning.registration_messages import hello
 
 BLOCK, WINDOW, TENANT, POOL = 8, 20, "tenant", "pool"
 GROUPS = (
@@ -79,25 +81,21 @@ class World:
             incarnation=self.incarnation, config=self.config, clock=lambda: 1.0
         )
         (device, host), executor = self.blocks, self.executor
-        hello = rpb.Hello(
-            version="test",
-            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
-            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
-            pool_id=POOL,
+        groups = [
+            rpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h)
+            for d, h in zip(device, host, strict=True)
+        ]
+        said = hello(
             shard=executor.shard.to_proto(),
             epoch=executor.epoch,
             layout=TWO_GROUPS.to_proto(),
             num_device_blocks=device[0],
             num_host_blocks=host[0],
-            groups=[
-                rpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h)
-                for d, h in zip(device, host, strict=True)
-            ],
-            address="here:1",
+            groups=groups,
             incarnation=executor.incarnation,
             key_id=executor.key_id,
         )
-        executor.install(self.incarnation, self.core.register(hello).key)
+        executor.install(self.incarnation, self.core.register(said).key)
         for part in executor.report(3):
             self.core.report(POOL, 0, executor.epoch, part)
         request = cpb.OpenSessionRequest(pool_id=POOL, layout=TWO_GROUPS.to_proto())
@@ -227,7 +225,8 @@ class World:
         self.executor.check_integrity()
         handle = self.of_session.handle
         for core in self.pool.groups[1:]:
-            assert not core.take_family_events(handle), "the first group tells for all"
+            events = Pool([core]).take_family_events(handle)
+            assert not events, "the first group tells for all"
         states = [core.states(handle, None) for core in self.pool.groups]
         assert all(other == states[0] for other in states), "the groups are out of step"
         for state in self.states():

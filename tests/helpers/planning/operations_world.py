@@ -16,7 +16,7 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from control_plane.steps.operations import OPERATIONS
 from kvplane import ControlClient, Layout, Session, ops
-from kvplane.errors import KvplaneError, SequenceNotFoundError
+from kvplane.errors import KvplaneError
 from kvplane.prefixes import ForgetScope
 from kvplane.results import (
     CachedBlock,
@@ -39,8 +39,8 @@ from tests.helpers.planning.registration_messages import LAYOUT
 POOL = "pool"
 BLOCK = LAYOUT.block_size_tokens
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
-MAX_ID = 12
-"""Sequences 1 to this one are compared before and after a refusal."""
+CACHING_ID = 12
+"""Sequence that computes a prompt to leave it cached."""
 
 Block = tuple[int, int, int]
 """Tier, index and generation."""
@@ -89,9 +89,7 @@ class World:
 
     async def register(self, layout: Layout = LAYOUT, **hello: Any) -> RawShard:
         """Register a data plane's pool, ``POOL`` unless ``hello`` says otherwise."""
-        shard = RawShard(self.stub, layout=layout.to_proto(), **hello)
-        await shard.register()
-        await shard.report()
+        shard = await RawShard.joined(self.stub, layout=layout.to_proto(), **hello)
         if shard.hello.pool_id == POOL:
             self.shard, self.layout = shard, layout
         return shard
@@ -121,12 +119,8 @@ class World:
         pool = await self.client.get_pool(POOL)
         sequences = []
         for number, caller in enumerate(self.callers):
-            for sequence_id in range(1, MAX_ID + 1):
-                try:
-                    state = (await caller.session.list_sequences([sequence_id]))[0]
-                except SequenceNotFoundError:
-                    continue
-                sequences.append((number, state, await caller.table(sequence_id)))
+            for state in await caller.session.list_sequences():
+                sequences.append((number, state, await caller.table(state.sequence_id)))
         cached = {
             namespace: await cached_prefixes(self.stub, POOL, namespace)
             for namespace in {caller.session.namespace for caller in self.callers}
@@ -172,8 +166,8 @@ class Caller:
 
     async def cache(self, token_ids: Sequence[int]) -> None:
         """Leave the prompt's full blocks cached, and no sequence of them."""
-        await self.admit(MAX_ID, token_ids)
-        await self.do(ops.free(MAX_ID))
+        await self.admit(CACHING_ID, token_ids)
+        await self.do(ops.free(CACHING_ID))
 
     async def refuse(self, operation: pb.Operation) -> list[pb.ItemFailure]:
         """Return the failures of a refused operation; nothing must have changed."""

@@ -33,7 +33,7 @@ class NativeSession:
         assert len(done) == 3, done
         assert native.finish(self.handle, b"") is not None
         native.receipted(self.handle, self.num_plans)
-        _, indices, *_ = native.table(self.handle, self.num_sequences)
+        _, indices, *_ = self.pool.primary.table(self.handle, self.num_sequences)
         return columns.read(INT32, indices, "indices").tolist()
 
     def free(self) -> None:
@@ -48,11 +48,11 @@ class NativeSession:
 
 def found(pool: Pool, root: bytes, token_ids: Iterable[int]) -> list[int]:
     """Return the device blocks that hold the longest cached prefix of a prompt."""
-    _, _, indices, *_ = pool.native.explain(root, ops.pack_tokens(list(token_ids)))
+    _, _, indices, *_ = pool.primary.explain(root, ops.pack_tokens(list(token_ids)))
     return columns.read(INT32, indices, "indices").tolist()
 
 
 def generations(pool: Pool, tier: tpb.Tier = tpb.TIER_DEVICE) -> list[int]:
     """Return the generations of all blocks of a tier."""
-    column = pool.native.generations(tier)
+    column = pool.primary.generations(tier)
     return columns.read(INT64, column, "generations").tolist()

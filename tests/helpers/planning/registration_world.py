@@ -22,6 +22,11 @@ INCARNATION = 7
 ROOT = root_of(LAYOUT.fingerprint, "default", "")
 
 
+def key_of(number: int) -> bytes:
+    """Return a pool's key: those of incarnation ``i`` are numbered from ``1000 * i`` on."""
+    return number.to_bytes(32)
+
+
 class World:
     """Registration of pools whose sessions hold nothing."""
 
@@ -36,7 +41,7 @@ class World:
             clock=lambda: 0.0,
             new_session_id=lambda: next(session_ids),
         )
-        keys = (bytes([i]) * 32 for i in itertools.count(incarnation))
+        keys = map(key_of, itertools.count(1000 * incarnation))
         self.it = Registration(self.pools, self.sessions, config=config, new_key=lambda: next(keys))
 
     @property
@@ -63,7 +68,8 @@ class World:
 class Plane:
     """A data plane's process, of which only registration is simulated."""
 
-    def __init__(self, world: World, **fields: Any) -> None:
+    def __init__(self, world: Any, **fields: Any) -> None:
+        """``world.it``: what it registers with. ``fields``: of its Hello."""
         self.world = world
         self.hello = hello(**fields)
         self.welcome = rpb.Welcome()

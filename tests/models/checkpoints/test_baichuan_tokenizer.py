@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
+from engine.commands.main import main
 from engine.models import loader
 from engine.models.baichuan_tokenizer import BaichuanTokenizer
 from kvplane.errors import InvalidRequestError
-from tests.e2e.engine_planes import ROOT
 from tests.models.checkpoints.test_baichuan import reference, write
 
 VOCABULARY = 360
@@ -100,25 +98,23 @@ def test_a_conversation_is_opened_by_the_tokens_of_the_generation_config(
 
 @pytest.mark.parametrize("kind", ["2-7B", pytest.param("13B", marks=pytest.mark.nightly)])
 def test_the_command_continues_a_text(
-    trained: SentencePieceProcessor, tmp_path: Path, control_plane: str, kind: str
+    trained: SentencePieceProcessor,
+    tmp_path: Path,
+    control_plane: str,
+    kind: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, prompt, num_new = tmp_path / "baichuan", "百川 the quick 42", 12
     config, stored = write(folder, kind, "bin", VOCABULARY)
     add_tokenizer(folder, trained)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "engine", "generate", "--model", str(folder)),
-            *("--prompt", prompt, "--max-tokens", str(num_new), "--ignore-eos"),
-            *("--control-plane", control_plane, "--data-plane", "embedded"),
-            *("--num-device-blocks", "16", "--num-host-blocks", "0"),
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    where = ["--control-plane", control_plane, "--data-plane", "embedded"]
+    sizes = ["--num-device-blocks", "16", "--num-host-blocks", "0", "--max-tokens", str(num_new)]
+    ask = ["generate", "--model", str(folder), "--prompt", prompt, "--ignore-eos"]
+    assert main([*ask, *where, *sizes]) == 0
     ids = trained.encode(prompt)
     for _ in range(num_new):
         ids.append(int(reference(config, stored, ids)[-1].argmax()))
     new = ids[-num_new:]
     wanted = BaichuanTokenizer.load(folder).decode(new, skip_special_tokens=True)
-    assert done.stdout == f"{wanted}\n"
+    assert capsys.readouterr().out == f"{wanted}\n"
     assert len(set(new)) > 4

@@ -117,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "long_layers_run_in_one_slice",
-        "data_plane/server/execute_stream.py",
+        "data_plane/execution/layer_runner.py",
         "SLICE_S: Final = 0.01",
         "SLICE_S: Final = 1e9",
         "tests/attacks/test_shared_lane.py",

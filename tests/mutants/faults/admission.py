@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.mutants.fault import Fault
+from tests.mutants.fault import Fault, planted
 
 QUEUE = "control_plane/admission/queue.py"
 VICTIMS = "control_plane/admission/victims.py"
@@ -70,21 +70,18 @@ FAULTS = (
         BEHAVIOURS,
     ),
     # 2: grants are pushed.
-    Fault(
-        "admissions_are_not_pushed",
+    *planted(
         QUEUE,
-        "return Admission(head.session.id, head.sequence, head.num_needed)",
-        "return None",
         HOSTILE,
-    ),
-    Fault("growth_is_not_pushed", QUEUE, "if oldest.session.is_busy or", "if True or", HOSTILE),
-    # 3: growth before admissions, the oldest first.
-    Fault(
-        "admissions_come_before_growth",
-        QUEUE,
-        "if not blocked and is_first and",
-        "if is_first and",
-        HOSTILE,
+        {
+            "admissions_are_not_pushed": (
+                "return Admission(head.session.id, head.sequence, head.num_needed)",
+                "return None",
+            ),
+            "growth_is_not_pushed": ("if oldest.session.is_busy or", "if True or"),
+            # 3: growth before admissions, the oldest first.
+            "admissions_come_before_growth": ("if not blocked and is_first and", "if is_first and"),
+        },
     ),
     Fault(
         "younger_growth_passes",
@@ -145,33 +142,25 @@ FAULTS = (
         BEHAVIOURS,
     ),
     Fault("who_is_cut_keeps_its_position", QUEUE, "self._to_the_back(entry)", "pass", BEHAVIOURS),
-    Fault(
-        "idle_ones_keep_their_turn",
+    *planted(
         VICTIMS,
-        "return sequence.idles_s < now_s",
-        "return False",
         BEHAVIOURS,
-    ),
-    Fault(
-        "what_is_computed_is_idle",
-        VICTIMS,
-        "(now_s if is_computed else progress_s) + idle_s",
-        "progress_s + idle_s",
-        BEHAVIOURS,
-    ),
-    Fault(
-        "the_blocked_are_idle",
-        VICTIMS,
-        "            if sequence.num_blocked or not (is_past",
-        "            is_past = is_past and not sequence.num_blocked\n            if not (is_past",
-        BEHAVIOURS,
-    ),
-    Fault(
-        "nothing_is_too_much",
-        VICTIMS,
-        "return pool.num_held_by(session.id) / (most * pool.num_blocks)",
-        "return 0.0",
-        BEHAVIOURS,
+        {
+            "idle_ones_keep_their_turn": ("return sequence.idles_s < now_s", "return False"),
+            "what_is_computed_is_idle": (
+                "(now_s if is_computed else progress_s) + idle_s",
+                "progress_s + idle_s",
+            ),
+            "the_blocked_are_idle": (
+                "            if sequence.num_blocked or not (is_past",
+                "            is_past = is_past and not sequence.num_blocked\n"
+                "            if not (is_past",
+            ),
+            "nothing_is_too_much": (
+                "return pool.num_held_by(session.id) / (most * pool.num_blocks)",
+                "return 0.0",
+            ),
+        },
     ),
     # 6: a turn that was cut doubles the session's next one, which is paid for.
     Fault(
@@ -181,26 +170,17 @@ FAULTS = (
         "self._max_doublings = 0",
         WHOLE,
     ),
-    Fault(
-        "long_turns_are_free",
+    *planted(
         VICTIMS,
-        "return turns.length_s(sequence) * num_shares",
-        "return 0.0",
         BEHAVIOURS,
-    ),
-    Fault(
-        "blocks_cost_nothing",
-        VICTIMS,
-        "return turns.length_s(sequence) * num_shares",
-        "return turns.length_s(sequence) if num_shares else 0.0",
-        BEHAVIOURS,
-    ),
-    Fault(
-        "the_first_long_turn_costs_too",
-        VICTIMS,
-        "if progress_s + idle_s >= now_s:",
-        "if False:",
-        BEHAVIOURS,
+        {
+            "long_turns_are_free": ("return turns.length_s(sequence) * num_shares", "return 0.0"),
+            "blocks_cost_nothing": (
+                "return turns.length_s(sequence) * num_shares",
+                "return turns.length_s(sequence) if num_shares else 0.0",
+            ),
+            "the_first_long_turn_costs_too": ("if progress_s + idle_s >= now_s:", "if False:"),
+        },
     ),
     Fault(
         "what_is_owed_does_not_add_up",

@@ -28,49 +28,52 @@ CORE = NativeCore(
         ),
     )
 )
-BOTH_PLANES = NativeCore(("tests/unit/planning/test_groups_walk.py",))
+BOTH_PLANES = NativeCore(("tests/unit/core/test_groups_walk.py",))
 GROUPS = NativeCore(("tests/unit/blocks/test_native_walk.py::test_walks_of_several_groups",))
+
+# The transfer that ends next.
+LAST = "      const Transfer& transfer = record.transfers.back();\n      "
 
 # What only pools of several layer groups show, here to a walk over both planes.
 GROUPED = (
     Fault(
         "each_group_counts_families",
-        "csrc/blocks/core/grouped_pool.h",
-        "    for (size_t g = 1; g < pools_.size(); ++g) pools_[g]->count_no_families();\n",
+        "csrc/blocks/core/pool.h",
+        "    for (size_t g = 1; g < groups_.size(); ++g) groups_[g]->families.count_none();\n",
         "",
         BOTH_PLANES,
     ),
     Fault(
         "a_group_waits_for_its_own_receipts_alone",
-        "csrc/blocks/steps/admit.cpp",
+        "csrc/blocks/core/pool_steps.cpp",
         "if (groups.size == 1) return;",
         "if (groups.size) return;",
         BOTH_PLANES,
     ),
     Fault(
         "a_hit_of_one_group_is_anothers",
-        "csrc/blocks/steps/admit.cpp",
+        "csrc/blocks/core/pool_steps.cpp",
         "num_agreed += num == most || groups.size == 1;",
         "++num_agreed;",
         BOTH_PLANES,
     ),
     Fault(
         "an_append_asks_one_group_alone",
-        "csrc/blocks/steps/append.cpp",
+        "csrc/blocks/core/pool_steps.cpp",
         "      if (failure.code != Code::kOk) break;\n",
         "      break;\n",
         BOTH_PLANES,
     ),
     Fault(
         "an_abort_begins_again_in_one_group_alone",
-        "csrc/blocks/steps/abort.cpp",
+        "csrc/blocks/core/pool.cpp",
         "for (int64_t other = 0; other < groups.size;",
         "for (int64_t other = g; other <= g;",
         BOTH_PLANES,
     ),
     Fault(
         "an_abort_leaves_more_published_than_written",
-        "csrc/blocks/steps/abort.cpp",
+        "csrc/blocks/steps/sequences.cpp",
         "if (has_copies || sequence.num_published * block_size_ > sequence.num_written) {",
         "if (has_copies) {",
         BOTH_PLANES,
@@ -87,14 +90,14 @@ FAULTS = (
     Fault(
         "a_fork_is_a_family_of_its_own",
         "csrc/blocks/steps/sequences.cpp",
-        "  join_family(session, index, parent.family);\n",
-        "  join_family(session, index, ++session.last_family);\n",
+        "  families_.join(session, index, parent.family);\n",
+        "  families_.join(session, index, ++session.last_family);\n",
         CORE,
     ),
     Fault(
         "an_abort_does_not_tell_where_families_are",
-        "csrc/blocks/steps/abort.cpp",
-        "  claim_device(session, index, sequences_[index].tier == kDevice);\n",
+        "csrc/blocks/steps/sequences.cpp",
+        "  families_.claim_device(session, index, sequences_[index].tier == kDevice);\n",
         "",
         CORE,
     ),
@@ -187,51 +190,51 @@ FAULTS = (
     ),
     Fault(
         "an_abort_in_chunks_leaves_one_out",
-        "csrc/blocks/steps/abort.cpp",
+        "csrc/blocks/core/pool.cpp",
         "    if (left <= 0) return true;\n    const int64_t id",
         "    if (left <= 0) return ++aborting.next_id, true;\n    const int64_t id",
         CORE,
     ),
     Fault(
         "an_abort_in_chunks_notes_no_copies",
-        "csrc/blocks/steps/abort.cpp",
+        "csrc/blocks/steps/plans.cpp",
         "      if (left <= 0) return true;\n      origins.add(",
         "      if (left <= 0) return next_plan = session.plans.size(), true;\n      origins.add(",
         CORE,
     ),
     Fault(
         "an_abort_in_chunks_forgets_pins",
-        "csrc/blocks/steps/abort.cpp",
-        "      if (left <= 0) return true;\n      const Transfer&",
-        "      if (left <= 0) return record.transfers.pop_back(), true;\n      const Transfer&",
+        "csrc/blocks/steps/plans.cpp",
+        "      if (left <= 0) return true;\n" + LAST + "if (!transfer",
+        "      if (left <= 0) return record.transfers.pop_back(), true;\n" + LAST + "if (!transfer",
         CORE,
     ),
     Fault(
         "receipts_in_chunks_release_nothing_more",
-        "csrc/blocks/index/publish.cpp",
+        "csrc/blocks/steps/plans.cpp",
         "      if (!blocks.empty()) return true;",
         "      if (!blocks.empty()) return session.releases.pop_front(), true;",
         CORE,
     ),
     Fault(
         "receipts_in_chunks_forget_pins",
-        "csrc/blocks/index/publish.cpp",
-        "      if (left <= 0) return true;\n      const Transfer&",
-        "      if (left <= 0) return record.transfers.pop_back(), true;\n      const Transfer&",
+        "csrc/blocks/steps/plans.cpp",
+        "      if (left <= 0) return true;\n" + LAST + "if (transfer",
+        "      if (left <= 0) return record.transfers.pop_back(), true;\n" + LAST + "if (transfer",
         CORE,
     ),
     Fault(
         "a_session_that_ends_within_a_swap_keeps_the_copies",
-        "csrc/blocks/core/pool.cpp",
-        "  end_swap(session);\n",
+        "csrc/blocks/core/layer_group.cpp",
+        "  swaps.end(session);\n",
         "",
         CORE,
     ),
     Fault(
         "a_block_of_a_shared_chunk_is_swapped_twice",
-        "csrc/blocks/steps/sequences.cpp",
-        "chunk.num_owners > 1 || store(sequence.tier)",
-        "store(sequence.tier)",
+        "csrc/blocks/steps/swap.cpp",
+        "chunk.num_owners > 1 || stores_[sequence.tier]",
+        "stores_[sequence.tier]",
         CORE,
     ),
     Fault(
@@ -243,7 +246,7 @@ FAULTS = (
     ),
     Fault(
         "an_abort_counts_no_blocks",
-        "csrc/blocks/steps/abort.cpp",
+        "csrc/blocks/steps/sequences.cpp",
         "return 1 + std::max(num_copies, held_before - session.num_held);",
         "return session.num_held > held_before;",
         CORE,
@@ -278,7 +281,7 @@ FAULTS = (
     ),
     Fault(
         "forks_in_flight_count_as_sent",
-        "csrc/blocks/steps/sequences.cpp",
+        "csrc/blocks/steps/tables.cpp",
         "  note_change(session, child, 0);\n",
         "",
         CORE,
@@ -306,21 +309,21 @@ FAULTS = (
     ),
     Fault(
         "a_plan_that_keeps_nothing_names_a_plan_that_has_run",
-        "csrc/blocks/steps/plans.cpp",
+        "csrc/blocks/core/pool_steps.cpp",
         "keeps ? first.done : 0,",
         "first.resync_due ? first.done : 0,",
         CORE,
     ),
     Fault(
         "a_resync_keeps_tables",
-        "csrc/blocks/steps/abort.cpp",
+        "csrc/blocks/steps/sequences.cpp",
         "if (!keeps) note_change(",
         "if (false) note_change(",
         CORE,
     ),
     Fault(
         "a_plan_keeps_tables_as_one_in_flight_left_them",
-        "csrc/blocks/steps/plans.cpp",
+        "csrc/blocks/core/pool_steps.cpp",
         "keeps ? first.done : 0,",
         "keeps ? first.last_plan : 0,",
         CORE,
@@ -328,9 +331,9 @@ FAULTS = (
     Fault(
         "written_in_place_though_shared",
         "csrc/blocks/steps/append.cpp",
-        "return chunk.num_owners == 1 &&\n         store(kDevice).is_writable(b, "
-        "session.handle,\n                                    static_cast",
-        "return store(kDevice).is_writable(b, session.handle, static_cast",
+        "return chunk.num_owners == 1 &&\n         stores_[kDevice].is_writable(b, "
+        "session.handle,\n                                      static_cast",
+        "return stores_[kDevice].is_writable(b, session.handle, static_cast",
         CORE,
     ),
     Fault(
@@ -377,7 +380,7 @@ FAULTS = (
     ),
     Fault(
         "swapped_before_the_same_plan_computes_it",
-        "csrc/blocks/steps/sequences.cpp",
+        "csrc/blocks/steps/swap.cpp",
         "std::max(sequence.computed_by, sequence.filled_by) == session.number",
         "sequence.computed_by == session.number",
         CORE,
@@ -392,7 +395,7 @@ FAULTS = (
     ),
     Fault(
         "an_abort_leaves_copies",
-        "csrc/blocks/steps/abort.cpp",
+        "csrc/blocks/steps/sequences.cpp",
         "!origins.empty() &&",
         "false && !origins.empty() &&",
         CORE,
@@ -406,9 +409,9 @@ FAULTS = (
     ),
     Fault(
         "a_sequence_is_forgotten_twice",
-        "csrc/blocks/core/pool.cpp",
-        "    sequence.live = false;\n    forget_sequence(index);",
-        "    sequence.live = false;\n    forget_sequence(index);\n    forget_sequence(index);",
+        "csrc/blocks/steps/sequences.cpp",
+        "  sequence.live = false;\n  sequences_.forget(index);",
+        "  sequence.live = false;\n  sequences_.forget(index);\n  sequences_.forget(index);",
         CORE,
     ),
     Fault(
@@ -456,17 +459,17 @@ FAULTS = (
     Fault(
         "a_check_is_of_the_last_step",
         "csrc/blocks/bindings/steps.cpp",
-        "const InStep step(groups, handle, number);",
+        "const InStep step(pool.groups(), handle, check_as ? check_as : number);",
         "(void)number;",
         CORE,
     ),
     Fault(
         "a_refused_admission_takes_its_id",
-        "csrc/blocks/steps/admit.cpp",
+        "csrc/blocks/core/pool_steps.cpp",
         "if (!copies_last || has_window)",
         "if (!copies_last)\n"
-        "      groups[0]->new_sequence(groups[0]->sessions_[handle], admission.sequence_id, "
-        "admitted_by);\n"
+        "      first().sequences.add(first().sessions[handle], admission.sequence_id, "
+        "admitted_by, 0);\n"
         "    if (!copies_last || has_window)",
         CORE,
     ),
@@ -479,7 +482,7 @@ FAULTS = (
     ),
     Fault(
         "tokens_that_nothing_computes_count_for_nothing",
-        "csrc/blocks/core/pool.cpp",
+        "csrc/blocks/steps/sequences.cpp",
         "div_ceil(session.num_tokens, block_size_)",
         "int64_t{0}",
         CORE,
@@ -494,8 +497,8 @@ FAULTS = (
     Fault(
         "blocks_that_are_given_are_no_progress",
         "csrc/blocks/steps/append.cpp",
-        "    sequence.progress_s = pool.now_s_;\n    const int64_t first",
-        "    const int64_t first",
+        "  sequence.progress_s = now_s_;\n  const int64_t first",
+        "  const int64_t first",
         CORE,
     ),
     Fault(
@@ -543,7 +546,7 @@ FAULTS = (
     Fault(
         "what_is_below_is_published_before_its_parent",
         "csrc/blocks/index/publish.cpp",
-        "if (!has_below && device.state(b) == State::kHeld)",
+        "if (!has_below && device_.state(b) == State::kHeld)",
         "if (true)",
         CORE,
     ),
@@ -577,9 +580,9 @@ FAULTS = (
     ),
     Fault(
         "all_below_a_spare_is_announced_at_once",
-        "csrc/blocks/index/publish.cpp",
-        "num < max_entries && has_announcements()",
-        "num < 1000 * max_entries && has_announcements()",
+        "csrc/blocks/index/announcements.cpp",
+        "num < max_entries && !empty()",
+        "num < 1000 * max_entries && !empty()",
         CORE,
     ),
     Fault(
@@ -591,7 +594,7 @@ FAULTS = (
     ),
     Fault(
         "receipts_free_the_next_plans_blocks",
-        "csrc/blocks/index/publish.cpp",
+        "csrc/blocks/steps/plans.cpp",
         "session.releases.front().plan <= session.done;",
         "session.releases.front().plan <= session.done + 1;",
         CORE,

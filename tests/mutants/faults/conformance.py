@@ -15,7 +15,7 @@ WATCH = "tests/rpc/operations/test_index_feed.py"
 FORGERIES = "tests/attacks/test_forgeries.py"
 QUESTIONS = "tests/rpc/operations/test_cached_prefixes.py"
 TOLD = "tests/rpc/test_told_streams.py"
-SHARERS = "tests/unit/core/test_many_sharers.py"
+SHARERS = "tests/unit/core/test_step_costs.py"
 
 FAULTS = (
     Fault(
@@ -68,16 +68,16 @@ FAULTS = (
         "control_plane/admission/victims.py",
         "is_past = ends_s < now_s",
         "is_past = False",
-        YIELDING,
-        "turn",
+        "tests/unit/admission/test_admission_victims.py",
+        "turn_ends",
     ),
     Fault(
         "who_frees_enough_is_cut_all_the_same",
         "control_plane/admission/victims.py",
         "            if num_found >= num_lacking:\n                break\n",
         "",
-        YIELDING,
-        "frees_enough",
+        "tests/unit/admission/test_admission_victims.py",
+        "only_as_many",
     ),
     Fault(
         "a_refused_retention_is_done_in_part",
@@ -250,6 +250,6 @@ FAULTS = (
         "control_plane/steps/requests.py",
         "        admission.apply(session)\n",
         "",
-        "tests/unit/planning/test_groups_walk.py",
+        "tests/unit/core/test_groups_walk.py",
     ),
 )

@@ -18,15 +18,18 @@ OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF
     f"tests/unit/executor/test_{name}.py"
     for name in (
         *("executor", "executor_sessions", "executor_rejections", "invariants_data"),
-        *("streams", "device_failures", "latent_pools", "layer_runner"),
+        *("streams", "device_failures", "latent_pools", "layers"),
     )
 )
-ENDED, OF_PROGRESS, TRANSFERS, PUBLICATIONS = (
+OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER, PLANS = (
     f"tests/unit/plans/test_{name}.py"
-    for name in ("ended_sessions", "progress", "transfers", "publications")
+    for name in (
+        *("progress", "transfers", "publications"),
+        *("verifier", "plan_order", "plan_runner"),
+    )
 )
 LAYOUTS = "tests/unit/client/test_layout.py"
-SCALES, OF_BOUND = (f"tests/unit/data_kernels/test_{n}.py" for n in ("kv_scales", "bound_layers"))
+SCALES = "tests/unit/data_kernels/test_kv_scales.py"
 
 STARTS = "        if plan.number not in session.receipts:\n            self._settle("
 SIGNS = "    return (\n        options,\n"
@@ -67,14 +70,14 @@ FAULTS = (
         VERIFIER,
         "if not oldest <= message.version <= newest:",
         "if False:",
-        REJECTIONS,
+        OF_VERIFIER,
     ),
     Fault(
         "unknown_fields_ignored",
         VERIFIER,
         "message = whole(message, signed.payload, field=f",
         "whole(cls(), b'', field=f",
-        REJECTIONS,
+        OF_VERIFIER,
     ),
     Fault(
         "published_write_allowed",
@@ -99,7 +102,7 @@ FAULTS = (
         "if False:",
         REJECTIONS,
     ),
-    Fault("signatures_ignored", BOUND, SIGNS, f"    return None\n{SIGNS}", OF_BOUND),
+    Fault("signatures_ignored", BOUND, SIGNS, f"    return None\n{SIGNS}", OF_LAYERS),
     Fault(
         "options_of_bound_layers_ignored",
         BOUND,
@@ -120,15 +123,15 @@ FAULTS = (
         SIGNS,
         "    num = len(query)\n"
         f"    key, value = key[:num], None if value is None else value[:num]\n{SIGNS}",
-        OF_BOUND,
+        OF_LAYERS,
     ),
     Fault(  # A layer group goes on with the batch that was bound first.
         "batches_kept",
         BOUND,
         "write_and_attend(\n                self.batch(batch),",
         "write_and_attend(\n"
-        "                self.batch(self._batches.get(batch.group, (batch,))[0]),",
-        OF_BOUND,
+        "                self.__dict__.setdefault('first', (self.batch(batch), batch))[0],",
+        OF_LAYERS,
     ),
     Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", OF_SESSIONS),
     Fault(
@@ -150,7 +153,7 @@ FAULTS = (
         PROGRESS,
         "return all(self._written)",
         "return self._written[0]",
-        INVARIANTS,
+        OF_PROGRESS,
     ),
     Fault(
         "spans_written_shrink",
@@ -174,7 +177,7 @@ FAULTS = (
         "        if session.running is not None:\n"
         "            session.running.num_batches_queued = 0\n"
         f"            session.running.transferred = False\n{STARTS}",
-        OF_EXECUTOR,
+        PLANS,
     ),
     Fault(  # A receipt is forgotten at once, and its plan runs again.
         "receipted_plan_writes_again",
@@ -204,20 +207,20 @@ FAULTS = (
         SESSIONS,
         "return i >= 0 and ordinal <= self._last[i]",
         "return False",
-        OF_SESSIONS,
+        ORDER,
     ),
     Fault(
         "ended_ranges_grow_together",
         SESSIONS,
         "return i >= 0 and ordinal <= self._last[i]",
         "return bool(self._first) and self._first[0] <= ordinal <= self._last[-1]",
-        ENDED,
+        ORDER,
     ),
     Fault(
         "ended_sessions_forgotten_under_the_same_key",
         SESSIONS,
         *first(END_ALL, "self._ended_by_key.pop(key_id, None)"),
-        OF_SESSIONS,
+        ORDER,
     ),
     Fault(
         "ended_sessions_forgotten_under_another_key",
@@ -291,7 +294,7 @@ FAULTS = (
         "            self._compute.finish()\n        except InternalError as error:",
         "            self._compute.finish()\n        except InternalError as error:\n"
         "            return\n        except KeyError as error:",
-        STREAMS,
+        PLANS,
     ),
     Fault("layers_before_transfers", SESSIONS, "if not self.transferred:", "if False:", FAILURES),
     Fault(

@@ -38,7 +38,7 @@ FAULTS = (
         CHANGES,
         "    _check_generations(tables, changes, allocated)\n",
         "",
-        INVARIANTS,
+        "tests/unit/plans/test_table_changes.py",
     ),
     Fault(  # A table may go on referring to a block that its session allocates for another.
         "stale_references_unchecked",
@@ -143,14 +143,14 @@ FAULTS = (
         TENANTS,
         "        if not len(transfers):\n",
         "        if True:\n",
-        KEPT,
+        LAST_TENANTS,
     ),
     Fault(  # References of dropped tables stay counted.
         "ref_counts_not_kept",
         CHANGES,
         "self._of_place[table.tier_key][table] += num",
         "self._of_place[table.tier_key][table] += max(num, 0)",
-        CLEARED,
+        TABLES,
     ),
     Fault(
         "publication_survives_allocation",

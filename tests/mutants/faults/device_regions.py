@@ -4,7 +4,7 @@ on the emulated GPU.
 
 from __future__ import annotations
 
-from tests.mutants.fault import Fault
+from tests.mutants.fault import Fault, planted
 
 MEMORY = "csrc/cuda/device/shared_memory.cu"
 REGIONS = "data_plane/server/local/device_regions.py"
@@ -45,6 +45,9 @@ FAULTS = (
     ),
     Fault("nobody_waits_before_packets", LAYERS, "region.settle()", "pass", RPC, "gpus_memory"),
     Fault(
+        "engines_keep_what_ended", LAYERS, "local.at_end(self._forget)", "pass", RPC, "gpus_memory"
+    ),
+    Fault(
         "packets_go_before_their_tensors",
         ENGINE,
         "self._stream.synchronize()",
@@ -52,21 +55,18 @@ FAULTS = (
         UNIT,
         "is_there_before",
     ),
-    Fault(
-        "handles_open_a_block_of_others",
+    *planted(
         MEMORY,
-        "div_ceil(num_bytes, kBlockBytes) * kBlockBytes",
-        "num_bytes",
         NATIVE,
-        "nothing_but_its_own",
-    ),
-    Fault(
-        "sizes_are_believed",
-        MEMORY,
-        "|| has < static_cast<size_t>(num_bytes)",
-        "",
-        NATIVE,
-        "nothing_but_its_own",
+        {
+            "handles_open_a_block_of_others": (
+                "div_ceil(num_bytes, kBlockBytes) * kBlockBytes",
+                "num_bytes",
+            ),
+            "sizes_are_believed": ("|| has < static_cast<size_t>(num_bytes)", ""),
+            "memory_stays_open": ("    cudaIpcCloseMemHandle(data_);\n", ""),
+        },
+        only="nothing_but_its_own",
     ),
     Fault(
         "handles_have_any_length",
@@ -75,14 +75,6 @@ FAULTS = (
         "if (handle.size() > 10000) throw",
         NATIVE,
         "another_length",
-    ),
-    Fault(
-        "memory_stays_open",
-        MEMORY,
-        "    cudaIpcCloseMemHandle(data_);\n",
-        "",
-        NATIVE,
-        "nothing_but_its_own",
     ),
     Fault("memory_is_never_freed", MEMORY, "    cudaFree(data_);\n", "", NATIVE, "as_its_tensors"),
     Fault(
@@ -108,6 +100,9 @@ FAULTS = (
         "False",
         RPC,
         "bounded",
+    ),
+    Fault(
+        "what_is_let_go_is_not_counted", REGIONS, "self._end_use(region)", "pass", RPC, "bounded"
     ),
     Fault(
         "a_connection_has_any_number",
@@ -143,9 +138,6 @@ FAULTS = (
         "is_bound_for",
     ),
     Fault(
-        "what_is_let_go_is_not_counted", REGIONS, "self._end_use(region)", "pass", RPC, "bounded"
-    ),
-    Fault(
         "regions_of_the_gone_are_not_looked_for",
         ENDPOINT,
         "or self.num_device_regions:",
@@ -177,9 +169,6 @@ FAULTS = (
         "",
         RPC,
         "gives_it_back",
-    ),
-    Fault(
-        "engines_keep_what_ended", LAYERS, "local.at_end(self._forget)", "pass", RPC, "gpus_memory"
     ),
     Fault(
         "refusals_hold_what_they_refuse",

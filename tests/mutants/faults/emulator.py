@@ -7,7 +7,7 @@ say which.
 
 from __future__ import annotations
 
-from tests.mutants.fault import Fault
+from tests.mutants.fault import Fault, planted
 from tests.mutants.machines import ASAN, PLAIN, TSAN, UBSAN
 
 SHORT = "csrc/cuda/attention/short/attention_short.cuh"
@@ -28,12 +28,47 @@ _BEGINS = "  begin_call(work);\n"
 _READS = "  const int32_t num_items = work.plan.short_ends[work.p.num_sequences - 1];\n"
 
 FAULTS = (
-    Fault(
-        "missing_barrier",
+    *planted(
         SHORT,
-        "__syncthreads();\n    const float* left[",
-        "const float* left[",
         PLAIN,
+        {
+            "missing_barrier": ("__syncthreads();\n    const float* left[", "const float* left["),
+            "early_read_of_a_copy": (
+                "wait_for_copies<Ring::kStages - 2>();",
+                "wait_for_copies<Ring::kStages - 1>();",
+            ),
+            "mask_off_by_one": ("position < own.end;", "position <= own.end;"),
+            "warp_goes_on_alone": (
+                "__syncwarp();  // Until all lanes' copies have arrived",
+                "// Until all lanes' copies have arrived",
+            ),
+            "output_dims_in_the_order_of_16_bit_pages": (
+                "kDimsApart = kIs8Bits<Kv> ? 2 : 1",
+                "kDimsApart = 1",
+            ),
+            "lift_not_divided_out": ("1.0f / kLift<FactorOf<Kv>>", "1.0f"),
+            "results_left_where_copies_arrive": (
+                "free_stage = (stage + Ring::kStages - 1) % Ring::kStages",
+                "free_stage = stage",
+            ),
+            "a_split_begins_with_the_state_of_the_last": (
+                "    begin_rows(rows);\n#pragma unroll\n    for (auto& of_dims",
+                "    for (auto& of_dims",
+            ),
+            "a_kernel_begins_before_the_plan_is_there": (_WAITS + _BEGINS, _BEGINS),
+            "shared_splits_are_attended_to_twice": (
+                "split = sequence.shared_splits + local % own_splits",
+                "split = local % own_splits",
+            ),
+            "more_is_written_of_a_sequence_than_it_shares": (
+                "if (kIsShared && split >= at.sequence->shared_splits) continue;",
+                "",
+            ),
+            "a_share_ends_an_item_early": (
+                "* (blockIdx.x + 1) / gridDim.x;",
+                "* (blockIdx.x + 1) / gridDim.x - 9;",
+            ),
+        },
     ),
     Fault(
         "write_after_read",
@@ -42,38 +77,95 @@ FAULTS = (
         "",
         PLAIN,
     ),
-    Fault(
-        "write_after_read_of_the_stages",
+    *planted(
         LONG,
-        "__syncthreads();  // Until the tile has arrived and the other stage has been read.",
-        "",
         PLAIN,
+        {
+            "write_after_read_of_the_stages": (
+                "__syncthreads();  // Until the tile has arrived and the other stage "
+                "has been read.",
+                "",
+            ),
+            "maximum_of_half_the_lanes": (
+                "maximum = fmaxf(maximum, __shfl_xor_sync(kWholeWarp, maximum, 2));",
+                "",
+            ),
+            "tiles_not_rescaled": ("out[d][i] *= rescale[i / 2];", "out[d][i] *= 1.0f;"),
+            "long_query_columns_in_another_order_than_keys": (
+                "2 * (pair / 2) + 8 * (pair % 2)",
+                "2 * pair",
+            ),
+            "key_scale_of_the_first_head": (
+                "key_scale(work.p.pages, item.kv_head)",
+                "key_scale(work.p.pages, 0)",
+            ),
+            "value_scale_of_a_neighbour": (
+                "value_scale(work.p.pages, item.kv_head)",
+                "value_scale(work.p.pages, item.kv_head == 0 ? 1 : 0)",
+            ),
+            "long_lift_not_divided_out": ("sum * kLift<FactorOf<Kv>>", "sum"),
+            "long_row_scale_of_another_row": (
+                "(i == lane / 4 + 8 ? back : 1.0f)",
+                "(i == lane / 4 ? back : 1.0f)",
+            ),
+            "long_partial_results_not_lowered": ("1.0f / kLift<FactorOf<Kv>>", "1.0f"),
+            "sink_forgotten_in_prefills": ("total.sum * kLift", "sum * kLift"),
+        },
     ),
-    Fault(
-        "early_read_of_a_copy",
-        SHORT,
-        "wait_for_copies<Ring::kStages - 2>();",
-        "wait_for_copies<Ring::kStages - 1>();",
-        PLAIN,
-    ),
-    Fault("mask_off_by_one", SHORT, "position < own.end;", "position <= own.end;", PLAIN),
     Fault("window_off_by_one", CUTTING, "position + 1 - window", "position - window", PLAIN),
     Fault(
-        "wrong_lane",
-        ROWS,
-        "const int32_t row = 8 * c + lane / 4;",
-        "const int32_t row = 8 * c + lane % 8;",
+        "a_split_too_few",
+        CUTTING,
+        "div_ceil(all.end, tokens) - first",
+        "all.end / tokens - first",
         PLAIN,
     ),
-    Fault(
-        "divergent_shuffle",
-        TILES,
-        "const int64_t offset = __shfl_sync(",
-        "if (chunk * kElements >= num_columns) continue;\n    const int64_t offset = __shfl_sync(",
+    *planted(
+        ROWS,
         PLAIN,
+        {
+            "wrong_lane": (
+                "const int32_t row = 8 * c + lane / 4;",
+                "const int32_t row = 8 * c + lane % 8;",
+            ),
+            "key_scale_forgotten": ("kLog2E * key_scale(work.p.pages, item.kv_head)", "kLog2E"),
+            "row_scale_of_another_row": ("back, (2 * t + j) * 4)", "back, 2 * t * 4)"),
+            "queries_read_before_the_warps_have_loaded_them": (
+                "__syncthreads();\n    parts",
+                "parts",
+            ),
+        },
+    ),
+    *planted(
+        TILES,
+        PLAIN,
+        {
+            "divergent_shuffle": (
+                "const int64_t offset = __shfl_sync(",
+                "if (chunk * kElements >= num_columns) continue;\n"
+                "    const int64_t offset = __shfl_sync(",
+            ),
+            "query_columns_in_another_order_than_keys": (
+                "kIs8Bits<Kv> ? 4 * t + 2 * j : 2 * t + 8 * j",
+                "2 * t + 8 * j",
+            ),
+            "bytes_of_two_columns_swapped": (
+                "widen_every_second<Kv>(read[f], a[f][0], a[f][1]);",
+                "widen_every_second<Kv>(read[f], a[f][1], a[f][0]);",
+            ),
+            "probabilities_not_lifted": ("std::is_same_v<Factor, Half> ? 32768.0f : 1.0f", "1.0f"),
+            "values_looked_up_as_keys": ("lane >= kTileRows);", "false);"),
+        },
     ),
     Fault(
         "shuffle_as_barrier", FMA, "  __syncwarp();\n}", "  __shfl_sync(kWholeWarp, 0, 0);\n}", TSAN
+    ),
+    Fault(
+        "the_plan_is_read_before_it_is_there",
+        FMA,
+        _WAITS + _BEGINS + _READS,
+        _READS + _WAITS + _BEGINS,
+        TSAN,
     ),
     Fault(
         "table_read_out_of_bounds",
@@ -83,54 +175,42 @@ FAULTS = (
         ASAN,
     ),
     Fault(
-        "unused_slots_taken_along",
+        "a_long_item_is_of_the_sequence_at_its_place",
         BATCH,
-        "return position >= span.begin && position < span.end;",
-        "return position >= span.begin && position < (span.end + 15) / 16 * 16;",
-        PLAIN,
+        "order == nullptr ? place : order[place]",
+        "place",
+        ASAN,
     ),
-    Fault(
-        "warp_goes_on_alone",
-        SHORT,
-        "__syncwarp();  // Until all lanes' copies have arrived",
-        "// Until all lanes' copies have arrived",
-        PLAIN,
-    ),
-    Fault(
-        "maximum_of_half_the_lanes",
-        LONG,
-        "maximum = fmaxf(maximum, __shfl_xor_sync(kWholeWarp, maximum, 2));",
-        "",
-        PLAIN,
-    ),
-    Fault(
-        "splits_share_a_place",
+    *planted(
         BATCH,
-        "(int64_t{split} * sequence.query_len + token)",
-        "(int64_t{0} * split + token)",
         PLAIN,
-    ),
-    Fault("tiles_not_rescaled", LONG, "out[d][i] *= rescale[i / 2];", "out[d][i] *= 1.0f;", PLAIN),
-    Fault(
-        "query_columns_in_another_order_than_keys",
-        TILES,
-        "kIs8Bits<Kv> ? 4 * t + 2 * j : 2 * t + 8 * j",
-        "2 * t + 8 * j",
-        PLAIN,
-    ),
-    Fault(
-        "long_query_columns_in_another_order_than_keys",
-        LONG,
-        "2 * (pair / 2) + 8 * (pair % 2)",
-        "2 * pair",
-        PLAIN,
-    ),
-    Fault(
-        "bytes_of_two_columns_swapped",
-        TILES,
-        "widen_every_second<Kv>(read[f], a[f][0], a[f][1]);",
-        "widen_every_second<Kv>(read[f], a[f][1], a[f][0]);",
-        PLAIN,
+        {
+            "unused_slots_taken_along": (
+                "return position >= span.begin && position < span.end;",
+                "return position >= span.begin && position < (span.end + 15) / 16 * 16;",
+            ),
+            "splits_share_a_place": (
+                "(int64_t{split} * sequence.query_len + token)",
+                "(int64_t{0} * split + token)",
+            ),
+            "splits_of_a_long_sequence_overlap": (
+                "sequence.cut.first + item.split",
+                "sequence.cut.first + item.split / 2",
+            ),
+            "sink_of_another_head": ("work.p.sinks[head]", "work.p.sinks[0]"),
+            "cap_in_another_base_than_scores": (
+                "finite(work.p.logit_soft_cap * kLog2E)",
+                "work.p.logit_soft_cap",
+            ),
+            "items_that_the_last_layer_took_count": (
+                "if (threadIdx.x == 0) *work.scratch.num_taken = 0;",
+                "",
+            ),
+            "rows_of_a_family_are_of_one_sequence": (
+                "item.first_member + min_of(index, item.num_members - 1)",
+                "item.first_member",
+            ),
+        },
     ),
     Fault(
         "bytes_of_two_tokens_taken_for_two_columns",
@@ -139,40 +219,21 @@ FAULTS = (
         "four",
         PLAIN,
     ),
-    Fault(
-        "output_dims_in_the_order_of_16_bit_pages",
-        SHORT,
-        "kDimsApart = kIs8Bits<Kv> ? 2 : 1",
-        "kDimsApart = 1",
-        PLAIN,
-    ),
-    Fault(
-        "key_scale_forgotten",
-        ROWS,
-        "kLog2E * key_scale(work.p.pages, item.kv_head)",
-        "kLog2E",
-        PLAIN,
-    ),
-    Fault(
-        "key_scale_of_the_first_head",
-        LONG,
-        "key_scale(work.p.pages, item.kv_head)",
-        "key_scale(work.p.pages, 0)",
-        PLAIN,
-    ),
-    Fault(
-        "value_scale_of_a_neighbour",
-        LONG,
-        "value_scale(work.p.pages, item.kv_head)",
-        "value_scale(work.p.pages, item.kv_head == 0 ? 1 : 0)",
-        PLAIN,
-    ),
-    Fault(
-        "value_scale_lost_between_splits",
+    *planted(
         COMBINE,
-        "value_scale(work.p.pages, head / work.cutting.group)",
-        "1.0f",
         PLAIN,
+        {
+            "value_scale_lost_between_splits": (
+                "value_scale(work.p.pages, head / work.cutting.group)",
+                "1.0f",
+            ),
+            "splits_combined_before_they_are_added": (
+                "  __syncthreads();\n  sum = 0.0f;",
+                "  sum = 0.0f;",
+            ),
+            "a_warp_adds_its_neighbours_splits": ("i += kCombineWarps", "i += 1"),
+            "sink_forgotten_between_splits": ("value / total.sum", "value / sum"),
+        },
     ),
     Fault(
         "value_stored_by_the_scale_of_keys",
@@ -192,30 +253,6 @@ FAULTS = (
         UBSAN,
     ),
     Fault(
-        "probabilities_not_lifted",
-        TILES,
-        "std::is_same_v<Factor, Half> ? 32768.0f : 1.0f",
-        "1.0f",
-        PLAIN,
-    ),
-    Fault("lift_not_divided_out", SHORT, "1.0f / kLift<FactorOf<Kv>>", "1.0f", PLAIN),
-    Fault("long_lift_not_divided_out", LONG, "sum * kLift<FactorOf<Kv>>", "sum", PLAIN),
-    Fault("row_scale_of_another_row", ROWS, "back, (2 * t + j) * 4)", "back, 2 * t * 4)", PLAIN),
-    Fault(
-        "long_row_scale_of_another_row",
-        LONG,
-        "(i == lane / 4 + 8 ? back : 1.0f)",
-        "(i == lane / 4 ? back : 1.0f)",
-        PLAIN,
-    ),
-    Fault(
-        "splits_of_a_long_sequence_overlap",
-        BATCH,
-        "sequence.cut.first + item.split",
-        "sequence.cut.first + item.split / 2",
-        PLAIN,
-    ),
-    Fault(
         "partial_results_without_room",
         PLAN,
         "partial_end_of_lane <= work.max_partials",
@@ -223,20 +260,12 @@ FAULTS = (
         ASAN,
     ),
     Fault(
-        "a_split_too_few",
-        CUTTING,
-        "div_ceil(all.end, tokens) - first",
-        "all.end / tokens - first",
-        PLAIN,
+        "the_order_is_read_before_it_is_there",
+        PLAN,
+        "__syncwarp();  // Until the order is there, and the list has been read.",
+        "",
+        ASAN,
     ),
-    Fault(
-        "splits_combined_before_they_are_added",
-        COMBINE,
-        "  __syncthreads();\n  sum = 0.0f;",
-        "  sum = 0.0f;",
-        PLAIN,
-    ),
-    Fault("a_warp_adds_its_neighbours_splits", COMBINE, "i += kCombineWarps", "i += 1", PLAIN),
     Fault(
         "sums_overwritten_while_they_are_read",
         COMBINE,
@@ -246,73 +275,11 @@ FAULTS = (
     ),
     Fault("next_item_overwritten_while_it_is_read", LONG, "turn = 1 - turn", "turn = 0", TSAN),
     Fault(
-        "queries_read_before_the_warps_have_loaded_them",
-        ROWS,
-        "__syncthreads();\n    parts",
-        "parts",
-        PLAIN,
-    ),
-    Fault("long_partial_results_not_lowered", LONG, "1.0f / kLift<FactorOf<Kv>>", "1.0f", PLAIN),
-    Fault("sink_of_another_head", BATCH, "work.p.sinks[head]", "work.p.sinks[0]", PLAIN),
-    Fault("sink_forgotten_between_splits", COMBINE, "value / total.sum", "value / sum", PLAIN),
-    Fault("sink_forgotten_in_prefills", LONG, "total.sum * kLift", "sum * kLift", PLAIN),
-    Fault(
-        "cap_in_another_base_than_scores",
-        BATCH,
-        "finite(work.p.logit_soft_cap * kLog2E)",
-        "work.p.logit_soft_cap",
-        PLAIN,
-    ),
-    Fault("values_looked_up_as_keys", TILES, "lane >= kTileRows);", "false);", PLAIN),
-    Fault(
-        "results_left_where_copies_arrive",
-        SHORT,
-        "free_stage = (stage + Ring::kStages - 1) % Ring::kStages",
-        "free_stage = stage",
-        PLAIN,
-    ),
-    Fault(
         "results_overwritten_while_they_are_read",
         SHORT,
         "__syncthreads();  // Until the results have been read.",
         "",
         TSAN,
-    ),
-    Fault(
-        "a_split_begins_with_the_state_of_the_last",
-        SHORT,
-        "    begin_rows(rows);\n#pragma unroll\n    for (auto& of_dims",
-        "    for (auto& of_dims",
-        PLAIN,
-    ),
-    Fault(
-        "items_that_the_last_layer_took_count",
-        BATCH,
-        "if (threadIdx.x == 0) *work.scratch.num_taken = 0;",
-        "",
-        PLAIN,
-    ),
-    Fault("a_kernel_begins_before_the_plan_is_there", SHORT, _WAITS + _BEGINS, _BEGINS, PLAIN),
-    Fault(
-        "the_plan_is_read_before_it_is_there",
-        FMA,
-        _WAITS + _BEGINS + _READS,
-        _READS + _WAITS + _BEGINS,
-        TSAN,
-    ),
-    Fault(
-        "a_long_item_is_of_the_sequence_at_its_place",
-        BATCH,
-        "order == nullptr ? place : order[place]",
-        "place",
-        ASAN,
-    ),
-    Fault(
-        "the_order_is_read_before_it_is_there",
-        PLAN,
-        "__syncwarp();  // Until the order is there, and the list has been read.",
-        "",
-        ASAN,
     ),
     Fault(
         "blocks_of_families_are_not_compared",
@@ -340,34 +307,6 @@ FAULTS = (
         PLAN,
         "j < count; ++j",
         "j < count; j = 32",
-        PLAIN,
-    ),
-    Fault(
-        "shared_splits_are_attended_to_twice",
-        SHORT,
-        "split = sequence.shared_splits + local % own_splits",
-        "split = local % own_splits",
-        PLAIN,
-    ),
-    Fault(
-        "more_is_written_of_a_sequence_than_it_shares",
-        SHORT,
-        "if (kIsShared && split >= at.sequence->shared_splits) continue;",
-        "",
-        PLAIN,
-    ),
-    Fault(
-        "rows_of_a_family_are_of_one_sequence",
-        BATCH,
-        "item.first_member + min_of(index, item.num_members - 1)",
-        "item.first_member",
-        PLAIN,
-    ),
-    Fault(
-        "a_share_ends_an_item_early",
-        SHORT,
-        "* (blockIdx.x + 1) / gridDim.x;",
-        "* (blockIdx.x + 1) / gridDim.x - 9;",
         PLAIN,
     ),
 )

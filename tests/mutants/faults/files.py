@@ -9,6 +9,7 @@ TIER, SHARDS = "data_plane/server/file_tier.py", "control_plane/pools/shards.py"
 REUSED = "data_plane/plans/contents/reused_blocks.py"
 
 OF_FILES, OF_TIER = "tests/unit/files/test_block_files.py", "tests/rpc/test_file_tier.py"
+WHILE = "test_what_is_forgotten_while_it_is_written_has_no_file_and_all_else_has"
 OF_REUSED = "tests/unit/plans/test_reused_blocks.py"
 FORGETS = "tests/unit/registration/test_file_forgets.py"
 POWER = f"{OF_FILES}::test_what_is_written_while_the_power_fails_is_whole_or_not_there"
@@ -64,7 +65,7 @@ FAULTS = (
         FILES,
         COUNTS,
         "pass",
-        f"{OF_FILES}::test_what_is_forgotten_while_it_is_written_has_no_file",
+        f"{OF_FILES}::{WHILE}[the tenant]",
     ),
     Fault(
         "only_writes_notice_a_forget",
@@ -78,7 +79,7 @@ FAULTS = (
         FILES,
         COUNTS,
         'self._num_forgotten[b""] += 1',
-        f"{OF_FILES}::test_what_another_tenant_forgets_stops_no_write[namespace]",
+        f"{OF_FILES}::{WHILE}[another tenant's namespace]",
     ),
     Fault(
         "a_forget_drops_what_others_reuse",
@@ -131,9 +132,9 @@ FAULTS = (
         "            self.counts.missed(miss.reason)\n",
         "            self.counts.missed(miss.reason)\n"
         "            found += [bytes(self._block_bytes)] * (len(keys) - len(found))\n",
-        f"{AGAIN}[1]",
+        AGAIN,
     ),
-    Fault("misses_are_not_counted", TIER, "self.num_misses[reason] += 1", "pass", f"{AGAIN}[1]"),
+    Fault("misses_are_not_counted", TIER, "self.num_misses[reason] += 1", "pass", AGAIN),
     Fault(
         "an_error_ends_the_writer",
         TIER,

@@ -14,7 +14,9 @@ STREAM = "data_plane/server/execute_stream.py"
 SERVER = "data_plane/server/local/layer_server.py"
 EXECUTION = "kvplane/execution/shard_execution.py"
 
-WAYS = ("gRPC", "shared", "bound", "embedded", "rows")
+RUNNER = "tests/unit/executor/test_layer_runner.py"
+
+WAYS = ("gRPC", "shared", "bound")
 CHECKS = {
     "any_plan_is_the_present_one": (
         PLANS,
@@ -32,7 +34,7 @@ CHECKS = {
         PLANS,
         "elif index and not run.progress.is_written(index - 1):",
         "elif False:",
-        "out_of_turn",
+        "order",
     ),
     "published_blocks_are_written": (
         CHECKED,
@@ -44,7 +46,7 @@ CHECKS = {
         CHECKED,
         "self.check_still_current(session, run)\n        self.check_still_writable",
         "self.check_still_writable",
-        "another_session_was_given",
+        "another_session",
     ),
     "ended_sessions_write": (
         SESSIONS,
@@ -59,6 +61,10 @@ FAULTS = (
         Fault(f"{name}, {way}", file, old, new, LATE, f"{test} and {way}")
         for name, (file, old, new, test) in CHECKS.items()
         for way in WAYS
+    ),
+    *(
+        Fault(f"{name}, embedded", file, old, new, RUNNER, test)
+        for name, (file, old, new, test) in CHECKS.items()
     ),
     *(
         Fault(
@@ -82,12 +88,10 @@ FAULTS = (
     Fault(
         "native_code_serves_a_plan_that_others_have_ended",
         "data_plane/execution/layer_runner.py",
-        """run, may_write = plans.check_may_run(
-            session_id, plan_number, pass_index, index, writes=True, attends=True
-        )""",
-        "may_write, run = True, plans.latest(session_id, None)[1]",
+        "run, may_write = plans.check_may_run(named, index, writes=True, attends=True)",
+        "may_write, run = True, plans.latest(named.session_id, None)[1]",
         "tests/rpc/test_plan_passes.py",
-        "earlier_pass and native",
+        "earlier_pass",
     ),
     Fault(
         "what_a_packet_names_is_absent",

@@ -177,8 +177,8 @@ FAULTS = (
     Fault(
         "last_layers_are_answered_without_a_receipt",
         RUNNER,
-        "layer_index(self._layers, layer), len(self._layers) - 1",
-        "layer_index(self._layers, layer), len(self._layers)",
+        "layer_index(self._layers, named.layer), len(self._layers) - 1",
+        "layer_index(self._layers, named.layer), len(self._layers)",
         LAYERS,
         "counted",
     ),

@@ -59,8 +59,8 @@ FAULTS = (
         "data_plane/server/execute_stream.py",
         'self.run(layer, number or started.plan_number, pass_index, "")',
         'self.run(layer, number or started.plan_number, self.begun.pass_index, "")',
-        RPC,
-        "single_call",
+        "tests/rpc/test_data_service.py",
+        "its_plan_and_its_pass",
     ),
     Fault(
         "an_embedded_engine_forgets_its_pass",
@@ -72,11 +72,10 @@ FAULTS = (
     ),
     Fault(
         "a_captured_step_runs_in_any_pass",
-        "data_plane/execution/fixed_step.py",
-        "self.session_id, plan_number, pass_index, 0, writes=True, attends=True",
-        "self.session_id,\n                plan_number,\n"
-        "                self._plans.latest(self.session_id, plan_number)[1].pass_index,\n"
-        "                0,\n                writes=True,\n                attends=True,",
+        "data_plane/execution/layer_runner.py",
+        "first = PlanLayer(session_id, self._layers[0], plan_number, pass_index)",
+        "pass_index = self._plans.latest(session_id, plan_number)[1].pass_index\n"
+        "            first = PlanLayer(session_id, self._layers[0], plan_number, pass_index)",
         STEPS,
         "another_pass",
     ),
@@ -156,7 +155,7 @@ FAULTS = (
         "if spans and all(span.sequence.finish_reason for span in spans):",
         "if False:",
         ENGINE,
-        "nobody_wants",
+        "runs_alone",
     ),
     Fault(
         "plans_are_long_while_others_wait",

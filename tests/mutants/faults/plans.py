@@ -15,7 +15,7 @@ PLAN, ATTENTION, SHORT = (
     f"csrc/cuda/attention/{name}"
     for name in ("plan.cu", "attention.cu", "short/attention_short.cuh")
 )
-KERNELS, STEPS = (f"data_plane/kernels/{name}.py" for name in ("backends/cuda", "step_memory"))
+KERNELS = "data_plane/kernels/backends/cuda.py"
 
 FAULTS = (
     Fault("shortest_items_first", PLAN, "other > own ||", "(0 < other && other < own) ||", ORDER),
@@ -48,7 +48,7 @@ FAULTS = (
         "with_most == 0) {",
         RINGS,
     ),
-    Fault("each_step_has_a_workspace", STEPS, "if large:", "if large and False:", MEMORY),
+    Fault("each_step_has_a_workspace", KERNELS, "if large:", "if large and False:", MEMORY),
     Fault(
         "steps_count_for_nothing",
         KERNELS,

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from tests.mutants.fault import Fault
+from tests.mutants.fault import Fault, planted
 
 TESTS = "tests/rpc/test_renewed_certificates.py"
 FAULTS = (
-    Fault(
-        "files_are_read_once",
+    *planted(
         "kvplane/transport/renewed.py",
-        "if stamps == self._stamps:",
-        "if True:",
         TESTS,
+        {
+            "files_are_read_once": ("if stamps == self._stamps:", "if True:"),
+            "connections_keep_the_first_context": ("    context.sni_callback = renew\n", ""),
+        },
+    ),
+    *planted(
+        "integrations/router/engine_tls.py",
+        TESTS,
+        {
+            "a_router_keeps_the_first_authority": (
+                "return self._renewed.get().wrap_bio(",
+                "return self._renewed._value.wrap_bio(",
+            ),
+            "a_router_trusts_former_authorities": (
+                "self._renewed = Renewed(lambda: ssl.create_default_context(cafile=ca), [ca])",
+                (
+                    "kept = ssl.create_default_context()\n"
+                    "        self._renewed = "
+                    "Renewed(lambda: kept.load_verify_locations(ca) or kept, [ca])"
+                ),
+            ),
+        },
     ),
     Fault(
         "a_certificate_is_taken_without_its_key",
@@ -32,28 +51,6 @@ FAULTS = (
         "data_plane/server/registration_client.py",
         "                await self._reopen()\n",
         "",
-        TESTS,
-    ),
-    Fault(
-        "connections_keep_the_first_context",
-        "kvplane/transport/renewed.py",
-        "    context.sni_callback = renew\n",
-        "",
-        TESTS,
-    ),
-    Fault(
-        "a_router_keeps_the_first_authority",
-        "kvplane/transport/renewed.py",
-        "return self._renewed.get().wrap_bio(",
-        "return self._renewed._value.wrap_bio(",
-        TESTS,
-    ),
-    Fault(
-        "a_router_trusts_former_authorities",
-        "kvplane/transport/renewed.py",
-        "self._renewed = Renewed(lambda: ssl.create_default_context(cafile=ca), [ca])",
-        "kept = ssl.create_default_context()\n"
-        "        self._renewed = Renewed(lambda: kept.load_verify_locations(ca) or kept, [ca])",
         TESTS,
     ),
 )

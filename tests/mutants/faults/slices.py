@@ -7,7 +7,7 @@ from tests.mutants.fault import Fault
 CORE, SERVICE = "control_plane/core.py", "control_plane/server/service.py"
 SHARING, SESSIONS = "control_plane/sessions/pool_admission.py", "control_plane/sessions/sessions.py"
 OPERATIONS = "control_plane/steps/operations.py"
-SLICES, LANE = "tests/unit/core/test_core_slices.py", "tests/unit/planning/test_request_lane.py"
+SLICES, LANE = "tests/unit/core/test_slices.py", "tests/unit/core/test_request_lane.py"
 IN_ONE = f"{SLICES}::test_a_request_in_slices_is_answered_as_in_one"
 RELEASED = f"{SLICES}::test_a_session_that_ends_is_released_between_requests"
 GOES_ON = f"{LANE}::test_it_goes_on_when_its_caller_goes"
@@ -88,7 +88,7 @@ FAULTS = (
         OPERATIONS,
         f"        if num_blocks > SLICE_BLOCKS:\n            yield\n{MOVES}",
         "        yield from ()\n        step.native.swap_some(step.handle, 1 << 40)\n",
-        f"{SLICES}::test_a_session_may_end_while_many_blocks_are_swapped[swap]",
+        f"{SLICES}::test_a_session_may_end_between_the_slices[swap]",
     ),
     Fault(
         "operations_are_checked_at_once",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault, first
 
 ROWS = "data_plane/plans/batches/fixed_rows.py"
-MEMORY = "data_plane/kernels/step_memory.py"
+MEMORY = "data_plane/kernels/backends/cuda.py"
 STEP = "data_plane/execution/fixed_step.py"
 TESTS = "tests/kernels/test_fixed_steps.py"
 BITS = f"{TESTS}::test_a_replayed_step_has_the_bits_of_one_by_layers[plain]"
@@ -55,7 +55,7 @@ FAULTS = (
     Fault(
         "a_step_counts_as_run_whatever_it_ran",
         STEP,
-        *first("    def _finish(self, run: RunningPlan, num_tokens: int) -> None:", "return"),
+        *first("    def _check_all_called(self, num_tokens: int) -> None:", "return"),
         f"{TESTS}::test_a_plan_runs_once_and_only_if_all_of_its_layers_do",
     ),
 )

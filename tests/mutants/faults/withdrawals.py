@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 POOL, SHARDS = "control_plane/pools/pool.py", "control_plane/pools/shards.py"
-WITHDRAWALS = "tests/unit/core/test_withdrawals.py"
+WITHDRAWALS = "tests/unit/core/test_prefixes.py"
 MISSED = "tests/unit/registration/test_missed_messages.py"
 FILES_BEHIND = (
     f"{MISSED}::test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away"

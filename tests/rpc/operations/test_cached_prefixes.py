@@ -14,7 +14,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.control_wire import PATIENCE_S
-from tests.helpers.planning.operations_world import DEVICE, HOST, plan_of, prompt
+from tests.helpers.planning.operations_world import HOST, prompt
 
 
 async def test_an_admission_finds_the_longest_cached_prefix_of_full_blocks(world, caller) -> None:
@@ -33,28 +33,6 @@ async def test_an_admission_finds_the_longest_cached_prefix_of_full_blocks(world
 
 
 # The host tier.
-
-
-async def test_what_would_be_evicted_moves_to_the_host_tier_and_is_found_there(start_world) -> None:
-    world = await start_world(num_device_blocks=8)
-    caller = await world.caller()
-    await caller.cache(prompt(4))
-    plan = plan_of(await caller.do(ops.admit(1, prompt(8, seed=1, extra=0))))
-    assert list(plan.allocations.tiers) == [HOST] * 4
-    assert list(plan.transfers.destination_tiers) == [HOST] * 4
-    assert await world.usage(HOST) == {"free": 4, "cached": 4, "held": 0, "retired": 0}
-    (found,) = await caller.find(prompt(4))
-    assert (found.num_device_tokens, found.num_host_tokens) == (0, 32)
-    shortage = await caller.later(ops.admit(2, prompt(4)))
-    assert (shortage.tier, shortage.num_blocks_needed) == (DEVICE, 5)
-    await caller.do(ops.free(1))
-    again = await caller.do(ops.admit(2, prompt(4)))
-    assert again.results[0].admit.num_cached_tokens == 32
-    assert list(plan_of(again).transfers.source_tiers).count(HOST) == 4
-    assert {tier for tier, _, _ in await caller.table(2)} == {DEVICE}
-    counters = await world.counters()
-    assert counters['hit_tokens_total{tier="host"}'] == 32
-    assert counters["demoted_blocks_total"] >= 4
 
 
 async def test_sequences_come_before_cached_prefixes_in_the_host_tier(start_world) -> None:

@@ -1,5 +1,5 @@
-"""The client against a real control plane, over a network that loses messages, and through the
-ends of pools, leases and control planes.
+"""The client against a real control plane, over a network that loses messages, and through the end
+of a lease.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, Session, StepResult, ops
 from kvplane.errors import (
-    InvalidRequestError,
-    NeverFitsError,
-    PoolFullError,
-    PoolNotFoundError,
-    PoolNotReadyError,
-    SequenceExistsError,
-    SequenceNotFoundError,
     SessionExpiredError,
-    StaleIncarnationError,
 )
 from kvplane.session import AbortResult
 from kvplane.wire.plane.v1 import plan_pb2
@@ -73,26 +65,6 @@ def fingerprint(control_server: ControlPlaneServer) -> object:
     return core.observe_pool(POOL).num_sequences, core.get_pool(POOL).usage
 
 
-async def test_a_pool_that_is_not_there_is_told_apart_from_one_that_is_not_ready(
-    control_server: ControlPlaneServer, stub: object, client: ControlClient
-) -> None:
-    with pytest.raises(PoolNotFoundError):
-        await client.open_session(POOL, LAYOUT)
-    with pytest.raises(PoolNotReadyError):
-        await client.wait_ready(POOL, 0.3)
-    shard = RawShard(stub)  # type: ignore[arg-type]
-    await shard.register()
-    with pytest.raises(PoolNotReadyError) as not_ready:
-        await client.open_session(POOL, LAYOUT, timeout_s=0.3)
-    assert not_ready.value.retry_delay_s is not None
-    opening = asyncio.ensure_future(client.open_session(POOL, LAYOUT))
-    await asyncio.sleep(0.1)
-    await shard.report()
-    session = await opening
-    await session.close()
-    shard.hang_up()
-
-
 async def test_the_client_knows_its_plane_and_its_sessions_terms(
     control_server: ControlPlaneServer, client: ControlClient, session: Session, shard: RawShard
 ) -> None:
@@ -107,28 +79,6 @@ async def test_the_client_knows_its_plane_and_its_sessions_terms(
     assert [tier.num_blocks for tier in pool.usage] == [16, 8]
     assert session.max_plans_in_flight == 4
     assert session.time_to_live_s == pytest.approx(30)
-
-
-async def test_an_operation_that_was_not_done_raises_why(session: Session) -> None:
-    await session.run(ops.admit(1, [1] * 100))
-    with pytest.raises(PoolFullError) as full:
-        await session.run(ops.admit(2, [2] * 100))
-    assert full.value.retry_delay_s is not None
-    with pytest.raises(NeverFitsError):
-        await session.run(ops.admit(2, [2] * 1000))
-    with pytest.raises(SequenceExistsError):
-        await session.run(ops.admit(1, [1]))
-    with pytest.raises(InvalidRequestError) as caught:
-        await session.run(ops.admit(3, []))
-    assert caught.value.field == "operations[0].admit.token_ids"
-    with pytest.raises(SequenceNotFoundError):
-        await session.run(ops.free([1, 9]))
-    (freed,) = session.take_abandoned()
-    assert plan_pb2.Plan.FromString(freed.answer.plan.payload).number == session.last_number
-    with pytest.raises(InvalidRequestError) as refused:
-        await session.step([ops.free([1])] * 5000, timeout_s=5)
-    assert refused.value.field == "operations"
-    await session.run(ops.admit(1, range(8)))
 
 
 async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(
@@ -212,9 +162,7 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
     start_control_plane: StartServer, connect: Callable[[ControlPlaneServer], object]
 ) -> None:
     server = await start_control_plane(lease_s=0.5)
-    shard = RawShard(connect(server))  # type: ignore[arg-type]
-    await shard.register()
-    await shard.report()
+    shard = await RawShard.joined(connect(server))  # type: ignore[arg-type]
     async with ControlClient(server.address) as client:
         session = await client.open_session(POOL, LAYOUT)
         await session.run(ops.admit(1, [1]))
@@ -229,47 +177,4 @@ async def test_a_lease_is_kept_by_the_client_and_lost_without_it(
         await server.stop()
         with pytest.raises(SessionExpiredError, match="nothing had renewed its lease"):
             await session.abort_plans(whole_tables=True, timeout_s=0.2)
-    shard.hang_up()
-
-
-async def num_open(client: ControlClient) -> tuple[int, int]:
-    """Sessions, and their sequences in the device tier."""
-    counters = await client.get_counters(POOL)
-    return counters["sessions"], counters['sequences{state="device"}']
-
-
-async def test_a_closed_session_gives_its_blocks_back(
-    client: ControlClient, shard: RawShard
-) -> None:
-    async with await client.open_session(POOL, LAYOUT) as session:
-        await session.run(ops.admit(1, [1] * 20))
-        assert await num_open(client) == (1, 1)
-    assert await num_open(client) == (0, 0)
-    await session.close()
-
-
-async def test_a_session_is_opened_again_after_the_control_plane_was_replaced(
-    start_control_plane: StartServer, connect: Callable[[ControlPlaneServer], object]
-) -> None:
-    first = await start_control_plane()
-    shard = RawShard(connect(first))  # type: ignore[arg-type]
-    await shard.register()
-    await shard.report()
-    async with ControlClient(first.address, timeout_s=5) as client:
-        session = await client.open_session(POOL, LAYOUT, "engine")
-        await session.step([ops.admit(1, [1] * 20, max_total_tokens=40)])
-        await first.stop()
-        second = await start_control_plane(bind=first.address)
-        shard = RawShard(connect(second), epoch=12)  # type: ignore[arg-type]
-        await shard.register()
-        await shard.report()
-        with pytest.raises(StaleIncarnationError):
-            await session.step([ops.append(1, [2], 1, first_positions=20)])
-        again = await session.reopen()
-        assert again.id != session.id
-        assert again.incarnation > session.incarnation
-        assert (again.layout, again.client_name) == (session.layout, "engine")
-        readmitted = await again.readmit({1: ([1] * 20, 40), 2: ([2] * 120, 0)})
-        assert readmitted == {1: 0, 2: 0}, "nothing is computed yet"
-        await again.close()
     shard.hang_up()

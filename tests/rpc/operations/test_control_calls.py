@@ -1,5 +1,5 @@
-"""Each call of the control plane but the steps: pools, sessions, their numbers and receipts. Each
-refusal has a status that names the reason and the field.
+"""Each call of the control plane but the steps: pools and sessions. Each refusal has a status that
+names the reason and the field.
 """
 
 from __future__ import annotations
@@ -214,33 +214,6 @@ async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawS
 # Numbers.
 
 
-async def test_a_step_without_a_number_is_refused(stub: Stub, session: RawSession) -> None:
-    step = pb.StepRequest(session=session.ref, number=0)
-    await refused(stub.Step(step), *INVALID, "number", next_number=1)
-    await session.admit(1, PROMPT)
-
-
-async def test_a_number_is_used_once_whatever_came_of_it(stub: Stub, session: RawSession) -> None:
-    first = pb.StepRequest(session=session.ref, number=1, operations=[ops.admit(1, PROMPT)])
-    answer = await stub.Step(first)
-    assert await stub.Step(first) == answer
-    other = pb.StepRequest.FromString(first.SerializeToString())
-    other.operations[0].admit.sequence_id = 2
-    await refused(stub.Step(other), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 2)
-    other.number = 5
-    await refused(stub.Step(other), "FAILED_PRECONDITION", "STEP_OUT_OF_ORDER", "number", 2)
-    first.receipts.append(session.shard.receipt(answer.plan))
-    assert await stub.Step(first) == answer
-    assert await session.num_written(1) == 20, "a repeated request still has its receipts applied"
-    wrong = pb.AbortPlansRequest(session=session.ref, number=2, plan_number=77)
-    for _ in range(2):
-        await refused(stub.AbortPlans(wrong), *INVALID, "plan_number", next_number=3)
-    submit = pb.StepRequest(session=session.ref, number=2)
-    await refused(stub.Step(submit), "FAILED_PRECONDITION", "STEP_CONFLICT", "number", 3)
-    submit.number = 3
-    await stub.Step(submit)
-
-
 async def test_an_answer_that_is_not_sent_has_used_its_number(
     stub: Stub, session: RawSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,50 +229,3 @@ async def test_an_answer_that_is_not_sent_has_used_its_number(
     with monkeypatch.context() as patch:
         patch.setattr(Requests, "hold_answer", full)
         await refused(stub.RenewSession(renew), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
-
-
-async def test_a_plan_that_has_not_run_can_be_aborted_and_one_that_has_can_not(
-    stub: Stub, session: RawSession
-) -> None:
-    await session.admit(1, PROMPT)
-    session.receipts.clear()
-    abort = pb.AbortPlansRequest(plan_number=1, **session.next())
-    answer = await stub.AbortPlans(abort)
-    assert columns.read(INT32, answer.sequences.num_scheduled_tokens, "scheduled").tolist() == [0]
-    assert await stub.AbortPlans(abort) == answer
-    appended = await session.step(ops.append(1, [], 20, first_positions=0))
-    assert plan_pb2.Plan.FromString(appended.plan.payload).resync
-    assert await stub.AbortPlans(abort) == answer, "a late duplicate"
-    await session.submit()
-    assert await session.num_written(1) == 20, "the late duplicate took effect"
-    done = pb.AbortPlansRequest(plan_number=3, **session.next())
-    why = ("FAILED_PRECONDITION", "PLAN_RECEIPTED", "plan_number")
-    await refused(stub.AbortPlans(done), *why, next_number=done.number + 1)
-
-
-async def test_a_resync_answers_with_whole_tables_and_the_same_when_repeated(
-    stub: Stub, session: RawSession
-) -> None:
-    await session.admit(1, PROMPT)
-    request = pb.AbortPlansRequest(whole_tables=True, **session.next())  # it brings the receipt
-    answer = await stub.AbortPlans(request)
-    plan = plan_pb2.Plan.FromString(answer.plan.payload)
-    assert plan.resync
-    assert columns.read(INT32, plan.changes.num_blocks, "num_blocks").tolist() == [3]
-    written = columns.read(INT32, answer.sequences.num_written_tokens, "written")
-    assert written.tolist() == [20]
-    assert await stub.AbortPlans(request) == answer
-
-
-async def test_a_receipt_that_is_forged_is_refused_and_spoils_the_one_beside_it(
-    stub: Stub, session: RawSession
-) -> None:
-    good = session.shard.receipt((await session.admit(1, PROMPT)).plan)
-    forged = tpb.SignedPayload(type=good.type, payload=good.payload, signature=bytes(32))
-    session.receipts = [good, forged]
-    call = stub.Step(pb.StepRequest(**session.next()))
-    await refused(call, "DATA_LOSS", "BAD_SIGNATURE", "receipts[1].signature", 3)
-    assert await session.num_written(1) == 0
-    session.receipts = [good, good]
-    await session.submit()
-    assert await session.num_written(1) == 20, "a receipt may come twice"

@@ -103,7 +103,7 @@ def about_an_image(position: int) -> list[int]:
     return [*range(position), *[PLACEHOLDER] * (2 * BLOCK), *range(100, 100 + BLOCK)]
 
 
-@pytest.mark.parametrize("offset", range(BLOCK))
+@pytest.mark.parametrize("offset", [0, 1, BLOCK - 1])
 async def test_different_images_of_equal_placeholders_share_only_what_is_before_them(
     world, with_images, offset
 ) -> None:

@@ -6,7 +6,6 @@ import grpc.aio
 import pytest
 
 from kvplane import LayerGroup, Layout, ops
-from kvplane.errors import InvalidRequestError
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -45,17 +44,6 @@ async def test_each_group_has_tables_of_its_own(world, caller) -> None:
     assert await held(world) == [4, 4]
     tables = await caller.session.get_block_table(1)
     assert [table.group for table in tables] == [0, 1]
-
-
-async def test_what_lies_behind_a_window_is_given_back_as_the_sequence_grows(world, caller) -> None:
-    await caller.admit(1, prompt(3))
-    for token in range(40):
-        await caller.grow(1, token)
-    full, window = await held(world)
-    assert (full, window <= 3) == (9, True)
-    await caller.fail(ops.truncate(1, 5), InvalidRequestError, "num_tokens[0]")
-    await caller.do(ops.truncate(1, 60))
-    assert (await held(world))[0] == 8
 
 
 async def test_sequences_move_in_both_groups(world, caller) -> None:

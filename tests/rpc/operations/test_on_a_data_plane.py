@@ -5,10 +5,9 @@ was truncated, trimmed, shared or brought back from the host tier is where the p
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT
+from tests.helpers.waiting import until
 
 POOL = "pool"
 BLOCK = LAYOUT.block_size_tokens
@@ -29,28 +29,27 @@ StartEngine = Callable[..., Awaitable[tuple[Engine, DataPlaneServer]]]
 
 @pytest.fixture
 async def start_engine(
-    tmp_path: Path,
-    start_control_plane: Callable[..., Awaitable[ControlPlaneServer]],
-    shared_memory: bool,
+    tmp_path: Path, start_control_plane: Callable[..., Awaitable[ControlPlaneServer]]
 ) -> AsyncIterator[StartEngine]:
     """An engine of both planes, with eight device and four host blocks."""
     async with AsyncExitStack() as stack:
 
-        async def start(window_tokens: int = 0) -> tuple[Engine, DataPlaneServer]:
+        async def start(
+            window_tokens: int = 0, *, shared_memory: bool = True, begins: bool = False
+        ) -> tuple[Engine, DataPlaneServer]:
             control = await start_control_plane(watermark=0.0)
             layout = windowed(window_tokens)
-            file = tmp_path / "windowed.json"
-            file.write_text(json.dumps(asdict(layout)))
-            data = await DataPlaneServer.start(config_of(tmp_path, control.address, layout=file))
+            data = await DataPlaneServer.start(config_of(tmp_path, control.address, layout))
             stack.push_async_callback(data.stop)
             stack.callback(data.executor.check_integrity)
             await asyncio.wait_for(data.registered.wait(), 20)
             client = await stack.enter_async_context(ControlClient(control.address))
-            client_of_data = DataClient(data.address, shared_memory=shared_memory)
-            remote = await stack.enter_async_context(client_of_data)
+            remote = await stack.enter_async_context(
+                DataClient(data.address, shared_memory=shared_memory)
+            )
             session = await stack.enter_async_context(await client.open_session(POOL, layout))
             execution = await stack.enter_async_context(await remote.open(session.grant))
-            return Engine(session, execution, window_tokens), data
+            return Engine(session, execution, window_tokens, begins=begins), data
 
         yield start
 
@@ -64,6 +63,29 @@ async def grow(engine: Engine, first: int, last: int) -> None:
     for position in range(first, last + 1):
         append = ops.append(1, [position], 1, first_positions=position)
         await engine.step(append, spans=[(position, 1)])
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["at once", "one by one"])
+async def test_a_sequence_lives_its_whole_life(start_engine: StartEngine, begins: bool) -> None:
+    """Over each transport, whether plans are waited for or not."""
+    engine, data = await start_engine(shared_memory=begins, begins=begins)
+    await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
+    await engine.step(ops.append(1, [20], 1, first_positions=20), spans=[(20, 1)])
+    await engine.step(ops.fork(1, 2), spans=[])
+    both = [ops.append(i, [21], 1, first_positions=21) for i in (2, 1)]
+    await engine.step(*both, spans=[(21, 1), (21, 1)])
+    await engine.step(ops.swap([1, 2], "host"), spans=[])
+    await engine.step(ops.swap([1, 2], "device"), spans=[])
+    last = ops.append(2, [22], 1, first_positions=22)
+    await engine.step(last, ops.free([1]), spans=[(22, 1)])
+    hit = await engine.step(ops.admit(3, range(20)), spans=[(16, 4)])
+    assert hit.results[0].admit.num_cached_tokens == 16
+    counters = data.executor.counters.num_transferred_blocks
+    assert all(counters[direction] > 0 for direction in ("copy", "swap_out", "swap_in"))
+    assert data.executor.blocks.num_published == 2
+    await engine.session.close()
+    await until(lambda: data.executor.num_sessions == 0)  # it is fenced
+    await until(lambda: data.executor.num_sequences == 0)
 
 
 async def test_rejected_tokens_are_written_over(start_engine: StartEngine) -> None:

@@ -140,6 +140,12 @@ ROWS: Final = {
             "part of a token": invalid(ops.admit(3, bytes(7)), "token_ids"),
             "a negative token": invalid(ops.admit(3, [1, 2, -3]), "token_ids[2]"),
             "total": invalid(ops.admit(3, [1], max_total_tokens=-1), "max_total_tokens"),
+            "lowest total": invalid(
+                ops.admit(3, [1], max_total_tokens=-(2**31)), "max_total_tokens"
+            ),
+            "highest total": crowded(
+                ops.admit(3, [1], max_total_tokens=2**31 - 1), NEVER, 2**28, 16
+            ),
             "an end by itself": invalid(
                 pb.Operation(
                     admit=pb.Admit(sequence_id=3, token_ids=int32(1), ends_with_plan=True)
@@ -195,6 +201,20 @@ ROWS: Final = {
                 (PositionMismatchError, "first_positions[0]"),
             ),
             "slots": invalid(ops.append(1, [5], -1, first_positions=9), "num_slots[0]"),
+            "lowest slots": invalid(ops.append(1, (), -(2**31), first_positions=9), "num_slots[0]"),
+            "highest slots": crowded(
+                ops.append(1, (), 2**31 - 1, first_positions=56), NEVER, 2**28 + 7, 16
+            ),
+            "highest position": Refusal(
+                ops.append(1, [5], 1, first_positions=2**31 - 1),
+                (PositionMismatchError, "first_positions[0]"),
+            ),
+            "part of an id": invalid(
+                pb.Operation(append=pb.Append(sequence_ids=bytes(15))), "sequence_ids"
+            ),
+            "negative count": invalid(
+                ops.append(1, (), 1, first_positions=9, num_tokens=-1), "num_tokens[0]"
+            ),
             "a negative token": invalid(ops.append(1, [-5], 1, first_positions=9), "token_ids[0]"),
             "fewer tokens": invalid(
                 ops.append(1, [5], 1, first_positions=9, num_tokens=2), "token_ids"
@@ -242,6 +262,9 @@ ROWS: Final = {
             "a live id": exists(ops.fork(1, 1), "sequence_ids[0]"),
             "id 0": invalid(ops.fork(1, 0), "sequence_ids[0]"),
             "length": invalid(ops.fork([1, 1], [3]), "parent_sequence_ids"),
+            "part of an id": invalid(
+                pb.Operation(fork=pb.Fork(sequence_ids=bytes(7))), "sequence_ids"
+            ),
             "too many entries": Refusal(
                 ops.fork(1, 3),
                 (QuotaExceededError, "sequence_ids[0]"),
@@ -256,7 +279,13 @@ ROWS: Final = {
         ops.free([1, 2]),
         2,
         {"num_released_blocks": int32(2, 2)},
-        {"unknown": unknown(ops.free(9))},
+        {
+            "unknown": unknown(ops.free(9)),
+            "lowest id": unknown(ops.free(-(2**63))),
+            "part of an id": invalid(
+                pb.Operation(free=pb.Free(sequence_ids=bytes(7))), "sequence_ids"
+            ),
+        },
         partly=(ops.free([1, 9, 2]), {"num_released_blocks": int32(2, 0, 2)}),
         busy=(ops.free(1), SequenceBusyError),
     ),
@@ -269,6 +298,9 @@ ROWS: Final = {
             "to nothing": invalid(ops.truncate(1, 0), "num_tokens[0]"),
             "to more": invalid(ops.truncate(1, 10), "num_tokens[0]"),
             "length": invalid(ops.truncate(1, [5, 5]), "num_tokens"),
+            "part of an id": invalid(
+                pb.Operation(truncate=pb.Truncate(sequence_ids=bytes(7))), "sequence_ids"
+            ),
         },
         partly=(ops.truncate([1, 9, 2], 8), {"num_released_blocks": int32(2, 0, 1)}),
         busy=(ops.truncate(1, 4), SequenceBusyError),
@@ -281,6 +313,9 @@ ROWS: Final = {
             "nothing": invalid(ops.swap([], "host"), "sequence_ids"),
             "to no tier": invalid(
                 pb.Operation(swap=pb.Swap(sequence_ids=columns.pack(INT64, [1]))), "tier"
+            ),
+            "part of an id": invalid(
+                pb.Operation(swap=pb.Swap(sequence_ids=bytes(7), tier=HOST)), "sequence_ids"
             ),
             "unknown": unknown(ops.swap([1, 9], "host"), "sequence_ids[1]"),
             "out already": swapped(ops.swap([1, 2], "host"), "sequence_ids[1]"),

@@ -50,30 +50,6 @@ async def priorities(caller: Caller) -> list[int]:
     return [block.priority for block in await caller.blocks(prompt(3))]
 
 
-async def test_what_is_retained_is_evicted_last_but_never_kept_from_a_sequence(retainer) -> None:
-    await retainer.admit(1, prompt(6, seed=3, extra=0))
-    assert await retainer.num_cached(prompt(2)) == 16
-    assert await retainer.num_cached(prompt(2, seed=1)) == 0
-    shortage = await retainer.later(ops.admit(2, prompt(3, seed=4, extra=0)))
-    assert shortage.num_blocks_available == 2
-    await retainer.admit(2, prompt(2, seed=4, extra=0))
-    assert await retainer.num_cached(prompt(2)) == 0
-
-
-async def test_a_retention_that_ends_makes_room_for_another(retainer) -> None:
-    """What is not cached counts as nothing."""
-    another = prompt(3, seed=1)
-    await retainer.denied(
-        retainer.retain(another, time_to_live_s=TIME_S), QuotaExceededError, "token_ids"
-    )
-    for num_ended in (2, 0):
-        assert await retainer.retain(prompt(2), time_to_live_s=None) == num_ended
-    assert await priorities(retainer) == [0, 0, 0]
-    assert await retainer.retain(another, time_to_live_s=TIME_S) == 2
-    blocks = await retainer.blocks(prompt(2, seed=1))
-    assert [block.priority for block in blocks] == [DEFAULT_PRIORITY] * 2
-
-
 async def test_a_retention_that_is_refused_leaves_earlier_ones_as_they_are(clock, retainer) -> None:
     for time_to_live_s in (1, 10 * TIME_S):
         for more in (prompt(3), prompt(1, seed=1)):  # what follows, and another prompt
@@ -85,15 +61,6 @@ async def test_a_retention_that_is_refused_leaves_earlier_ones_as_they_are(clock
     assert await priorities(retainer) == [PRIORITY, PRIORITY, 0], "it ends no earlier"
     clock.advance(2)
     assert await priorities(retainer) == [0, 0, 0], "and no later"
-
-
-async def test_a_repeated_retention_shortens_no_time_and_lowers_no_priority(
-    clock, retainer
-) -> None:
-    for _ in range(2):
-        assert await retainer.retain(prompt(2), time_to_live_s=1, priority=1) == 2
-    clock.advance(TIME_S - 1)
-    assert await priorities(retainer) == [PRIORITY, PRIORITY, 0]
 
 
 LONG = prompt(2)

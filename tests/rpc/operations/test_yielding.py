@@ -80,42 +80,6 @@ async def test_growth_that_is_blocked_cuts_who_is_asked_and_does_not_yield(
     assert (await third.admit(1, prompt(3, seed=1))).num_cached_tokens == 3 * BLOCK
 
 
-async def test_who_is_past_its_turn_is_asked_and_then_cut_for_who_waits(
-    world, clock, senior, junior
-) -> None:
-    await senior.admit(1, prompt(6))
-    await junior.step(ops.admit(5, prompt(2, seed=1, extra=0), wait=True))
-    for token_id in range(5):  # it goes on, and so is not idle
-        clock.advance(6)
-        await senior.grow(1, token_id)
-    assert await hears_nothing(senior)
-    clock.advance(0.5)
-    asked = await told(senior)
-    assert (asked.num_blocks_asked, asked.sequences_asked) == (7, (1,))
-    assert asked.deadline_s == GRACE_S
-    assert await hears_nothing(junior)
-    clock.advance(PAST_GRACE_S)
-    assert dict((await told(senior)).cut) == {1: pb.CUT_REASON_TURN}
-    assert [grant.sequence_id for grant in (await told(junior)).granted] == [5]
-    assert await (await world.caller()).num_cached(prompt(6)) == 6 * BLOCK
-
-
-async def test_who_is_asked_and_frees_enough_loses_nothing(world, clock, senior, junior) -> None:
-    await senior.admit(1, prompt(4, extra=0))
-    await junior.admit(1, prompt(1, seed=1))
-    await junior.admit(2, prompt(1, seed=2))
-    growth = ops.append(1, [5], 1, first_positions=4 * BLOCK)
-    await senior.later(growth)
-    clock.advance(PAST_GRACE_S)
-    assert (await told(junior)).sequences_asked == (2,), "its newest"
-    await junior.do(ops.free(2))
-    clock.advance(PAST_GRACE_S)
-    await senior.do(growth)
-    assert await hears_nothing(junior)
-    assert len(await junior.table(1)) == 2
-    assert total_of(await world.counters(), "cut_sequences_total") == 0
-
-
 async def test_a_sequence_that_was_cut_is_answered_as_revoked_until_it_is_freed(
     clock, senior, junior
 ) -> None:

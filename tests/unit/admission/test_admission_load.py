@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -11,6 +12,7 @@ from benchmarks.admission import cases, pool
 from control_plane.admission.decisions import AdmissionConfig
 
 
+@functools.cache
 def requests() -> list[dict[str, Any]]:
     """Prompts of 1,000 to 25,000 tokens, some with a prefix in common, and short answers."""
     rows, chosen = [], random.Random(1)
@@ -23,6 +25,7 @@ def requests() -> list[dict[str, Any]]:
     return rows
 
 
+@functools.cache
 def measured(name: str) -> dict[str, float]:
     return cases.measure(name, requests(), seed=1, duration_s=130.0, config=AdmissionConfig())
 

@@ -50,9 +50,7 @@ def test_blocked_growth_makes_the_newest_sequence_of_the_most_junior_session_yie
 
 def test_two_that_block_each_other_do_not_stay_so() -> None:
     """Neither holds more than its share."""
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 2)
-    rig.ask(1, 1, 2)
+    rig = Rig(4, 2, CONFIG, (0, 1, 2), (1, 1, 2))
     assert not rig.grow(0, 1)
     assert not rig.grow(1, 1)
     at(rig, 1.0)
@@ -62,16 +60,12 @@ def test_two_that_block_each_other_do_not_stay_so() -> None:
 
 def test_the_same_session_is_not_cut_for_ever() -> None:
     """Its seniority is kept, and others' is lost."""
-    rig = Rig(4, 3, CONFIG)
-    rig.ask(0, 1, 1)
-    rig.ask(1, 1, 2)
-    rig.ask(2, 1, 1)
+    rig = Rig(4, 3, CONFIG, (0, 1, 1), (1, 1, 2), (2, 1, 1))
     assert not rig.grow(0, 1)
     at(rig, 1.0)
     assert at(rig, 2.0) == [Cut(2, 1, Reason.GROWTH)]
     assert rig.serve() == [Growth(0, 1, 1)]
-    rig.end(1, 1)
-    rig.receipt(1)
+    rig.leave(1, 1)
     assert (rig.ask(1, 2, 1), rig.ask(2, 2, 1)) == (None, None)
     assert not rig.grow(0, 1)
     at(rig, 3.0)
@@ -79,9 +73,7 @@ def test_the_same_session_is_not_cut_for_ever() -> None:
 
 
 def test_a_session_yields_to_its_own_growth() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 2)
-    rig.ask(0, 2, 2)
+    rig = Rig(4, 2, CONFIG, (0, 1, 2), (0, 2, 2))
     assert not rig.grow(0, 1)
     assert not rig.grow(0, 2)
     assert at(rig, 1.0) == [Pressure(0, 2, 2, 2.0, Reason.GROWTH)]
@@ -104,18 +96,13 @@ def test_a_sequence_that_is_not_asked_any_more_leaves_like_any_other() -> None:
 
 
 def test_senior_sessions_do_not_yield_to_juniors_growth() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(1, 1, 2)
-    rig.ask(0, 1, 2)
+    rig = Rig(4, 2, CONFIG, (1, 1, 2), (0, 1, 2))
     assert not rig.grow(1, 1)
     assert [at(rig, second) for second in (1.0, 2.0, 29.0)] == [[], [], []]
 
 
 def test_nobody_yields_to_what_receipts_will_bring_back() -> None:
-    rig = Rig(4, 3, CONFIG)
-    rig.ask(0, 1, 1)
-    rig.ask(1, 1, 2)
-    rig.ask(2, 1, 1)
+    rig = Rig(4, 3, CONFIG, (0, 1, 1), (1, 1, 2), (2, 1, 1))
     rig.end(2, 1)
     assert not rig.grow(0, 1)
     rig.now_s = 5.0
@@ -125,8 +112,7 @@ def test_nobody_yields_to_what_receipts_will_bring_back() -> None:
 
 
 def test_only_as_many_are_asked_as_are_needed() -> None:
-    rig = Rig(8, 5, CONFIG)
-    rig.ask(0, 1, 2)
+    rig = Rig(8, 5, CONFIG, (0, 1, 2))
     for session in (1, 2, 3):
         rig.ask(session, 1, 2)
     assert not rig.grow(0, 1, 3)
@@ -135,14 +121,10 @@ def test_only_as_many_are_asked_as_are_needed() -> None:
 
 
 def test_pressure_lapses_with_the_need() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 2)
-    rig.ask(1, 1, 1)
-    rig.ask(1, 2, 1)
+    rig = Rig(4, 2, CONFIG, (0, 1, 2), (1, 1, 1), (1, 2, 1))
     assert not rig.grow(0, 1)
     assert at(rig, 1.0) == [Pressure(1, 2, 1, 2.0, Reason.GROWTH)]
-    rig.end(1, 1)
-    rig.receipt(1)
+    rig.leave(1, 1)
     assert rig.serve() == [Growth(0, 1, 1)]
     assert at(rig, 2.0) == []
     assert not rig.grow(0, 1)
@@ -150,9 +132,7 @@ def test_pressure_lapses_with_the_need() -> None:
 
 
 def test_a_deadline_is_not_put_off() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 2)
-    rig.ask(1, 1, 2)
+    rig = Rig(4, 2, CONFIG, (0, 1, 2), (1, 1, 2))
     assert not rig.grow(0, 1)
     ticks = [at(rig, 1.0 + i / 4) for i in range(5)]
     assert ticks == [[Pressure(1, 1, 2, 2.0, Reason.GROWTH)], [], [], [], ticks[4]]
@@ -160,8 +140,7 @@ def test_a_deadline_is_not_put_off() -> None:
 
 
 def test_a_turn_ends_when_others_wait() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 4)
+    rig = Rig(4, 2, CONFIG, (0, 1, 4))
     assert at(rig, 100.0) == [], "nobody waits"
     rig.ask(1, 1, 2)
     assert at(rig, 101.0) == [Pressure(0, 1, 4, 102.0, Reason.TURN)]
@@ -182,15 +161,12 @@ def test_who_is_furthest_past_its_turn_yields_first() -> None:
 
 
 def test_a_turn_does_not_end_for_the_same_sessions_admission() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 4)
-    rig.ask(0, 2, 1)
+    rig = Rig(4, 2, CONFIG, (0, 1, 4), (0, 2, 1))
     assert at(rig, 100.0) == []
 
 
 def test_a_blocked_sequence_does_not_yield_to_the_queue() -> None:
-    rig = Rig(4, 3, CONFIG)
-    rig.ask(1, 1, 2)
+    rig = Rig(4, 3, CONFIG, (1, 1, 2))
     rig.now_s = 25.0
     rig.ask(0, 1, 2)
     assert not rig.grow(1, 1)
@@ -200,11 +176,7 @@ def test_a_blocked_sequence_does_not_yield_to_the_queue() -> None:
 
 
 def test_who_is_cut_by_its_turn_goes_to_the_back_of_the_queue() -> None:
-    rig = Rig(4, 3, CONFIG)
-    rig.ask(0, 1, 4)
-    rig.ask(0, 2, 4)
-    rig.ask(1, 1, 4)
-    rig.ask(2, 1, 4)
+    rig = Rig(4, 3, CONFIG, (0, 1, 4), (0, 2, 4), (1, 1, 4), (2, 1, 4))
     at(rig, 31.0)
     assert at(rig, 32.0) == [Cut(0, 1, Reason.TURN)]
     assert rig.serve() == [Admission(1, 1, 4)]
@@ -212,22 +184,15 @@ def test_who_is_cut_by_its_turn_goes_to_the_back_of_the_queue() -> None:
 
 
 def test_a_sequence_that_leaves_when_asked_counts_as_cut() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 4)
-    rig.ask(0, 2, 4)
-    rig.ask(1, 1, 4)
+    rig = Rig(4, 2, CONFIG, (0, 1, 4), (0, 2, 4), (1, 1, 4))
     at(rig, 31.0)
-    rig.end(0, 1)
-    rig.receipt(0)
+    rig.leave(0, 1)
     assert rig.serve() == [Admission(1, 1, 4)], "its session went to the back"
     assert rig.queue._turns.sessions[0].num_doublings == 1
 
 
 def test_an_idle_sequence_yields_long_before_its_turn_is_over() -> None:
-    rig = Rig(4, 3, WITH_IDLENESS)
-    rig.ask(0, 1, 2)
-    rig.ask(1, 1, 2)
-    rig.ask(2, 1, 1)
+    rig = Rig(4, 3, WITH_IDLENESS, (0, 1, 2), (1, 1, 2), (2, 1, 1))
     rig.now_s = 6.0
     rig.go_on(0, 1)
     assert at(rig, 10.0) == []
@@ -240,8 +205,7 @@ def test_an_idle_sequence_yields_long_before_its_turn_is_over() -> None:
 
 
 def test_nobody_is_idle_while_nobody_waits_or_a_plan_computes_it() -> None:
-    rig = Rig(4, 2, WITH_IDLENESS)
-    rig.ask(0, 1, 4)
+    rig = Rig(4, 2, WITH_IDLENESS, (0, 1, 4))
     assert at(rig, 20.0) == []
     rig.computed.add((0, 1))
     rig.ask(1, 1, 2)
@@ -250,20 +214,15 @@ def test_nobody_is_idle_while_nobody_waits_or_a_plan_computes_it() -> None:
 
 
 def test_a_grant_that_is_not_taken_up_is_idle() -> None:
-    rig = Rig(4, 3, WITH_IDLENESS)
-    rig.ask(0, 1, 4)
-    rig.ask(1, 1, 4)
-    rig.end(0, 1)
-    rig.receipt(0)
+    rig = Rig(4, 3, WITH_IDLENESS, (0, 1, 4), (1, 1, 4))
+    rig.leave(0, 1)
     assert rig.serve() == [Admission(1, 1, 4)]
     rig.ask(2, 1, 4)
     assert at(rig, 10.5) == [Pressure(1, 1, 4, 11.5, Reason.IDLE)]
 
 
 def test_an_idle_sequence_that_goes_on_when_asked_stays() -> None:
-    rig = Rig(4, 2, WITH_IDLENESS)
-    rig.ask(0, 1, 4)
-    rig.ask(1, 1, 2)
+    rig = Rig(4, 2, WITH_IDLENESS, (0, 1, 4), (1, 1, 2))
     assert at(rig, 10.5) == [Pressure(0, 1, 4, 11.5, Reason.IDLE)]
     rig.go_on(0, 1)
     assert [at(rig, second) for second in (11.5, 12.0, 20.0)] == [[], [], []]
@@ -271,9 +230,7 @@ def test_an_idle_sequence_that_goes_on_when_asked_stays() -> None:
 
 
 def test_a_blocked_sequence_is_not_idle() -> None:
-    rig = Rig(4, 3, WITH_IDLENESS)
-    rig.ask(0, 1, 2)
-    rig.ask(1, 1, 2)
+    rig = Rig(4, 3, WITH_IDLENESS, (0, 1, 2), (1, 1, 2))
     rig.computed.add((0, 1))
     assert not rig.grow(1, 1)
     rig.ask(2, 1, 1)
@@ -287,26 +244,19 @@ def owed(rig: Rig, session: int) -> float:
 
 def test_an_idle_sequence_is_paid_for_by_what_it_held() -> None:
     for num_blocks, penalty_s in ((8, 30.0 * 3), (4, 30.0 * 3 / 2)):
-        rig = Rig(8, 4, WITH_IDLENESS)
-        rig.ask(0, 1, num_blocks)
-        rig.ask(1, 1, 8)
-        rig.ask(2, 1, 8)
+        rig = Rig(8, 4, WITH_IDLENESS, (0, 1, num_blocks), (1, 1, 8), (2, 1, 8))
         at(rig, 10.5)
         assert at(rig, 11.5) == [Cut(0, 1, Reason.IDLE)]
         assert owed(rig, 0) == penalty_s, "a turn for each share of a third of the pool"
 
 
 def test_only_the_first_turn_that_is_too_short_costs_nothing() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 2)
-    rig.ask(0, 2, 2)
-    rig.ask(1, 1, 4)
+    rig = Rig(4, 2, CONFIG, (0, 1, 2), (0, 2, 2), (1, 1, 4))
     at(rig, 30.5)
     assert at(rig, 31.5) == [Cut(0, 1, Reason.TURN), Cut(0, 2, Reason.TURN)]
     assert owed(rig, 0) == 0.0
     assert rig.serve() == [Admission(1, 1, 4)]
-    rig.end(1, 1)
-    rig.receipt(1)
+    rig.leave(1, 1)
     rig.ask(0, 3, 4)
     rig.ask(1, 2, 4)
     at(rig, 92.0)
@@ -316,8 +266,7 @@ def test_only_the_first_turn_that_is_too_short_costs_nothing() -> None:
 
 def test_who_holds_much_has_a_shorter_turn_and_pays_for_the_first() -> None:
     """So a jump in growth takes most of the pool for some seconds, and only once."""
-    rig = Rig(16, 9, CONFIG)
-    rig.ask(0, 1, 1)
+    rig = Rig(16, 9, CONFIG, (0, 1, 1))
     rig.grow(0, 1, 7)
     for session in range(1, 9):
         rig.ask(session, 1, 9)
@@ -329,8 +278,7 @@ def test_who_holds_much_has_a_shorter_turn_and_pays_for_the_first() -> None:
 
 def test_a_turn_without_progress_is_paid_for_at_once() -> None:
     """A plan in flight that never runs does not keep blocks for nothing."""
-    rig = Rig(4, 2, WITH_IDLENESS)
-    rig.ask(0, 1, 4)
+    rig = Rig(4, 2, WITH_IDLENESS, (0, 1, 4))
     rig.computed.add((0, 1))
     rig.ask(1, 1, 4)
     at(rig, 30.5)
@@ -339,8 +287,7 @@ def test_a_turn_without_progress_is_paid_for_at_once() -> None:
 
 
 def test_a_session_without_receipts_is_ended_when_others_wait() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 4)
+    rig = Rig(4, 2, CONFIG, (0, 1, 4))
     rig.now_s = 1.0
     rig.end(0, 1)
     rig.now_s = 31.5
@@ -352,8 +299,7 @@ def test_a_session_without_receipts_is_ended_when_others_wait() -> None:
 
 
 def test_a_session_has_time_for_its_receipts() -> None:
-    rig = Rig(4, 2, CONFIG)
-    rig.ask(0, 1, 4)
+    rig = Rig(4, 2, CONFIG, (0, 1, 4))
     rig.end(0, 1)
     rig.ask(1, 1, 2)
     rig.now_s = 30.0
@@ -361,10 +307,7 @@ def test_a_session_has_time_for_its_receipts() -> None:
 
 
 def test_headroom_is_asked_for_too() -> None:
-    rig = Rig(100, 3, AdmissionConfig(headroom=0.1))
-    rig.ask(0, 1, 45)
-    rig.ask(1, 1, 45)
-    rig.ask(2, 1, 50)
+    rig = Rig(100, 3, AdmissionConfig(headroom=0.1), (0, 1, 45), (1, 1, 45), (2, 1, 50))
     assert [decision.session for decision in at(rig, 40.0)] == [0, 1]
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvplane_blocks import Pool
-
 from tests.helpers.native.index_writer import Writer, blocks, checked_pool, hashes_of, i32
-from tests.helpers.native.native_pool import Caller, ints, new_pool
+from tests.helpers.native.native_pool import Caller, OneGroup, ints, new_pool
 
 MOST_AT_ONCE = 16384
 Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
@@ -18,7 +16,7 @@ def hashes_in(runs: Iterable[Run]) -> set[bytes]:
     return {run[5][i : i + 16] for run in runs for i in range(0, len(run[5]), 16)}
 
 
-def hashes_in_blocks(pool: Pool, num_blocks: int) -> set[bytes]:
+def hashes_in_blocks(pool: OneGroup, num_blocks: int) -> set[bytes]:
     """Those that are sent again."""
     runs, _, _, end = pool.publications_in(0, num_blocks)
     assert end == num_blocks

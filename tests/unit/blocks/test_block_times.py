@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from kvplane_blocks import Pool
-
 from control_plane.pools.statistics import (
     DURATION_BOUNDS_S,
     BlockTimes,
@@ -13,9 +11,10 @@ from control_plane.pools.statistics import (
 )
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.native.index_writer import DEVICE, Writer, blocks, checked_pool, i32
+from tests.helpers.native.native_pool import OneGroup
 
 
-def times(pool: Pool, tier: tpb.Tier = tpb.TIER_DEVICE) -> BlockTimes:
+def times(pool: OneGroup, tier: tpb.Tier = tpb.TIER_DEVICE) -> BlockTimes:
     return read_block_times(pool.block_times())[tier]
 
 

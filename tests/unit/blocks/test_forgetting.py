@@ -6,7 +6,6 @@ import random
 import time
 
 import pytest
-from kvplane_blocks import Pool
 
 from tests.helpers.native.index_writer import (
     DEVICE,
@@ -18,6 +17,7 @@ from tests.helpers.native.index_writer import (
     i64,
     ints,
 )
+from tests.helpers.native.native_pool import OneGroup
 
 
 def forget(
@@ -27,7 +27,7 @@ def forget(
     return answer
 
 
-def finish(pool: Pool, piece: int = 1) -> list[tuple[int, int]]:
+def finish(pool: OneGroup, piece: int = 1) -> list[tuple[int, int]]:
     """Takes apart what was forgotten. Returns the device blocks to withdraw."""
     while pool.forget_some(piece):
         pass
@@ -35,7 +35,7 @@ def finish(pool: Pool, piece: int = 1) -> list[tuple[int, int]]:
     return list(zip(ints(indices, "i"), ints(generations, "q"), strict=True))
 
 
-def num_free(pool: Pool) -> int:
+def num_free(pool: OneGroup) -> int:
     _, free, _, _, _ = pool.usage(DEVICE)
     return free
 

@@ -9,7 +9,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from kvplane_blocks import Pool
 
 from tests.helpers.native.index_writer import (
     BLOCK_TOKENS,
@@ -20,9 +19,10 @@ from tests.helpers.native.index_writer import (
     i32,
     ints,
 )
+from tests.helpers.native.native_pool import OneGroup
 
 
-def match_hashes(pool: Pool, root: bytes, hashes: list[bytes]) -> tuple[int, int, bytes]:
+def match_hashes(pool: OneGroup, root: bytes, hashes: list[bytes]) -> tuple[int, int, bytes]:
     answer: tuple[int, int, bytes] = pool.match_hashes(root, b"".join(hashes))
     return answer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kvplane_blocks._native import ColumnError, Pool
+from kvplane_blocks._native import ColumnError, LayerGroup, Pool
 
 from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, dump, i32, i64, new_pool
 
@@ -111,7 +111,7 @@ def test_what_is_asked_of_an_unknown_sequence_is_a_key_error(caller: Caller) -> 
 )
 def test_a_pool_that_cannot_be(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Pool(*arguments)
+        LayerGroup(*arguments)
 
 
 @pytest.mark.parametrize("now_s", [-1.0, 1e300, float("nan"), float("inf")])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from kvplane_blocks._native import Pool
 
-from tests.helpers.native.native_pool import Caller, i32, i64, new_pool
+from tests.helpers.native.native_pool import Caller, OneGroup, i32, i64, new_pool
 
 SIZE = 64
 CHUNK = 256  # tokens
@@ -48,7 +47,7 @@ def assert_known(caller: Caller, known: dict[int, list[int]]) -> None:
     assert refused is None
 
 
-def paged_pool(num_blocks: int = 128) -> Pool:
+def paged_pool(num_blocks: int = 128) -> OneGroup:
     return new_pool(num_blocks, block_size=SIZE)
 
 

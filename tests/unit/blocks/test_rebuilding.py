@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from kvplane_blocks import ColumnError, Pool, Rebuild, chained_hash, root_hash
+from kvplane_blocks import ColumnError, Rebuild, chained_hash, root_hash
 
 from tests.helpers.native.index_writer import (
     BLOCK_TOKENS,
@@ -20,6 +20,7 @@ from tests.helpers.native.index_writer import (
     i64,
     ints,
 )
+from tests.helpers.native.native_pool import OneGroup
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ def built(
     known: tuple[list[int], list[int]] = ([], []),
     step: int = 1000,
     policy: str = "lru",
-) -> Pool:
+) -> OneGroup:
     rebuild = Rebuild(BLOCK_TOKENS, len(reports))
     for shard, report in enumerate(reports):
         tell(rebuild, shard, report)
     rebuild.begin(i64(known[0]), i64(known[1]), policy)
     while not rebuild.step(step):
         pass
-    pool = rebuild.take()
+    pool = OneGroup(rebuild.take())
     pool.check_integrity()
     return pool
 
@@ -101,7 +102,7 @@ def chain(root: bytes, firsts: list[int], at: list[int], generation: int = 1) ->
     return report
 
 
-def num_found(pool: Pool, firsts: list[int], root: bytes = b"r") -> int:
+def num_found(pool: OneGroup, firsts: list[int], root: bytes = b"r") -> int:
     num: int = pool.match(root, i32(blocks(*firsts)))[0]
     return num
 
@@ -192,7 +193,7 @@ def test_what_is_told_again_replaces_what_was_told_before() -> None:
     while not rebuild.step(7):
         pass
     assert rebuild.num_restored == 2
-    pool = rebuild.take()
+    pool = OneGroup(rebuild.take())
     assert [num_found(pool, firsts) for firsts in ([1, 2], [3, 4], [3, 8])] == [0, 1, 2]
     assert ints(pool.explain(b"r", i32(blocks(3)))[6], "q") == [0]  # as old as the pool
     pool.check_integrity()
@@ -214,7 +215,7 @@ def test_roots_that_no_block_names_any_more_are_dropped() -> None:
     rebuild.begin(b"", b"", "lru")
     while not rebuild.step(7):
         pass
-    pool = rebuild.take()
+    pool = OneGroup(rebuild.take())
     assert num_found(pool, [1, 2], b"kept") == 2
     assert [num_found(pool, [4], b"namespace %d" % i) for i in (0, 1500, 2999)] == [0, 0, 1]
     pool.check_integrity()
@@ -254,7 +255,7 @@ def test_columns_that_cannot_be_read_are_named_and_change_nothing(
     rebuild.begin(b"", b"", "lru")
     while not rebuild.step(10**6):
         pass
-    assert num_found(rebuild.take(), [1, 2]) == 2
+    assert num_found(OneGroup(rebuild.take()), [1, 2]) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from kvplane_blocks import Pool
 
 from tests.helpers.native.index_writer import DEVICE, Writer, blocks, checked_pool, i32
+from tests.helpers.native.native_pool import OneGroup
 
 TOO_MANY_ENTRIES = 24
 FOREVER = 1e9
@@ -206,7 +206,7 @@ def test_random_retentions_are_those_of_a_model() -> None:
 
 
 def assert_as_held(
-    pool: Pool,
+    pool: OneGroup,
     writer: Writer,
     prefixes: list[list[int]],
     held: list[tuple[int, tuple[int, ...], int]],

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from kvplane_blocks import Pool
 
 from control_plane.views import STATES
 from tests.helpers.native.index_writer import Writer, blocks, checked_pool
+from tests.helpers.native.native_pool import OneGroup
 
 DEVICE = 1
 
 
-def states(pool: Pool, max_cells: int = 4096) -> list[str]:
+def states(pool: OneGroup, max_cells: int = 4096) -> list[str]:
     return [STATES[cell] for cell in pool.block_map(DEVICE, max_cells)[1]]
 
 

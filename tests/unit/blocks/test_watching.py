@@ -8,7 +8,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kvplane_blocks import Pool
 
 from tests.helpers.native.index_writer import (
     BLOCK_TOKENS,
@@ -20,6 +19,7 @@ from tests.helpers.native.index_writer import (
     i32,
     ints,
 )
+from tests.helpers.native.native_pool import OneGroup
 
 STORED, REMOVED, CLEARED = 1, 2, 3
 NONE = bytes(16)
@@ -28,7 +28,7 @@ NONE = bytes(16)
 class Follower:
     """What one root holds: (hash, tier) -> (parent's hash, tokens)."""
 
-    def __init__(self, pool: Pool, root: bytes) -> None:
+    def __init__(self, pool: OneGroup, root: bytes) -> None:
         self.pool, self.root = pool, root
         self.held: dict[tuple[bytes, int], tuple[bytes, bytes]] = {}
         self.revision = 0

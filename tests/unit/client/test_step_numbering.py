@@ -188,6 +188,23 @@ async def test_a_number_out_of_order_is_replaced_unless_an_earlier_copy_may_have
     assert in_doubt.network.numbers == [1, 1, 7]
 
 
+class NeverNext(Network):
+    """Says of each number that another one is the next."""
+
+    async def send(self, request: Any, _: Deadline) -> str:
+        await asyncio.sleep(0)
+        error = StepOutOfOrderError("another is the next")
+        error.next_number = request.number + 1
+        raise error
+
+
+async def test_a_number_that_never_fits_is_not_looked_for_for_ever() -> None:
+    same = StepOutOfOrderError("this one is the next")
+    same.next_number = 1
+    await Caller(Network(same)).fail("a", StepOutOfOrderError)
+    await Caller(NeverNext()).fail("a", DeadlineExceededError)
+
+
 @given(st.randoms(use_true_random=False), st.integers(1, 12))
 def test_each_call_runs_once_whatever_the_network_does(rng: Random, num_calls: int) -> None:
     asyncio.run(walk(rng, num_calls))

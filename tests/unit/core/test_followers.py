@@ -9,7 +9,6 @@ import pytest
 
 from control_plane import limits
 from control_plane.watching import Follower
-from kvplane import ops
 from kvplane.errors import BlockInUseError, InvalidRequestError, RevisionTooOldError
 from kvplane.wire import columns
 from kvplane.wire.v1 import prefix_pb2 as pb
@@ -69,10 +68,7 @@ class Copy:
 
 
 def write(engine: Engine, tokens: range) -> None:
-    engine.admit(1, tokens)
-    engine.settle()
-    engine.send(ops.free([1]))
-    engine.settle()
+    engine.cache(tokens)
     engine.world.core.take_notified()
 
 
@@ -200,11 +196,11 @@ def test_a_data_plane_that_restarts_clears_it_and_a_snapshot_follows() -> None:
     copy.catch_up()
     old.catch_up()
     world.shards[0].restart()
-    world.core.register(world.shards[0].hello())
+    world.shards[0].register()
     world.core.take_notified()
     copy.catch_up()
     assert copy.held == {}
-    world.shards[0].join()
+    world.shards[0].come()
     world.core.take_notified()
     write(world.engine(), range(100, 109))
     copy.catch_up()

@@ -1,24 +1,22 @@
-"""Retaining and forgetting without a session: what the core does between requests of sessions."""
+"""Prefixes are found, retained and forgotten without a session; forgotten ones do not come back."""
 
 from __future__ import annotations
 
 import pytest
 
 from control_plane.config import CoreConfig
+from control_plane.pools import pool
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
+from kvplane.slices import run_to_end
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL
-from tests.helpers.core.core_model import Engine, World
-
-
-def write(engine: Engine, tokens: range) -> None:
-    engine.admit(1, tokens)
-    engine.settle()
-    engine.send(ops.free([1]))
-    engine.settle()
+from tests.helpers.core.core_model import World
+from tests.helpers.planning.registration_messages import hello
 
 
 def retain(world: World, tenant: str, namespace: str, *, time_to_live_s: int = 60) -> int:
@@ -33,11 +31,21 @@ def retain(world: World, tenant: str, namespace: str, *, time_to_live_s: int = 6
     return world.core.retain_prefix(request, tenant).num_blocks
 
 
+def test_a_prefix_is_found_by_its_very_tokens_and_by_its_tenant_alone() -> None:
+    world = World()
+    ann, bob = world.engine("ann"), world.engine("bob")
+    ann.admit(1, range(17))
+    assert ann.cached(2, range(17)) == 16
+    other = [*range(7), 99, *range(8, 17)]
+    assert ann.cached(3, other) == 0
+    assert bob.cached(1, range(17)) == 0
+
+
 def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() -> None:
     world = World(num_device=16, config=CoreConfig(watermark=0.0, max_retained_share=0.125))
     owners = [("tenant", ""), ("tenant", "lora"), ("other", "")]
     for owner in owners:
-        write(world.engine(*owner), range(17))
+        world.engine(*owner).cache(range(17))
     assert retain(world, *owners[0]) == 2
     with pytest.raises(QuotaExceededError) as refused:
         retain(world, *owners[1])
@@ -47,17 +55,27 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
     assert retain(world, *owners[1]) == 2
 
 
+def test_a_search_describes_the_blocks_and_takes_nothing() -> None:
+    engine = World().engine()
+    engine.admit(1, range(19))
+    before = engine.everything()
+    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(19)), with_blocks=True)
+    (found,) = run_to_end(engine.world.core.find_prefix(request, engine.tenant)).matches
+    assert (found.num_device_tokens, found.num_host_tokens) == (16, 0)
+    assert columns.read(INT32, found.blocks.indices, "indices").tolist() == [
+        index for _, index in engine.table(1)[:2]
+    ]
+    assert engine.everything() == before
+
+
 def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 1)
-    world = World()
-    engine = world.engine()
-    write(engine, range(17))
+    engine = World().engine()
+    engine.cache(range(17))
     for pool_id in ("a", "z"):
-        other = world.shards[0].hello()
-        other.pool_id = pool_id
-        world.core.register(other)
+        engine.world.core.register(hello(pool_id=pool_id))
     request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(17)))
-    slices = world.core.find_prefix(request, "tenant")
+    slices = engine.world.core.find_prefix(request, "tenant")
     next(slices)  # the first pool was searched
     engine.forget(ForgetScope.NAMESPACE)
     next(slices)
@@ -71,14 +89,91 @@ def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_is_forgotten_before_all_shards_have_reported(scope: ForgetScope) -> None:
     world = World()
     engine = world.engine()
-    write(engine, range(17))
+    engine.cache(range(17))
     world.pump()
     world.shards[0].restart()
-    world.core.register(world.shards[0].hello())
+    world.shards[0].register()
     with pytest.raises(PoolNotReadyError) as refused:
         engine.forget(scope)
     assert refused.value.retry_delay_s
     with pytest.raises(PoolNotReadyError):
         retain(world, "tenant", "")
-    world.shards[0].join()
+    world.shards[0].come()
     assert retain(world, "tenant", "") == 0
+
+
+# Withdrawals
+
+
+def cached_world(num_shards: int = 1) -> World:
+    """Two blocks of one prompt are cached, and every data plane knows it."""
+    world = World(num_shards=num_shards, config=CoreConfig(watermark=0.0))
+    world.engine().cache(range(17))
+    world.pump()
+    assert [len(shard.published) for shard in world.shards] == [2] * num_shards
+    return world
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten(num_shards: int) -> None:
+    world = cached_world(num_shards)
+    world.engine().forget(range(8, 16), force=True)  # of no cached prefix
+    world.engine().forget(range(8))
+    world.pump()
+    assert [len(shard.published) for shard in world.shards] == [0] * num_shards
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 0
+
+
+def test_what_is_published_again_under_the_same_tokens_stays() -> None:
+    world = cached_world()
+    engine = world.engine()
+    engine.forget(range(8))
+    engine.admit(1, range(17))
+    engine.settle()
+    world.pump()
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 16
+
+
+def test_a_data_plane_that_was_away_withdraws_when_it_resumes() -> None:
+    world = cached_world()
+    engine = world.engine()
+    engine.admit(1, range(100, 117))
+    engine.settle()
+    world.pump()
+    engine.forget(range(8))
+    world.shards[0].leave()
+    assert world.shards[0].come(), "it is resumed"
+    world.pump()
+    assert len(world.shards[0].published) == 2, "the other prompt's"
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 0
+    assert world.engine().lookup(range(100, 117)) == 16
+
+
+def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
+    world = cached_world()
+    engine = world.engine()
+    engine.admit(1, range(17))
+    engine.settle()
+    engine.forget(range(8), force=True)
+    world.pump()
+    assert not world.shards[0].published
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 0
+
+
+def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_SLICE_ENTRIES", 1)
+    world = cached_world()
+    engine = world.engine()
+    engine.forget(range(8))
+    assert engine.lookup(range(17)) == 0, "it is not found at once"
+    world.core.take_notified()
+    assert world.core.has_work()
+    while world.core.work():
+        world.core.check_integrity()
+    assert world.usage()["cached"] == 0
+    world.pump()
+    assert not world.shards[0].published

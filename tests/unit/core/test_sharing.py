@@ -12,7 +12,16 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import BLOCK
-from tests.helpers.core.core_model import FAILED, LATER, OK, Engine, World, error_in, status_of
+from tests.helpers.core.core_model import (
+    FAILED,
+    LATER,
+    OK,
+    Engine,
+    World,
+    error_in,
+    only,
+    status_of,
+)
 
 
 def prompt(num_blocks: int, seed: int = 0) -> list[int]:
@@ -20,31 +29,10 @@ def prompt(num_blocks: int, seed: int = 0) -> list[int]:
     return [1000 * (seed + 1) + i for i in range(num_blocks * BLOCK)]
 
 
-def only(result: cpb.StepResponse) -> cpb.OperationResult:
-    (operation,) = result.results
-    return operation
-
-
 def free(engine: Engine, sequence_id: int) -> cpb.StepResponse:
     result = engine.send(ops.free([sequence_id]))
     engine.settle()
     return result
-
-
-def pass_time(world: World, seconds: float) -> None:
-    """In steps so short that nothing concludes that the process slept."""
-    world.tick()
-    for _ in range(round(seconds / 0.25)):
-        world.clock.now += 0.25
-        world.tick()
-
-
-def outstay(world: World, *engines: Engine, seconds: float = 35) -> None:
-    """Sequences come to the end of their turns of 30 s, and are cut while others wait."""
-    for _ in range(5):
-        pass_time(world, seconds / 5)
-        for engine in engines:
-            engine.renew()
 
 
 def crowded(num_blocks: int = 8) -> tuple[World, Engine, Engine]:
@@ -94,30 +82,17 @@ def test_the_news_are_part_of_the_answer_and_come_again_with_it() -> None:
     assert not other.step().HasField("news")
 
 
-def test_nobody_passes_the_head_of_the_line() -> None:
-    world, one, other = crowded()
-    third = world.engine()
-    other.step(ops.admit(5, prompt(6, 1), wait=True))
-    later = only(third.step(ops.admit(1, prompt(1, 2), wait=True))).failures[0]
-    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_QUEUE)
-    assert later.shortage.queue_position == 2
-    polled = only(third.step(ops.admit(2, prompt(1, 3)))).failures[0]
-    assert (polled.shortage.reason, polled.shortage.queue_position) == (
-        cpb.SHORTAGE_REASON_QUEUE,
-        0,
-    )
-    free(one, 1)
-    assert [grant.sequence_id for grant in news_of(other.step().news).granted] == [5]
-    assert [grant.sequence_id for grant in news_of(third.step().news).granted] == [1]
-
-
-def test_who_asks_again_keeps_the_place_and_free_withdraws() -> None:
+def test_nobody_passes_the_head_who_asks_again_keeps_the_place_and_free_withdraws() -> None:
     world, one, other = crowded()
     third = world.engine()
     for _ in range(3):
         later = only(other.step(ops.admit(5, prompt(6, 1), wait=True))).failures[0]
         assert later.shortage.queue_position == 1
-    third.step(ops.admit(1, prompt(2, 2), wait=True))
+    later = only(third.step(ops.admit(1, prompt(2, 2), wait=True))).failures[0]
+    polled = only(third.step(ops.admit(2, prompt(1, 3)))).failures[0]
+    for refused, position in ((later, 2), (polled, 0)):
+        assert refused.shortage.reason == cpb.SHORTAGE_REASON_QUEUE
+        assert (refused.status, refused.shortage.queue_position) == (LATER, position)
     assert not only(other.step(ops.free([5]))).failures
     free(one, 1)
     assert [grant.sequence_id for grant in news_of(third.step().news).granted] == [1]
@@ -159,14 +134,13 @@ def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     for position in range(56, 61):
-        pass_time(world, 6)
-        other.renew()
+        world.pass_time(6, one, other)
         assert not only(one.send(ops.append(1, [], 1, first_positions=position))).failures
-    pass_time(world, 0.5)
+    world.pass_time(0.5)
     news = news_of(one.step().news)
     assert (news.num_blocks_asked, news.sequences_asked) == (8, (1,))
     assert 0.5 <= news.deadline_s <= 1.0
-    pass_time(world, 1)
+    world.pass_time(1)
     assert dict(news_of(one.step().news).cut) == {1: cpb.CUT_REASON_TURN}
 
 
@@ -176,11 +150,9 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
     one.send(ops.fork(1, 2))
     one.settle()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
-    pass_time(world, 10.25)
-    one.renew()
-    other.renew()
+    world.pass_time(10.25, one, other)
     assert news_of(one.step().news).sequences_asked == (1, 2)
-    pass_time(world, 2)
+    world.pass_time(2)
     news = news_of(one.step().news)
     assert dict(news.cut) == dict.fromkeys((1, 2), cpb.CUT_REASON_IDLE)
     one.send(ops.free([2]))
@@ -202,32 +174,12 @@ def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
     world, one, other = crowded()
     one.step(ops.append(1, [], 1, first_positions=56))
     other.step(ops.admit(5, prompt(3, 1), wait=True))
-    for _ in range(2):
-        pass_time(world, 12)
-        one.renew()
-        other.renew()
+    world.pass_time(24, one, other)
     assert not news_of(one.step().news).cut
     one.run_all()
     one.settle()
-    pass_time(world, 5)
+    world.pass_time(5)
     assert not news_of(one.step().news).cut, "it went on with its receipt"
-
-
-def test_a_sequence_that_was_just_given_blocks_is_not_idle() -> None:
-    world, one, other = crowded()
-    other.admit(1, prompt(1, 1))
-    third = world.engine()
-    assert only(one.step(ops.append(1, [], 1, first_positions=56))).failures
-    third.step(ops.admit(1, [5], wait=True))
-    pass_time(world, 2.5)
-    assert dict(news_of(other.step().news).cut) == {1: cpb.CUT_REASON_GROWTH}
-    other.run_all()
-    other.settle()
-    pass_time(world, 9)
-    assert len(one.table(1)) == 8
-    assert not news_of(one.step().news).num_blocks_asked
-    pass_time(world, 3)
-    assert news_of(one.step().news).sequences_asked == (1,)
 
 
 def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
@@ -246,10 +198,7 @@ def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> No
     one.send(ops.append(1, [], 1, first_positions=56))
     one.settle()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
-    for _ in range(12):
-        pass_time(world, 3.5)
-        one.renew()
-        other.renew()
+    world.pass_time(42, one, other)
     deferred = ops.deferred_tokens([1], [1], [57], [1], [9])
     one.call("step", cpb.StepRequest(deferred_tokens=deferred))
     cut_ids = one.sent[-1].answer.news.cut_sequence_ids
@@ -265,7 +214,7 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     held = set(one.table(1))
-    outstay(world, one, other)
+    world.pass_time(35, one, other)
     other.step(ops.append(5, [], 24, first_positions=0))
     assert held & set(other.table(5))
     other.run_all()
@@ -276,17 +225,30 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
     assert not plane.tables[one.id]
 
 
-def test_blocks_of_a_sequence_that_was_cut_wait_for_plans_in_flight() -> None:
+# What metrics tell of it
+
+
+def test_waiting_admissions_are_counted_and_their_wait_is_measured() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
-    outstay(world, one, other, seconds=5)
-    one.step(ops.append(1, [], 1, first_positions=56))
-    outstay(world, one, other, seconds=27.5)
-    one.learn()
-    assert not one.sequences
-    assert world.usage() == {"free": 0, "cached": 0, "held": 0, "retired": 8}
-    assert not other.step().HasField("news"), "the plan may still write the blocks"
+    assert world.observed().num_waiting == 1
+    world.pass_time(1.0, one, other)
+    free(one, 1)
+    assert world.observed().num_waiting == 0
+    wait = world.observed().statistics.wait_s
+    assert (sum(wait.counts), wait.sum) == (1, 1.0)
+
+
+def test_what_a_sequence_that_was_cut_reads_again_is_counted_apart() -> None:
+    world, one, other = crowded()
+    other.step(ops.admit(5, prompt(3, 1), wait=True))
+    world.pass_time(40, one, other)
+    assert world.observed().statistics.cut_sequences.total() == 1
+    one.step(ops.free([]))  # hears of it
     one.run_all()
     one.settle()
-    assert [grant.sequence_id for grant in news_of(other.step().news).granted] == [5]
-    other.run_all()
+    other.step()  # is granted its admission
+    free(other, 5)
+    one.step(ops.admit(1, prompt(7)))
+    assert world.observed().statistics.reread_lookup_tokens == 7 * BLOCK
+    assert world.observed().statistics.reread_hit_tokens > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from engine.sampling.detokenizer import Detokenizer
 
 
@@ -25,15 +27,29 @@ def feed(text: str, *stop: str) -> tuple[list[str], Detokenizer, bool]:
     return pieces, detokenizer, False
 
 
-def test_pieces_add_up_to_the_text() -> None:
-    pieces, detokenizer, _ = feed("plain text")
-    assert "".join(pieces) == "plain text" == detokenizer.text
+@pytest.mark.parametrize(
+    ("text", "stop", "cut"),
+    [
+        ("plain text", [], "plain text"),
+        ("aé€😀b", [], "aé€😀b"),  # characters of several bytes come out whole
+        ("one;two;three", [";t"], "one"),
+        ("abcd", ["cd", "bcd"], "a"),  # the earliest counts
+        ("a;x", [";two"], "a;x"),
+        ("a;tw", [";two"], "a;tw"),
+    ],
+)
+def test_pieces_add_up_to_the_text_before_a_stop_string(
+    text: str, stop: list[str], cut: str
+) -> None:
+    pieces, detokenizer, stopped = feed(text, *stop)
+    assert "".join(pieces) == cut == detokenizer.text
+    assert "\ufffd" not in cut
+    assert stopped is (cut != text)
 
 
-def test_a_character_of_several_bytes_comes_out_whole() -> None:
-    pieces, _, _ = feed("aé€😀b")
-    assert "".join(pieces) == "aé€😀b"
-    assert "\ufffd" not in "".join(pieces)
+def test_a_beginning_of_a_stop_string_is_held_back_until_it_is_clear() -> None:
+    assert feed("a;x", ";two")[0] == ["a", "", ";x", ""]
+    assert feed("a;tw", ";two")[0][-1] == ";tw"
 
 
 def test_bytes_that_are_no_text_come_out_as_replacements_at_the_end() -> None:
@@ -43,30 +59,6 @@ def test_bytes_that_are_no_text_come_out_as_replacements_at_the_end() -> None:
     assert detokenizer.take() == "a"
     detokenizer.finish()
     assert detokenizer.take(final=True) == "\ufffd"
-
-
-def test_the_text_is_cut_before_a_stop_string() -> None:
-    pieces, detokenizer, stopped = feed("one;two;three", ";t")
-    assert stopped
-    assert "".join(pieces) == "one" == detokenizer.text
-
-
-def test_a_beginning_of_a_stop_string_is_held_back_until_it_is_clear() -> None:
-    pieces, _, stopped = feed("a;x", ";two")
-    assert not stopped
-    assert pieces == ["a", "", ";x", ""]
-
-
-def test_a_held_back_tail_comes_out_at_the_end() -> None:
-    pieces, detokenizer, _ = feed("a;tw", ";two")
-    assert pieces[-1] == ";tw"
-    assert detokenizer.text == "a;tw"
-
-
-def test_the_earliest_of_several_stop_strings_counts() -> None:
-    _, detokenizer, stopped = feed("abcd", "cd", "bcd")
-    assert stopped
-    assert detokenizer.text == "a"
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

@@ -10,17 +10,7 @@ from engine.running.core import NEWS_DELAY_S
 from kvplane.results import sequence_states
 from kvplane.wire import columns
 from kvplane.wire.v1 import session_pb2 as pb
-from tests.helpers.engine_harness import LLAMA, TENANT, Engine, Reference, prompt_of, save_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LLAMA, tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
+from tests.helpers.engine_harness import TENANT, Engine, Reference, prompt_of
 
 
 def pair(

@@ -20,7 +20,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     QuotaExceededError,
 )
-from tests.helpers.engine_harness import LLAMA, Engine, prompt_of, save_model
+from tests.helpers.engine_harness import Engine, prompt_of
 
 PROMPT = prompt_of(9, 1)
 
@@ -44,11 +44,6 @@ class Served:
     @property
     def has_work(self) -> bool:
         return self.core.has_work
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LLAMA, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -8,23 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from engine.scheduling.sequence import MAX_PASSES, MAX_WASTED_PASSES
+from engine.scheduling import sequence
 from kvplane.errors import InternalError, StaleEpochError
 from kvplane.wire import columns
-from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of
 
 NUM_LAYERS = LLAMA.num_hidden_layers
 LONG_S = 1000.0
+MAX_PASSES, MAX_WASTED_PASSES = 8, 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LLAMA, tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
+@pytest.fixture(autouse=True)
+def short_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of a few passes show what plans of many do."""
+    monkeypatch.setattr(sequence, "MAX_PASSES", MAX_PASSES)
+    monkeypatch.setattr(sequence, "MAX_WASTED_PASSES", MAX_WASTED_PASSES)
 
 
 def slots_asked(engine: Engine) -> list[list[int]]:
@@ -59,25 +57,30 @@ def test_the_control_plane_is_asked_once_for_many_tokens(
     engine.check_quiet()
 
 
-def test_a_sequence_that_runs_alone_has_long_plans(folder: Path, reference: Reference) -> None:
+def test_a_sequence_that_runs_alone_has_long_plans_whose_last_passes_nobody_wants(
+    folder: Path, reference: Reference
+) -> None:
     """What comes after its end is not computed."""
     engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
     prompt = prompt_of(9, 1)
-    wanted = reference.greedy(prompt, 60)
+    wanted = reference.greedy(prompt, 10)
     at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 4)
-    ended = engine.add(prompt, max_tokens=60, stop_token_ids=(wanted[at],))
+    ended = engine.add(prompt, max_tokens=10, stop_token_ids=(wanted[at],))
     engine.run()
     assert engine.tokens(ended) == [wanted[: at + 1]]
-    assert slots_asked(engine) == [[1], [58]]
+    assert slots_asked(engine) == [[1], [MAX_PASSES]]
     assert engine.backend.num_layers_run == (at + 1) * NUM_LAYERS
     engine.check_quiet()
 
 
-def test_plans_are_longer_where_nobody_can_arrive(folder: Path) -> None:
+def test_plans_are_longer_where_nobody_can_arrive(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.running.core.time.monotonic", lambda: 0.0)  # passes take no time
     engine = Engine(folder, max_plan_s=1e-9)
-    for may_arrive, longest in ((True, 1), (False, 10)):
+    for may_arrive, longest in ((True, 1), (False, 6)):
         engine.core.may_arrive = may_arrive
-        engine.add(prompt_of(9, 1), max_tokens=12)
+        engine.add(prompt_of(9, 1), max_tokens=8)
         num_before = len(slots_asked(engine))
         engine.run()
         assert max(map(max, slots_asked(engine)[num_before:])) == longest
@@ -110,18 +113,6 @@ def test_a_sequence_that_ends_in_a_pass_leaves_the_others_alone(
     engine.check_quiet()
 
 
-def test_passes_that_nobody_wants_are_not_computed(folder: Path, reference: Reference) -> None:
-    engine = Engine(folder, max_plan_s=LONG_S)
-    prompt = prompt_of(9, 1)
-    wanted = reference.greedy(prompt, 14)
-    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 4)
-    ended = engine.add(prompt, max_tokens=14, stop_token_ids=(wanted[at],))
-    engine.run()
-    assert engine.tokens(ended) == [wanted[: at + 1]]
-    assert engine.backend.num_layers_run == (at + 1) * NUM_LAYERS
-    engine.check_quiet()
-
-
 @pytest.mark.parametrize("error", [InternalError("planted"), StaleEpochError("planted")])
 @pytest.mark.parametrize("at", [3, 4, 5])  # the pass that fails, of the first plan that has many
 def test_a_pass_that_fails_loses_no_token(
@@ -151,8 +142,11 @@ def test_a_plan_after_an_abort_is_presented_once(folder: Path, reference: Refere
     engine.check_quiet()
 
 
-def test_a_plan_that_does_not_fit_has_one_token_of_each(folder: Path, reference: Reference) -> None:
+def test_a_plan_that_does_not_fit_has_one_token_of_each(
+    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nobody is preempted for it."""
+    monkeypatch.setattr(sequence, "MAX_PASSES", 64)
     engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=9, num_host_blocks=0)
     lengths = (8, 40)
     prompts = [prompt_of(20, seed) for seed in (1, 2)]
@@ -223,16 +217,4 @@ def test_the_next_plan_is_asked_for_in_the_last_pass(
     engine.run()
     of_plans = num_asked[1::NUM_LAYERS][2:]  # after the prompt and a plan of one token
     assert of_plans == [3] * (MAX_PASSES - 1) + [4] * (1 + MAX_PASSES)
-    engine.check_quiet()
-
-
-def test_a_pool_that_is_short_of_blocks_is_asked_for_one_token_at_a_time(
-    folder: Path, reference: Reference
-) -> None:
-    engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=9, num_host_blocks=0)
-    prompts = [prompt_of(20, seed) for seed in (1, 2, 3)]
-    ids = [engine.add(prompt, max_tokens=20) for prompt in prompts]
-    engine.run()
-    for request_id, prompt in zip(ids, prompts, strict=True):
-        assert engine.tokens(request_id) == [reference.greedy(prompt, 20)]
     engine.check_quiet()

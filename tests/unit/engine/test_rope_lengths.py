@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
-from engine.models import loader
 from engine.request import SamplingParams
 from kvplane.errors import InvalidRequestError
-from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, loaded, prompt_of, save_model
 
 LENGTH = 64
 MAX_TOKENS = 4 * LENGTH
@@ -110,8 +109,8 @@ def check_fixed(folder: Path, reference: Reference) -> list[list[int]]:
 def test_a_chosen_length_is_within_the_models_and_names_the_keys(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", LONGROPE, max_position_embeddings=MAX_TOKENS)
     with pytest.raises(InvalidRequestError, match="must be at most the model's 256 pos"):
-        loader.load(folder, "float32", max_total_tokens=MAX_TOKENS + 1)
-    names = {n: loader.load(folder, "float32", max_total_tokens=n).namespace for n in (0, 64, 65)}
+        loaded(folder, MAX_TOKENS + 1)
+    names = {n: loaded(folder, n).namespace for n in (0, 64, 65)}
     assert names == {0: "", 64: "", 65: "rope-65"}
 
 
@@ -150,5 +149,4 @@ def test_a_scaled_kind_of_layers_extends_no_other_kind(tmp_path: Path) -> None:
         layer_types=["sliding_attention", "full_attention"], bos_token_id=None, eos_token_id=None,
         rope_parameters={"sliding_attention": DEFAULT, "full_attention": scaled}, pad_token_id=0,
     )  # fmt: skip
-    loaded = loader.load(save_model(config, tmp_path / "model"), "float32")
-    assert loaded.max_total_tokens == LENGTH
+    assert loaded(save_model(config, tmp_path / "model"), 0).max_total_tokens == LENGTH

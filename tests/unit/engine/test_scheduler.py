@@ -14,17 +14,7 @@ from kvplane.wire import columns
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1.types_pb2 import TIER_DEVICE as DEVICE
 from kvplane.wire.v1.types_pb2 import TIER_HOST as HOST
-from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(LLAMA, tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
+from tests.helpers.engine_harness import Engine, Reference, prompt_of
 
 
 def kinds(step: list[pb.Operation]) -> list[str]:
@@ -142,7 +132,7 @@ def test_a_lower_priority_goes_first_and_is_preempted_last(
     tight.run()
     ends = [delta.request_id for delta in tight.deltas if delta.finish_reason]
     assert ends == [first, late]
-    assert tight.scheduler.counts.num_swap_preemptions > 0
+    assert tight.core.stats.num_swap_preemptions > 0
     assert tight.tokens(late) == [reference.greedy(prompt_of(16, 0), 30)]
     tight.check_quiet()
 
@@ -169,42 +159,28 @@ def crowded(folder: Path, num_host_blocks: int) -> tuple[Engine, list[list[int]]
     return engine, prompts, [engine.add(prompt, max_tokens=34) for prompt in prompts]
 
 
-def test_who_came_last_is_swapped_out_when_blocks_run_short(
-    folder: Path, reference: Reference
+@pytest.mark.parametrize(
+    ("num_host_blocks", "is_swapped", "is_recomputed"),
+    [(64, True, False), (0, False, True), (7, True, True)],
+    ids=["swapped", "computed again", "both where the host tier is full"],
+)
+def test_who_came_last_gives_way_when_blocks_run_short(
+    folder: Path,
+    reference: Reference,
+    num_host_blocks: int,
+    is_swapped: bool,
+    is_recomputed: bool,
 ) -> None:
-    engine, prompts, ids = crowded(folder, num_host_blocks=64)
+    engine, prompts, ids = crowded(folder, num_host_blocks)
     engine.run()
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert engine.tokens(request_id) == [reference.greedy(prompt, 34)]
-    counters = engine.planes.observed().counters
-    assert counters.num_swapped_out_blocks > 0
-    assert counters.num_swapped_in_blocks > 0
-    assert engine.core.stats.num_swap_preemptions > 0
-    assert engine.core.stats.num_recompute_preemptions == 0
-    engine.check_quiet()
-
-
-def test_without_a_host_tier_who_came_last_is_computed_again(
-    folder: Path, reference: Reference
-) -> None:
-    engine, prompts, ids = crowded(folder, num_host_blocks=0)
-    engine.run()
-    for request_id, prompt in zip(ids, prompts, strict=True):
-        assert engine.tokens(request_id) == [reference.greedy(prompt, 34)]
-    assert "swap_out" not in all_kinds(engine)
-    assert engine.core.stats.num_recompute_preemptions > 0
-    engine.check_quiet()
-
-
-def test_a_full_host_tier_turns_swaps_into_recomputation(
-    folder: Path, reference: Reference
-) -> None:
-    engine, prompts, ids = crowded(folder, num_host_blocks=7)
-    engine.run()
-    for request_id, prompt in zip(ids, prompts, strict=True):
-        assert engine.tokens(request_id) == [reference.greedy(prompt, 34)]
-    assert engine.core.stats.num_swap_preemptions > 0
-    assert engine.core.stats.num_recompute_preemptions > 0
+    counters, stats = engine.planes.observed().counters, engine.core.stats
+    assert bool(counters.num_swapped_out_blocks) is is_swapped
+    assert bool(counters.num_swapped_in_blocks) is is_swapped
+    assert ("swap_out" in all_kinds(engine)) is is_swapped
+    assert (stats.num_swap_preemptions > 0) is is_swapped
+    assert (stats.num_recompute_preemptions > 0) is is_recomputed
     engine.check_quiet()
 
 
@@ -288,7 +264,7 @@ def test_continuations_that_end_at_once_are_not_forked(folder: Path) -> None:
     engine.check_quiet()
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 12, 64])
+@pytest.mark.parametrize("num_host_blocks", [0, pytest.param(12, marks=pytest.mark.nightly), 64])
 def test_continuations_survive_preemption(folder: Path, num_host_blocks: int) -> None:
     def run(num_device_blocks: int, num_host_blocks: int) -> tuple[Engine, list[list[list[int]]]]:
         engine = Engine(
@@ -336,7 +312,7 @@ def test_an_aborted_request_ends_with_what_it_has_and_others_go_on(
     engine.check_quiet()
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 64])
+@pytest.mark.parametrize("num_host_blocks", [0, pytest.param(64, marks=pytest.mark.nightly)])
 def test_preemption_does_not_thrash(
     folder: Path, reference: Reference, num_host_blocks: int
 ) -> None:

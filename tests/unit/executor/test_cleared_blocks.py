@@ -11,7 +11,6 @@ import torch
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import ELEMENT_BYTES
 from tests.helpers.data.data_rig import Rig, stored
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -42,7 +41,7 @@ def left_by_ann(**settings: Any) -> Rig:
     rig.start(1, 3, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     for layer in (0, 1):
         part = tokens(12, seed=layer).to(dtype)
-        rig.executor.layer(3, layer, None, part, part, **of_latest(rig.executor, 3))
+        rig.run_layer(layer, None, part, part, session_id=3)
     rig.run(
         2,
         3,
@@ -81,39 +80,6 @@ def test_blocks_that_stay_with_a_tenant_are_not_cleared(rig: Rig) -> None:
     assert bool(read(rig, 4, 1, 2).any())
     rig.run(2, 4, changes=[drop(1), set_blocks(2, [(0, 3)]), fork(3, 2, 1)])
     assert rig.executor.counters.num_cleared_blocks == 0
-
-
-def test_a_block_that_changes_hands_twice_is_cleared_twice(rig: Rig) -> None:
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])])
-    rig.run(2, 2, changes=[set_blocks(1, [(0, 3)], replace=True)])
-    rig.fence(2)
-    rig.open(5, tenant="ann")
-    rig.run(1, 5, changes=[set_blocks(1, [(0, 4)])])
-    assert rig.executor.counters.num_cleared_blocks == 2
-
-
-def test_what_a_transfer_fills_whole_needs_no_clearing(rig: Rig) -> None:
-    rig.run(1, 2, changes=[set_blocks(1, [(5, 1)])])
-    rig.executor.pools.device_tier[5].fill_(3.0)
-    rig.run(
-        2,
-        2,
-        changes=[set_blocks(2, [(0, 2)]), set_blocks(3, [(1, 2)], tier=HOST)],
-        transfers=[transfer(ref(5), ref(0, 2)), transfer(ref(5), ref(1, 2, HOST))],
-    )
-    assert rig.executor.counters.num_cleared_blocks == 0
-    assert bool((rig.executor.pools.host_tier[1] == 3.0).all())
-
-
-def test_what_is_read_before_a_transfer_fills_it_is_cleared(rig: Rig) -> None:
-    rig.run(1, 2, changes=[set_blocks(1, [(5, 1)])])
-    rig.run(
-        2,
-        2,
-        changes=[set_blocks(2, [(0, 2)]), set_blocks(3, [(6, 1)])],
-        transfers=[transfer(ref(0, 2), ref(6)), transfer(ref(5), ref(0, 2))],
-    )
-    assert not bool(read(rig, 2, 3, 1).any())
 
 
 def test_a_refused_plan_clears_nothing_and_its_blocks_stay_anothers(rig: Rig) -> None:

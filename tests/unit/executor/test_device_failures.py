@@ -13,21 +13,10 @@ from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
-from tests.helpers.data.data_rig import Rig, embedded_backend, stored
+from tests.helpers.data.data_rig import LateRig, Rig, embedded_backend, stored
 from tests.helpers.data.kernel_faults import with_operations
-from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
-from tests.helpers.data.latest_plan import of_latest
+from tests.helpers.data.kernel_sets import LateRuntime
 from tests.helpers.data.plan_author import HOST, fork, ref, set_blocks, span, tokens, transfer
-
-
-class LateRig(Rig):
-    """Runs on a device that does its work late, and fails when told to."""
-
-    runtime: LateRuntime
-
-    def __init__(self, seed: int = 0) -> None:
-        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
-        super().__init__(kernels=kernels)
 
 
 def test_a_plan_whose_batch_finds_no_memory_changes_nothing_and_can_be_shown_again() -> None:
@@ -72,8 +61,8 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
     whole, query, key = torch.zeros(2, 1, 2, 2, 8, 16), tokens(1, 4), tokens(1)
     users: list[Callable[[], object]] = [
         lambda: rig.layer(0, 1),
-        lambda: rig.executor.layer(1, 0, None, key, key, **of_latest(rig.executor)),
-        lambda: rig.executor.layer(1, 0, query, None, None, **of_latest(rig.executor)),
+        lambda: rig.run_layer(0, None, key, key),
+        lambda: rig.run_layer(0, query, None, None),
         lambda: rig.executor.write_blocks(1, 2, 1, whole),
         lambda: rig.executor.receipt(1),
     ]
@@ -88,22 +77,6 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given() -> None
     assert torch.equal(child[:, :, :, :, :4], parent[:, :, :, :, :4]), "the tokens before the fork"
     assert bool(child[:, :, :, :, 4].any()), "the child's own token"
     assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 2
-
-
-def test_a_start_that_failed_goes_on_with_the_transfer_that_failed() -> None:
-    rig = FlakyCopies().rig
-    rig.admit(1)
-    plan = rig.author.plan(
-        2,
-        changes=[set_blocks(2, [(3, 1)], tier=HOST), set_blocks(3, [(2, 1)])],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(2))],
-    )
-    with pytest.raises(InternalError):
-        rig.executor.start(1, plan)
-    assert rig.executor.start(1, plan).receipt is not None
-    assert rig.executor.counters.num_transferred_blocks == {"swap_out": 1, "copy": 1}
-    block_bytes = rig.executor.pools.device_tier[0].nbytes
-    assert rig.executor.counters.transfer_bytes == {"swap_out": block_bytes, "copy": block_bytes}
 
 
 def test_blocks_that_could_not_be_cleared_are_still_anothers_for_the_next_plan() -> None:
@@ -153,7 +126,7 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     rig.admit(1)
     rig.runtime.set_stream(rig.runtime.new_stream())
     rig.runtime.early_share = 0.0
-    output = rig.executor.layer(1, 0, tokens(12, 4), None, None, **of_latest(rig.executor))
+    output = rig.run_layer(0, tokens(12, 4), None, None)
     assert output is not None
     assert rig.runtime.num_waiting == 1
     rig.runtime.set_stream(0)

@@ -61,9 +61,7 @@ def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
             rig.start(number, changes=grow, spans=[span(5, begin, end - begin)])
         for layer in (0, 1):
             own = slice(begin, end)
-            output = rig.executor.layer(
-                1, layer, queries[own], keys[own], values[own], **of_latest(rig.executor)
-            )
+            output = rig.run_layer(layer, queries[own], keys[own], values[own])
         assert output is not None
         outputs.append(output)
     want = dense_attention(queries, keys, values)
@@ -81,7 +79,7 @@ def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) ->
     rig.start(1, changes=changes, spans=spans)
     total = sum(lens.values())
     key, value, query = tokens(total, seed=1), tokens(total, seed=2), tokens(total, 4, seed=3)
-    output = rig.executor.layer(1, 0, query, key, value, **of_latest(rig.executor))
+    output = rig.run_layer(0, query, key, value)
     assert output is not None
     begin = 0
     for num in lens.values():
@@ -102,27 +100,17 @@ def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
     assert (receipt.epoch, receipt.plan_number) == (rig.executor.epoch, 1)
 
 
-def test_a_plan_without_spans_has_run_when_it_has_started(rig: Rig) -> None:
-    started = rig.start(1, changes=[set_blocks(1, [(0, 1)])])
-    assert rig.author.read_receipt(started.receipt).plan_number == 1
-    assert (started.num_tokens, started.num_spans) == (0, 0)
-
-
 def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
     key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
     rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
     for layer in rig.executor.layers:
         assert rig.executor.receipt(1) is None
-        rig.executor.layer(1, layer, None, key, value, **of_latest(rig.executor))
+        named = of_latest(rig.executor)
+        assert rig.executor.layer(1, layer, None, key, value, **named) is None
     assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
     want = dense_attention(query, key, value)
-    got = rig.executor.layer(1, 1, query, None, None, **of_latest(rig.executor))
+    got = rig.run_layer(1, query, None, None)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
-def test_no_query_writes_and_answers_nothing(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    assert rig.executor.layer(1, 0, None, tokens(2), tokens(2), **of_latest(rig.executor)) is None
 
 
 def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
@@ -184,26 +172,6 @@ def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(
     first, _ = rig.executor.read_blocks(1, 1, [0])
     last, _ = rig.executor.read_blocks(1, 4, [0])
     assert torch.equal(first, last)
-
-
-def test_a_plan_shown_again_while_it_runs_goes_on_and_transfers_nothing_twice(rig: Rig) -> None:
-    rig.admit(1)
-    plan = rig.author.plan(
-        2,
-        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
-        transfers=[transfer(ref(1), ref(2))],
-        spans=[span(2, 12, 1)],
-    )
-    rig.executor.start(1, plan)
-    rig.layer(0, 1)
-    written = rig.snapshot()
-    again = rig.executor.start(1, plan)
-    assert (again.receipt, again.num_tokens) == (None, 1)
-    assert rig.snapshot() == written
-    rig.layer(0, 1)
-    rig.layer(1, 1)
-    assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 2
-    assert rig.executor.counters.num_transferred_blocks == {"copy": 1}
 
 
 def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> None:
@@ -370,20 +338,8 @@ def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig)
     before = rig.snapshot()
     for layer, output in enumerate(outputs):
         assert torch.equal(rig.layer(layer, 12), output)
-        assert (
-            rig.executor.layer(
-                1, layer, None, tokens(12, seed=8), tokens(12, seed=9), **of_latest(rig.executor)
-            )
-            is None
-        )
-        other = rig.executor.layer(
-            1,
-            layer,
-            tokens(12, 4),
-            tokens(12, seed=8),
-            tokens(12, seed=9),
-            **of_latest(rig.executor),
-        )
+        assert rig.run_layer(layer, None, tokens(12, seed=8), tokens(12, seed=9)) is None
+        other = rig.run_layer(layer, tokens(12, 4), tokens(12, seed=8), tokens(12, seed=9))
         assert other is not None
         assert torch.equal(other, output), "what was written first counts"
     assert rig.snapshot() == before

@@ -15,7 +15,6 @@ import torch
 
 from data_plane import Executor
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.memory import sizing as memory
 from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.server import build_executor, layout_from_json
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -24,6 +23,7 @@ from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
+from tests.helpers.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
@@ -44,9 +44,8 @@ def test_a_layout_is_read_back_from_json(layout_file: Path) -> None:
 def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, "layout"):
         layout_from_json(path)
-    assert caught.value.field == "layout"
 
 
 @pytest.mark.parametrize(
@@ -64,17 +63,15 @@ def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_settings_that_contradict_are_refused(field: str, settings: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, field):
         DataPlaneSettings(**settings)
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:0"])
 def test_a_device_without_kernels_is_refused(layout_file: Path, device: str) -> None:
     config = DataPlaneSettings(layout=layout_file, device=device, num_device_blocks=1)
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, "device"):
         build_executor(config)
-    assert caught.value.field == "device"
 
 
 def test_the_pool_is_measured_when_its_size_is_not_given(
@@ -90,25 +87,6 @@ def test_the_pool_is_measured_when_its_size_is_not_given(
     executor = build_executor(config)
     assert executor.pools.device_tier.shape[0] == 40
     assert executor.pools.host_tier.shape[0] == 10
-
-
-def test_free_memory_is_what_the_machine_and_its_control_group_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    available = memory.free_bytes(CPU)
-    assert 0 < available < 2**50
-    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
-    limit.write_text("5000\n")
-    used.write_text("2000\n")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory.free_bytes(CPU) == 3000
-    limit.write_text("max\n")
-    assert memory.free_bytes(CPU) > 3000
-
-
-def test_memory_that_holds_no_block_is_never_enough() -> None:
-    with pytest.raises(NeverFitsError):
-        memory.measure_num_blocks(1000, lambda n: n // 1001, utilization=1.0, reserve_bytes=0)
 
 
 @pytest.mark.parametrize(
@@ -128,9 +106,8 @@ def test_memory_that_holds_no_block_is_never_enough() -> None:
 )
 def test_an_executor_is_not_made_with(field: str, settings: dict[str, Any]) -> None:
     values: dict[str, Any] = {"pool_id": POOL_ID, "num_device_blocks": 2, **settings}
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, field):
         Executor(LAYOUT, **values)
-    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -147,9 +124,8 @@ def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
 def test_a_tensor_in_shared_memory_is_refused() -> None:
     memory_range = pb.MemoryRange(region_id=1, offset_bytes=0)
     message = pb.Tensor(dtype=pb.ELEMENT_TYPE_FLOAT32, shape=[0], memory=memory_range)
-    with pytest.raises(InvalidRequestError, match="shared memory") as caught:
+    with refused(InvalidRequestError, "key.memory", match="shared memory"):
         tensor_from_message(message, CPU, field="key")
-    assert caught.value.field == "key.memory"
 
 
 def test_the_epoch_is_a_setting(layout_file: Path) -> None:
@@ -166,26 +142,24 @@ def test_bad_settings_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("argument", "complaint"),
-    [([], "give either --model or --layout"), (["--layout=/nowhere.json"], "cannot be read")],
-)
-def test_the_program_refuses_a_layout_that_is_not_there_in_one_line(
-    argument: list[str], complaint: str
-) -> None:
-    command = [sys.executable, "-m", "data_plane", "--log-level=error", *argument]
+def test_a_layout_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        layout_from_json(Path("/nowhere.json"))
+
+
+def test_the_program_refuses_to_start_without_a_layout_in_one_line() -> None:
+    command = [sys.executable, "-m", "data_plane", "--log-level=error"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert complaint in result.stderr
+    assert "give either --model or --layout" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["3", "0:0", ":2", ":", "-1:2", "0:2:4", "a:b"])
 @pytest.mark.parametrize("field", ["layers", "kv_heads"])
 def test_a_range_of_a_shard_is_first_and_count(field: str, text: str) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
+    with refused(InvalidRequestError, field):
         DataPlaneSettings(**{field: text})  # type: ignore[arg-type]
-    assert refused.value.field == field
 
 
 @pytest.mark.parametrize("field", ["num_device_blocks", "num_host_blocks"])
@@ -195,9 +169,8 @@ def test_a_pool_that_does_not_fit_says_what_it_takes_and_what_is_there(
 ) -> None:
     blocks = {"num_device_blocks": 1, field: num_blocks}
     config = DataPlaneSettings(layout=layout_file, device="cpu", **blocks)  # type: ignore[arg-type]
-    with pytest.raises(NeverFitsError, match=r"take \d+ bytes, \d+ are available") as refused:
+    with refused(NeverFitsError, field, match=r"take \d+ bytes, \d+ are available"):
         build_executor(config)
-    assert refused.value.field == field
 
 
 def test_a_pool_leaves_the_kernels_what_they_need(
@@ -207,9 +180,8 @@ def test_a_pool_leaves_the_kernels_what_they_need(
     monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: 100 * block_bytes)
     monkeypatch.setattr(CpuKernels, "scratch_bytes", 40 * block_bytes)
     build_executor(DataPlaneSettings(layout=layout_file, device="cpu", num_device_blocks=60))
-    with pytest.raises(NeverFitsError, match="are available") as refused:
+    with refused(NeverFitsError, "num_device_blocks", match="are available"):
         build_executor(DataPlaneSettings(layout=layout_file, device="cpu", num_device_blocks=61))
-    assert refused.value.field == "num_device_blocks"
 
 
 def test_the_memory_of_a_pool_is_there_from_the_start(layout_file: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 
 from kvplane.errors import BlockNotWritableError
 from tests.helpers.data.data_rig import LAYERS, Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import fork, set_blocks, span, tokens
 
 BLOCK_SIZE = 8
@@ -37,23 +36,17 @@ def test_equal_prompts_of_one_plan_are_computed_once() -> None:
     query, key, value = tokens(16, 4, seed=1), tokens(16, seed=2), tokens(16, seed=3)
     plans = equal_prompts(own=2)
     for layer in LAYERS:
-        output = together.executor.layer(
-            1, layer, query, key, value, **of_latest(together.executor)
-        )
+        output = together.run_layer(layer, query, key, value)
         if layer == LAYERS[-1]:
             last = output
     receipt = together.author.read_receipt(together.executor.receipt(1))
     assert receipt.plan_number == 1
     apart.start(1, changes=plans["changes"][:1], spans=plans["spans"][:1])
     for layer in LAYERS:
-        apart.executor.layer(
-            1, layer, query[:12], key[:12], value[:12], **of_latest(apart.executor)
-        )
+        apart.run_layer(layer, query[:12], key[:12], value[:12])
     apart.start(2, changes=plans["changes"][1:], spans=plans["spans"][1:])
     for layer in LAYERS:
-        output = apart.executor.layer(
-            1, layer, query[12:], key[12:], value[12:], **of_latest(apart.executor)
-        )
+        output = apart.run_layer(layer, query[12:], key[12:], value[12:])
     assert torch.equal(last[12:], output)
     for rig in (together, apart):
         rig.executor.check_integrity()

@@ -14,21 +14,17 @@ from kvplane.errors import (
     BlockNotWritableError,
     InvalidRequestError,
     KvplaneError,
-    PlanConflictError,
     PlanOutOfOrderError,
     SessionExpiredError,
     StaleEpochError,
-    StaleGenerationError,
     StaleIncarnationError,
 )
 from kvplane.wire import signing
 from tests.helpers.data.data_rig import LAYERS, Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     HOST,
     PlanAuthor,
     blocks_of,
-    drop,
     fork,
     keep,
     ref,
@@ -94,26 +90,6 @@ def test_8_a_stale_or_forged_plan_never_reaches_a_kernel(rig: Rig) -> None:
     rig.executor.start(1, signed)
 
 
-def test_8_a_block_whose_generation_moved_is_not_taken_into_a_table(rig: Rig) -> None:
-    rig.admit(1)
-    rig.run(2, changes=[set_blocks(1, [(0, 2), (1, 2)], replace=True)])
-    with rig.refuses(StaleGenerationError, "plan.changes.generations[0]"):
-        rig.start(3, changes=[set_blocks(2, [(0, 1)], allocated=False)])
-
-
-def test_8_a_block_that_was_taken_from_a_table_is_not_used_through_it(rig: Rig) -> None:
-    rig.admit(1)
-    rig.open(2)
-    rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])], spans=[span(1, 0, 3)])
-    with rig.refuses(StaleGenerationError, "sequence_id"):
-        rig.executor.read_blocks(1, 1, range(2))
-    with rig.refuses(StaleGenerationError, "plan.spans.sequence_ids[0]"):
-        rig.layer(0, 12)
-    with rig.refuses(StaleGenerationError, "plan.spans.sequence_ids[0]"):
-        rig.start(2, spans=[span(1, 12, 1)])
-    assert rig.run(2, changes=[drop(1)]).plan_number == 2
-
-
 def test_9_an_unreceipted_plan_may_run_again_from_its_start(rig: Rig) -> None:
     rig.admit(1)
     plan = rig.author.plan(
@@ -149,7 +125,7 @@ def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> 
     again = rig.executor.start(1, plan)
     assert (again.receipt, again.had_run) == (receipt, True)
     other = tokens(2, seed=9)
-    rig.executor.layer(1, 0, None, other, other, **of_latest(rig.executor))
+    rig.run_layer(0, None, other, other)
     assert rig.executor.receipt(1) == receipt
     blocks = torch.ones(2, 1, 2, 2, 8, 16)
     assert rig.executor.write_blocks(1, 2, 1, blocks) == receipt
@@ -172,30 +148,6 @@ def test_9_a_plan_that_shortens_tables_and_keeps_copies_changes_nothing_again(ri
     assert rig.executor.read_blocks(1, 1, range(2))[1].indices == b"\0\0\0\0\3\0\0\0"
     with rig.refuses(InvalidRequestError, "entries[0]"):
         rig.executor.read_blocks(1, 2, [0])
-
-
-def test_9_no_receipt_comes_before_all_layers_are_written(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
-    assert rig.executor.receipt(1) is None
-    rig.layer(0, 3)
-    assert rig.executor.receipt(1) is None
-    rig.layer(1, 3)
-    assert rig.executor.receipt(1) is not None
-
-
-def test_9_as_many_receipts_are_kept_as_plans_may_be_in_flight(rig: Rig) -> None:
-    plans = [rig.author.plan(n, changes=[set_blocks(n, [(n, 1)])]) for n in range(1, 5)]
-    receipts = [rig.executor.start(1, plan).receipt for plan in plans]
-    assert [rig.executor.start(1, plan).receipt for plan in plans[2:]] == receipts[2:]
-    for plan in plans[:2]:
-        with rig.refuses(PlanOutOfOrderError, "plan.number"):
-            rig.executor.start(1, plan)
-
-
-def test_9_a_number_with_another_content_is_an_error(rig: Rig) -> None:
-    rig.admit(1)
-    with rig.refuses(PlanConflictError, "plan.number"):
-        rig.start(1, changes=[set_blocks(1, [(5, 1)])])
 
 
 def test_10_publications_stay_beside_their_block_until_it_is_allocated(rig: Rig) -> None:
@@ -245,13 +197,8 @@ def test_11_attention_is_bit_for_bit_the_same_whatever_else_is_in_the_batch(rig:
         rig.start(2, changes=changes, spans=[*spans, span(1, 11, 1)])
         before = sum(neighbours)
         other_query, other = tokens(before, 4, seed=8), tokens(before, seed=9)
-        output = rig.executor.layer(
-            1,
-            0,
-            torch.cat([other_query, query]),
-            torch.cat([other, key]),
-            torch.cat([other, value]),
-            **of_latest(rig.executor),
+        output = rig.run_layer(
+            0, torch.cat([other_query, query]), torch.cat([other, key]), torch.cat([other, value])
         )
         assert output is not None
         return output[-1]

@@ -52,7 +52,7 @@ def test_a_cached_block_is_kept_in_the_host_tier_and_comes_back(rig: Rig) -> Non
     back = [transfer(ref(i + 1, 1, HOST), ref(i + 4)) for i in (0, 1)]
     rig.run(1, 4, changes=[set_blocks(1, [(4, 1), (5, 1)])], transfers=back)
     assert torch.equal(read(rig, 4, 1, 2), kept.transpose(0, 1))
-    assert rig.executor.published.num_blocks == 2, "they are where they were as well"
+    assert rig.executor.blocks.num_published == 2, "they are where they were as well"
 
 
 def test_what_is_evicted_is_saved_by_the_plan_that_takes_its_block(rig: Rig) -> None:
@@ -67,7 +67,7 @@ def test_what_is_evicted_is_saved_by_the_plan_that_takes_its_block(rig: Rig) -> 
     )
     assert torch.equal(rig.executor.pools.host_tier[3], kept)
     assert not bool(read(rig, 2, 1, 1).any())
-    assert rig.executor.published.num_blocks == 1
+    assert rig.executor.blocks.num_published == 1
 
 
 def test_a_block_is_saved_filled_and_read_again_by_one_plan(rig: Rig) -> None:
@@ -88,32 +88,11 @@ def test_a_block_is_saved_filled_and_read_again_by_one_plan(rig: Rig) -> None:
     assert torch.equal(rig.executor.pools.device_tier[0], second)
 
 
-def test_a_copy_is_its_sources_tenants_whoever_made_it(rig: Rig) -> None:
-    rig.run(1, 2, allocations=[ref(0, 1, HOST)], transfers=[transfer(ref(0), ref(0, 1, HOST))])
-    rig.run(2, 2, allocations=[ref(5)], transfers=[transfer(ref(0, 1, HOST), ref(5))])
-    num = rig.executor.counters.num_cleared_blocks
-    rig.run(1, 4, changes=[set_blocks(1, [(0, 2)], tier=HOST)])
-    assert rig.executor.counters.num_cleared_blocks == num, "it was Ann's"
-    rig.run(3, 2, changes=[set_blocks(1, [(5, 2)])])
-    assert not bool(read(rig, 2, 1, 1).any()), "the copy of the copy was Ann's too"
-
-
-def test_a_copy_of_an_own_block_within_a_plan_is_the_sources_tenants(rig: Rig) -> None:
-    rig.run(
-        1,
-        2,
-        allocations=[ref(6), ref(7)],
-        transfers=[transfer(ref(1), ref(6)), transfer(ref(6), ref(7))],
-    )
-    rig.run(2, 2, changes=[set_blocks(1, [(7, 2), (6, 2)])])
-    assert not bool(read(rig, 2, 1, 2).any())
-
-
 def test_what_is_allocated_for_no_table_forgets_its_publication_and_former_generation(
     rig: Rig,
 ) -> None:
     rig.run(1, 2, allocations=[ref(1, 2)])
-    assert rig.executor.published.num_blocks == 1
+    assert rig.executor.blocks.num_published == 1
     assert rig.executor.publish(publications((1, 1))) == 0
     with rig.refuses(StaleGenerationError, "plan.changes.generations[1]"):
         rig.start(1, 4, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False)])

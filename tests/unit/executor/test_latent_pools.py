@@ -26,6 +26,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.refusals import refused
 
 NUM_TOKENS, BLOCK_SIZE, LATENT_SIZE, VALUE_SIZE = 12, 8, 24, 16
 GROUP = LayerGroup("latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE)
@@ -50,10 +51,7 @@ def admit(rig: Rig) -> tuple[torch.Tensor, list[torch.Tensor]]:
     changes = [set_blocks(1, [(5, 1), (2, 1)])]
     rig.start(1, changes=changes, spans=[span(1, 0, NUM_TOKENS)])
     query, latent = rows(NUM_TOKENS, 6), rows(NUM_TOKENS, 1, seed=1)
-    outputs = [
-        rig.executor.layer(1, i, query, latent, None, options=OPTIONS, **of_latest(rig.executor))
-        for i in (0, 1)
-    ]
+    outputs = [rig.run_layer(i, query, latent, None, options=OPTIONS) for i in (0, 1)]
     assert rig.executor.receipt(1) is not None
     return latent, [out for out in outputs if out is not None]
 
@@ -134,11 +132,8 @@ def test_a_value_and_a_default_scale_are_refused_before_anything_is_written(rig:
         (latent[..., :VALUE_SIZE], OPTIONS, "value"),
         (None, AttentionOptions(), "options.scale"),
     ):
-        with pytest.raises(InvalidRequestError) as caught:
-            rig.executor.layer(
-                1, 0, query, latent, value, options=options, **of_latest(rig.executor)
-            )
-        assert caught.value.field == field
+        with refused(InvalidRequestError, field):
+            rig.run_layer(0, query, latent, value, options=options)
     assert torch.equal(rig.executor.pools.device_tier.view(torch.uint8), before.view(torch.uint8))
 
 
@@ -146,7 +141,7 @@ def test_a_pool_of_keys_and_values_wants_both() -> None:
     rig = Rig()
     rig.start(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 2)])
     with rig.refuses(InvalidRequestError, "value"):
-        rig.executor.layer(1, 0, tokens(2, 4), tokens(2), None, **of_latest(rig.executor))
+        rig.run_layer(0, tokens(2, 4), tokens(2), None)
 
 
 class GpuKernels(CpuKernels):
@@ -158,6 +153,7 @@ class GpuKernels(CpuKernels):
 
 def test_kernels_that_do_not_serve_the_kind_are_refused_before_memory_is_taken() -> None:
     layout = replace(LAYOUT, groups=(GROUP,))
-    with pytest.raises(InvalidRequestError, match="for the cuda kernels, is latent") as caught:
+    with refused(
+        InvalidRequestError, "layout.groups[0].cache_kind", match="for the cuda kernels, is latent"
+    ):
         Executor(layout, pool_id=POOL_ID, num_device_blocks=2**40, kernels=GpuKernels(1))
-    assert caught.value.field == "layout.groups[0].cache_kind"

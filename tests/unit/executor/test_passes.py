@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.execution.plan_runner import PlanLayer
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
@@ -19,9 +19,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.slices import run_to_end
-from tests.helpers.data.data_rig import LAYERS, Rig, embedded_backend, stored
-from tests.helpers.data.kernel_sets import late_kernels
-from tests.helpers.data.latest_plan import of_latest
+from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend, stored
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
@@ -58,14 +56,7 @@ def rows_of(index: int) -> list[int]:
 def run_layer(rig: Rig, layer: int, rows: list[int]) -> torch.Tensor:
     total = sum(COUNTS.values())
     key, value = tokens(total, seed=10 + layer), tokens(total, seed=20 + layer)
-    output = rig.executor.layer(
-        1,
-        layer,
-        tokens(total, 4, seed=layer)[rows],
-        key[rows],
-        value[rows],
-        **of_latest(rig.executor),
-    )
+    output = rig.run_layer(layer, tokens(total, 4, seed=layer)[rows], key[rows], value[rows])
     assert output is not None
     return output
 
@@ -96,8 +87,7 @@ def test_passes_write_and_attend_as_the_whole_plan_does(rig: Rig) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_passes_on_a_device_that_works_late_write_the_same(seed: int) -> None:
-    kernels, _ = late_kernels(CpuKernels(1), seed)
-    late, soon = Rig(kernels=kernels), Rig()
+    late, soon = LateRig(seed), Rig()
     for rig in (late, soon):
         prompts(rig)
         start(rig)
@@ -109,12 +99,11 @@ def test_passes_on_a_device_that_works_late_write_the_same(seed: int) -> None:
 
 
 def test_a_device_that_fails_in_a_pass_is_noticed_at_its_end() -> None:
-    kernels, runtime = late_kernels(CpuKernels(1), 0)
-    rig = Rig(kernels=kernels)
+    rig = LateRig()
     prompts(rig)
     start(rig)
     run_pass(rig, 0)
-    runtime.failures.append(RuntimeError("the device failed"))
+    rig.runtime.failures.append(RuntimeError("the device failed"))
     with pytest.raises(InternalError):
         rig.executor.receipt(1)
     with pytest.raises(InternalError):
@@ -257,12 +246,12 @@ def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
     """Layer 0, asked for in each way, with as many tokens as the present pass has."""
     executor, parts = rig.executor, late_parts()
     options = AttentionOptions()
-    slices = executor.layer_slices
+    named = PlanLayer(1, 0, 2, of_pass)
     here: dict[str, Any] = {"plan_number": 2, "pass_index": of_pass}
     return [
         lambda: executor.layer(1, 0, *parts, **here),
         lambda: executor.layer(1, 0, None, *parts[1:], **here),
-        lambda: run_to_end(slices(1, 0, parts, options, 2, of_pass, "", None)),
+        lambda: run_to_end(executor.layer_runner.run_slices(named, parts, options)),
         lambda: executor.layer(1, 0, parts[0], None, None, **here),
     ]
 

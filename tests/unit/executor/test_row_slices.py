@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from data_plane.execution.plan_runner import PlanLayer
 from data_plane.execution.shards import row_slices
 from data_plane.execution.shards.row_slices import SliceSizes
 from data_plane.kernels.arguments import HostLengths
@@ -16,7 +17,7 @@ from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import set_blocks, span, tokens
 
-SLICE_S = 1e-9  # as short as slices get
+FIRST = PlanLayer(1, 0, 1)
 SPANS = [(0, 300), (40, 56), (8, 1), (3, 200)]
 
 
@@ -34,6 +35,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     for tier in (rig.executor.pools.device_tier,):
         tier.copy_(torch.randn(tier.shape, generator=torch.Generator().manual_seed(7)))
     rig.start(1, changes=changes, spans=spans)
+    rig.executor.layer_runner.slice_s = 1e-9  # as short as slices get
     return rig
 
 
@@ -43,12 +45,10 @@ TENSORS = tokens(NUM_TOKENS, 4), tokens(NUM_TOKENS, seed=1), tokens(NUM_TOKENS, 
 
 def test_slices_give_the_bits_of_the_whole(rig: Rig) -> None:
     options = AttentionOptions()
-    slices = rig.executor.layer_slices(1, 0, TENSORS, options, 1, None, "", SLICE_S)
+    slices = rig.executor.layer_runner.run_slices(FIRST, TENSORS, options)
     assert sum(1 for _ in slices) >= NUM_TOKENS // 64 - 2
     only_attends = TENSORS[0], None, None
-    in_slices = run_to_end(
-        rig.executor.layer_slices(1, 0, only_attends, options, 1, None, "", SLICE_S)
-    )
+    in_slices = run_to_end(rig.executor.layer_runner.run_slices(FIRST, only_attends, options))
     assert in_slices is not None
     for tensors in (only_attends, TENSORS):
         whole = rig.executor.layer(1, 0, *tensors, **of_latest(rig.executor))
@@ -57,7 +57,7 @@ def test_slices_give_the_bits_of_the_whole(rig: Rig) -> None:
 
 
 def test_a_session_that_ends_between_slices_computes_no_further(rig: Rig) -> None:
-    slices = rig.executor.layer_slices(1, 0, TENSORS, AttentionOptions(), 1, None, "", SLICE_S)
+    slices = rig.executor.layer_runner.run_slices(FIRST, TENSORS, AttentionOptions())
     next(slices)
     rig.fence(1)
     with pytest.raises(SessionExpiredError):
@@ -66,7 +66,7 @@ def test_a_session_that_ends_between_slices_computes_no_further(rig: Rig) -> Non
 
 def test_blocks_that_are_taken_between_slices_are_not_read(rig: Rig) -> None:
     rig.open(2)
-    slices = rig.executor.layer_slices(1, 0, TENSORS, AttentionOptions(), 1, None, "", SLICE_S)
+    slices = rig.executor.layer_runner.run_slices(FIRST, TENSORS, AttentionOptions())
     next(slices)
     rig.start(1, session_id=2, changes=[set_blocks(1, [(0, 2)])])
     with pytest.raises(StaleGenerationError):

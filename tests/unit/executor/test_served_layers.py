@@ -17,6 +17,7 @@ import pytest
 import torch
 from kvplane_kernels import ServedLayers
 
+from data_plane.execution.plan_runner import PlanLayer
 from kvplane.attention_options import AttentionOptions
 from kvplane.transport.local import packets
 from tests.helpers.data.data_rig import Rig as Executing
@@ -87,7 +88,9 @@ def native_batch(executing: Executing) -> Any:
     """Of the latest plan."""
     run = executing.executor._sessions.get(1).latest
     assert run is not None
-    return executing.executor._compute.native_batch(run.attention[0])
+    bound = executing.executor._compute.bound
+    assert bound is not None
+    return bound.batch(run.attention[0])
 
 
 @pytest.fixture
@@ -102,7 +105,7 @@ def test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time(hurried: Rig)
     query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
     tensors, executor = (query, key, value), executing.executor
     executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
-    bound = executor.bind_layer(1, 0, tensors, AttentionOptions(), 1)
+    bound = executor.layer_runner.bind(PlanLayer(1, 0, 1), tensors, AttentionOptions())
     assert bound is not None
     batch = native_batch(executing)
     named = packets.named(1, None)
@@ -152,7 +155,7 @@ def test_other_packets_are_left_to_the_caller(rig: Rig, what: str, packet: bytes
     query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
     executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
     executor = executing.executor
-    bound = executor.bind_layer(1, 0, (query, key, value), AttentionOptions(), 1)
+    bound = executor.layer_runner.bind(PlanLayer(1, 0, 1), (query, key, value), AttentionOptions())
     assert bound is not None
     batch = native_batch(executing)
     places = [tensor.data_ptr() for tensor in (query, key, value, out)]

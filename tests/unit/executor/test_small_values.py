@@ -22,6 +22,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.refusals import refused
 
 NUM_TOKENS, BLOCK_SIZE, NUM_HEADS, KEY_SIZE, VALUE_SIZE = 12, 8, 2, 16, 8
 GROUP = replace(LAYOUT.groups[0], value_head_size=VALUE_SIZE)
@@ -41,10 +42,7 @@ def admit(rig: Rig) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     rig.start(1, changes=changes, spans=[span(1, 0, NUM_TOKENS)])
     query, key = tokens(NUM_TOKENS, 4), tokens(NUM_TOKENS, seed=1)
     value = tokens(NUM_TOKENS, seed=2)[..., :VALUE_SIZE]
-    outputs = [
-        rig.executor.layer(1, layer, query, key, value, **of_latest(rig.executor))
-        for layer in (0, 1)
-    ]
+    outputs = [rig.run_layer(layer, query, key, value) for layer in (0, 1)]
     assert all(out is not None for out in outputs)
     return key, value, [out for out in outputs if out is not None]
 
@@ -113,9 +111,6 @@ def heads(blocks: torch.Tensor) -> list[torch.Tensor]:
 def test_a_value_of_another_size_is_refused_before_it_is_written(rig: Rig, size: int) -> None:
     rig.start(1, changes=[set_blocks(1, [(5, 1), (2, 1)])], spans=[span(1, 0, 2)])
     before = rig.executor.pools.device_tier.clone()
-    with pytest.raises(InvalidRequestError, match=r"must be \[2, 2, 8\]") as caught:
-        rig.executor.layer(
-            1, 0, tokens(2, 4), tokens(2), tokens(2)[..., :size], **of_latest(rig.executor)
-        )
-    assert caught.value.field == "value"
+    with refused(InvalidRequestError, "value", match=r"must be \[2, 2, 8\]"):
+        rig.run_layer(0, tokens(2, 4), tokens(2), tokens(2)[..., :size])
     assert torch.equal(rig.executor.pools.device_tier.view(torch.uint8), before.view(torch.uint8))

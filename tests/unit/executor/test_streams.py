@@ -18,11 +18,11 @@ from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError
-from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.data_rig import LateRig, Rig, stored
 from tests.helpers.data.executor_twins import run_twins
 from tests.helpers.data.kernel_faults import with_operations
-from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
-from tests.helpers.data.plan_author import HOST, drop, fork, ref, set_blocks, span, tokens, transfer
+from tests.helpers.data.kernel_sets import late_kernels
+from tests.helpers.data.plan_author import HOST, drop, ref, set_blocks, span, tokens, transfer
 
 NUM_PLACES = 4
 
@@ -170,16 +170,6 @@ def test_plans_of_two_sessions_do_on_late_streams_what_they_do_at_once(seed: int
     assert runtime.num_given > 50
 
 
-class LateRig(Rig):
-    """Its kernels do nothing until somebody waits, but for what chance lets go earlier."""
-
-    runtime: LateRuntime
-
-    def __init__(self, seed: int = 0) -> None:
-        kernels, self.runtime = late_kernels(CpuKernels(1), seed)
-        super().__init__(kernels=kernels)
-
-
 SEEDS = range(5)
 
 
@@ -303,46 +293,6 @@ def test_the_next_plan_a_fence_and_a_new_control_plane_wait_for_what_runs(seed: 
     assert rig.runtime.num_waiting == 0
 
 
-def test_a_plan_whose_kernels_failed_gets_no_receipt_and_the_session_resyncs() -> None:
-    kernels, runtime = late_kernels(CpuKernels(1), 0)
-    rig = Rig(kernels=kernels)
-    rig.admit(1)
-    plan = rig.author.plan(2, spans=[span(1, 12, 1)])
-    rig.executor.start(1, plan)
-    rig.layer(0, 1)
-    runtime.give(fail)
-    rig.layer(1, 1)
-    for ask in (
-        lambda: rig.executor.receipt(1),
-        lambda: rig.executor.receipt(1),
-        lambda: rig.executor.start(1, plan),
-        lambda: rig.start(3, spans=[span(1, 13, 1)]),
-    ):
-        with pytest.raises(InternalError, match="the device failed: no such place"):
-            ask()
-    assert rig.executor.counters.num_plans_run == 1
-    whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
-    again = rig.run(5, previous=0, resync=True, changes=[whole], spans=[span(1, 12, 1)])
-    assert again.plan_number == 5
-
-
-def test_a_failure_takes_the_receipt_of_every_plan_that_runs() -> None:
-    kernels, runtime = late_kernels(CpuKernels(1), 0)
-    rig = Rig(kernels=kernels)
-    rig.open(2)
-    for session_id in (1, 2):
-        changes = [set_blocks(session_id, [(session_id, 1)])]
-        rig.start(1, session_id, changes=changes, spans=[span(session_id, 0, 2)])
-        rig.layer(0, 2, session_id=session_id)
-    runtime.give(fail)
-    rig.layer(1, 2, session_id=1)
-    with pytest.raises(InternalError):
-        rig.executor.receipt(1)
-    for ask in (lambda: rig.layer(1, 2, session_id=2), lambda: rig.executor.receipt(2)):
-        with pytest.raises(InternalError):
-            ask()
-
-
 def test_a_layer_whose_attention_failed_comes_again_even_if_it_was_the_last() -> None:
     kernels = CpuKernels(1)
     failures = [InternalError("no memory"), None, InternalError("no memory"), None]
@@ -361,29 +311,6 @@ def test_a_layer_whose_attention_failed_comes_again_even_if_it_was_the_last() ->
         assert rig.executor.receipt(1) is None
         rig.layer(layer, 3)
     assert rig.executor.receipt(1) is not None
-
-
-def fail() -> None:
-    raise RuntimeError("no such place")
-
-
-def test_a_fork_of_a_running_plan_is_shown_again_and_goes_on() -> None:
-    rig = LateRig()
-    rig.admit(1)
-    plan = rig.author.plan(
-        2,
-        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
-        transfers=[transfer(ref(1), ref(2))],
-        spans=[span(2, 12, 1)],
-    )
-    rig.executor.start(1, plan)
-    rig.layer(0, 1)
-    rig.executor.start(1, plan)
-    rig.layer(1, 1)
-    again = rig.executor.start(1, plan)
-    assert again.had_run
-    assert rig.author.read_receipt(again.receipt).plan_number == 2
-    assert rig.executor.counters.num_transferred_blocks == {"copy": 1}
 
 
 async def test_the_servers_thread_computes_on_a_stream_of_its_own() -> None:

@@ -13,7 +13,6 @@ import torch
 
 from kvplane.errors import StaleGenerationError
 from tests.helpers.data.data_rig import LAYERS, Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     HOST,
     drop,
@@ -56,11 +55,11 @@ USES: dict[str, tuple[Callable[[Rig], Any], str]] = {
     "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, range(2)), "sequence_id"),
     "not even one": (lambda r: r.executor.read_blocks(1, 1, [1]), "sequence_id"),
     "the last plan does not attend again": (
-        lambda r: r.executor.layer(1, 0, QUERY, None, None, **of_latest(r.executor)),
+        lambda r: r.run_layer(0, QUERY, None, None),
         SPANS,
     ),
     "nor by its layers": (
-        lambda r: r.executor.layer(1, 0, QUERY, KEY, KEY, **of_latest(r.executor)),
+        lambda r: r.run_layer(0, QUERY, KEY, KEY),
         SPANS,
     ),
     "no span computes it": (lambda r: r.start(2, spans=[span(1, 12, 1)]), SPANS),
@@ -126,7 +125,7 @@ def test_a_plan_of_whole_tables_or_the_end_of_the_session_gets_rid_of_it(rig: Ri
 def test_a_plan_that_has_run_gives_its_receipt_as_before(rig: Rig) -> None:
     """Nothing is written then, so there is nothing to refuse."""
     before, receipt = rig.snapshot(), rig.executor.receipt(1)
-    rig.executor.layer(1, 0, None, KEY, KEY, **of_latest(rig.executor))
+    rig.run_layer(0, None, KEY, KEY)
     assert rig.executor.receipt(1) == receipt
     assert rig.executor.write_blocks(1, 1, 0, BLOCKS) == receipt
     assert rig.snapshot() == before
@@ -143,7 +142,7 @@ def test_a_plan_that_runs_does_not_write_what_was_taken_meanwhile() -> None:
     with rig.refuses(StaleGenerationError, SPANS):
         rig.layer(1, 12)
     with rig.refuses(StaleGenerationError, SPANS):
-        rig.executor.layer(1, 1, None, KEY[:12], KEY[:12], **of_latest(rig.executor))
+        rig.run_layer(1, None, KEY[:12], KEY[:12])
     with rig.refuses(StaleGenerationError, SPANS):
         rig.executor.write_blocks(1, 1, 0, BLOCKS)
 

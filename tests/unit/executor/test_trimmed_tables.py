@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from data_plane.execution.plan_runner import PlanLayer
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from tests.helpers.data.data_rig import LAYERS, Rig
@@ -89,9 +90,7 @@ def test_attention_within_the_window_sees_nothing_of_what_was_trimmed(rig: Rig, 
         poison(rig, table)
         for layer in LAYERS:
             part = slice(begin, end)
-            output = rig.executor.layer(
-                1, layer, queries[part], keys[part], values[part], **of_latest(rig.executor)
-            )
+            output = rig.run_layer(layer, queries[part], keys[part], values[part])
             assert output is not None
             want = windowed_attention(queries[part], keys[:end], values[:end], WINDOW)
             torch.testing.assert_close(output, want, atol=1e-5, rtol=1e-5)
@@ -121,10 +120,10 @@ def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
     for window in (most + 1, 2**31 - 1):
         options = AttentionOptions(sliding_window_tokens=window)
         with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
-            rig.executor.layer(1, 0, query, None, None, options=options, **of_latest(rig.executor))
+            rig.run_layer(0, query, None, None, options=options)
         with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
-            rig.executor.layer(
-                1, 0, query, key, key, options=options, field="in.", **of_latest(rig.executor)
+            rig.executor.layer_runner.run(
+                PlanLayer(1, 0, **of_latest(rig.executor), field="in."), (query, key, key), options
             )
     poison(rig, [2, 3])
     options = AttentionOptions(sliding_window_tokens=most)
@@ -142,10 +141,7 @@ def test_without_a_window_no_span_of_a_trimmed_table_is_attended() -> None:
         rig.layer(0, 1)
     options = AttentionOptions(sliding_window_tokens=5)
     key = tokens(1)
-    assert (
-        rig.executor.layer(1, 0, tokens(1, 4), key, key, options=options, **of_latest(rig.executor))
-        is not None
-    )
+    assert rig.run_layer(0, tokens(1, 4), key, key, options=options) is not None
 
 
 def test_the_narrowest_of_all_tables_bounds_the_window(rig: Rig) -> None:
@@ -155,8 +151,8 @@ def test_the_narrowest_of_all_tables_bounds_the_window(rig: Rig) -> None:
     query, key = tokens(11, 4), tokens(11)
     with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
         options = AttentionOptions(sliding_window_tokens=14)
-        rig.executor.layer(1, 0, query, key, key, options=options, **of_latest(rig.executor))
-    assert rig.executor.layer(1, 0, query, key, key, **of_latest(rig.executor)) is not None
+        rig.run_layer(0, query, key, key, options=options)
+    assert rig.run_layer(0, query, key, key) is not None
 
 
 def test_trimmed_entries_are_not_read(rig: Rig) -> None:

@@ -12,7 +12,6 @@ from data_plane.plans.contents.written_slots import WrittenSlots
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import BlockNotWrittenError
 from tests.helpers.data.data_rig import Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -128,9 +127,7 @@ def test_one_plan_may_save_fill_and_copy_a_block(rig: Rig) -> None:
 def test_a_block_that_was_taken_meanwhile_shows_nothing_to_its_next_owner(rig: Rig) -> None:
     rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
     for layer in (0, 1):
-        rig.executor.layer(
-            1, layer, tokens(12, 4), tokens(12), tokens(12), **of_latest(rig.executor)
-        )
+        rig.run_layer(layer, tokens(12, 4), tokens(12), tokens(12))
     rig.open(2)
     rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])])  # before the receipt of the other
     assert rig.executor.receipt(1) is not None

@@ -357,7 +357,19 @@ class Waits(Disk):
         super().sync(fd)
 
 
-def test_what_is_forgotten_while_it_is_written_has_no_file(tmp_path: Path) -> None:
+STRANGER = scope_of(b"layout", "stranger", "")
+FORGETS: dict[str, dict[str, bytes]] = {
+    "the tenant": {"tenant": SCOPE.tenant},
+    "another tenant": {"tenant": STRANGER.tenant},
+    "another tenant's namespace": {"tenant": STRANGER.tenant, "root": STRANGER.root},
+    "another tenant's prefix": {"tenant": STRANGER.tenant, "name": keys(1, STRANGER)[0].name},
+}
+
+
+@pytest.mark.parametrize("forgotten", FORGETS)
+def test_what_is_forgotten_while_it_is_written_has_no_file_and_all_else_has(
+    tmp_path: Path, forgotten: str
+) -> None:
     disk = Waits()
     files = opened(tmp_path, disk=disk)
     (key,) = keys(1)
@@ -365,32 +377,13 @@ def test_what_is_forgotten_while_it_is_written_has_no_file(tmp_path: Path) -> No
     writer = threading.Thread(target=lambda: results.append(files.write(key, data_of(key))))
     writer.start()
     assert disk.arrived.wait(10)
-    files.forget(tenant=SCOPE.tenant)
+    files.forget(**FORGETS[forgotten])  # type: ignore[arg-type]
     disk.may_go_on.set()
     writer.join(10)
-    assert results == [False]
-    assert blocks_in(tmp_path) == [*tmp_path.glob("*.tmp")] == []
-
-
-@pytest.mark.parametrize("what", ["tenant", "namespace", "prefix"])
-def test_what_another_tenant_forgets_stops_no_write(tmp_path: Path, what: str) -> None:
-    disk = Waits()
-    files = opened(tmp_path, disk=disk)
-    (key,) = keys(1)
-    stranger = scope_of(b"layout", "stranger", "")
-    results: list[bool] = []
-    writer = threading.Thread(target=lambda: results.append(files.write(key, data_of(key))))
-    writer.start()
-    assert disk.arrived.wait(10)
-    files.forget(
-        tenant=stranger.tenant,
-        root=stranger.root if what == "namespace" else b"",
-        name=keys(1, stranger)[0].name if what == "prefix" else b"",
-    )
-    disk.may_go_on.set()
-    writer.join(10)
-    assert results == [True]
-    assert files.find([key.name]) == 1
+    is_written = forgotten != "the tenant"
+    assert results == [is_written]
+    assert files.find([key.name]) == len(blocks_in(tmp_path)) == is_written
+    assert not [*tmp_path.glob("*.tmp")]
 
 
 def test_what_is_forgotten_since_it_was_read_has_no_file(files: BlockFiles) -> None:

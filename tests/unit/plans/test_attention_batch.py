@@ -22,8 +22,10 @@ from kvplane.errors import (
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, pack_spans, span
+from tests.helpers.refusals import refused
 
 NUM_BLOCKS = 16
+HUGE = 2**31 - 1
 
 
 def tables_of(lists: dict[int, list[int]], tier: pb.Tier = DEVICE) -> BlockTables:
@@ -80,9 +82,8 @@ def test_a_sequence_is_found_by_its_span() -> None:
     spans = pack_spans([span(1, 0, 1), span(2, 0, 1)])
     batch = prepare_batch(tables_of({1: [0], 2: [1]}), 1, spans)
     assert (batch.span_of(1), batch.span_of(2)) == (0, 1)
-    with pytest.raises(InvalidRequestError) as refused:
+    with refused(InvalidRequestError, "sequence_id"):
         batch.span_of(3)
-    assert refused.value.field == "sequence_id"
 
 
 BAD: dict[str, tuple[Any, type[KvplaneError], str]] = {
@@ -95,22 +96,24 @@ BAD: dict[str, tuple[Any, type[KvplaneError], str]] = {
     "a negative position": ([span(1, -1, 1)], InvalidRequestError, "first_positions[0]"),
     "no slot for the first": ([span(1, 16, 1)], InvalidRequestError, "first_positions[0]"),
     "no slot for the last": ([span(1, 9, 8)], InvalidRequestError, "num_tokens[0]"),
+    "no slot at all": ([span(3, 0, 1)], InvalidRequestError, "first_positions[0]"),
+    "a huge position": ([span(1, HUGE, 1)], InvalidRequestError, "first_positions[0]"),
+    "a huge number": ([span(1, 0, HUGE)], InvalidRequestError, "num_tokens[0]"),
     "no tokens": ([span(1, 0, 0)], InvalidRequestError, "num_tokens[0]"),
+    "negative tokens": ([span(1, 0, -1)], InvalidRequestError, "num_tokens[0]"),
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
 def test_a_span_that_the_tables_do_not_have_is_refused_by_its_field(reason: str) -> None:
     spans, error, field = BAD[reason]
-    with pytest.raises(error) as refused:
-        prepare_batch(tables_of({1: [0, 1], 2: [2]}), 1, pack_spans(spans))
-    assert refused.value.field == f"plan.spans.{field}"
+    with refused(error, f"plan.spans.{field}"):
+        prepare_batch(tables_of({1: [0, 1], 2: [2], 3: []}), 1, pack_spans(spans))
 
 
 def test_a_sequence_on_the_host_is_refused() -> None:
-    with pytest.raises(SequenceSwappedError) as refused:
+    with refused(SequenceSwappedError, "plan.spans.sequence_ids[0]"):
         prepare_batch(tables_of({1: [0]}, HOST), 1, pack_spans([span(1, 0, 1)]))
-    assert refused.value.field == "plan.spans.sequence_ids[0]"
 
 
 def test_only_the_blocks_that_are_written_must_be_writable() -> None:
@@ -120,9 +123,8 @@ def test_only_the_blocks_that_are_written_must_be_writable() -> None:
     spans = pack_spans([span(1, BLOCK_SIZE, 1), span(2, BLOCK_SIZE, 1)])
     batch = prepare_batch(tables, 1, spans)
     tables.publications[0].published[3] = True
-    with pytest.raises(BlockNotWritableError, match="block 3 is published") as refused:
+    with refused(BlockNotWritableError, "plan.spans.sequence_ids[1]", match="block 3 is published"):
         check_unpublished(tables, batch)
-    assert refused.value.field == "plan.spans.sequence_ids[1]"
     with pytest.raises(BlockNotWritableError, match="block 2 is shared"):
         batch = prepare_batch(tables, 1, pack_spans([span(2, BLOCK_SIZE - 1, 1)]))
         check_writable(tables, 1, batch, np.array([], np.int64))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from data_plane.plans.plan_columns import ints, limits_of_tiers, read_groups, re
 from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.wire import columns
 from tests.helpers.data.plan_author import DEVICE, HOST
+from tests.helpers.refusals import refused
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1))
@@ -24,9 +24,8 @@ def test_sums_of_narrow_elements_do_not_wrap_around(values: list[int]) -> None:
 
 def test_a_column_of_another_length_is_refused() -> None:
     for column, length in ((bytes(8), 1), (bytes(8), 3), (bytes(7), None)):
-        with pytest.raises(InvalidRequestError) as refused:
+        with refused(InvalidRequestError, "plan.c"):
             ints(columns.INT32, column, "plan.c", length)
-        assert refused.value.field == "plan.c"
 
 
 def test_every_byte_stands_for_a_tier_or_for_none() -> None:
@@ -43,9 +42,8 @@ def test_layer_groups_are_those_of_the_pool_and_may_be_left_out() -> None:
     assert read_groups(b"", 2, two, "groups").tolist() == [0, 0]
     assert read_groups(b"\1\0", 2, two, "groups").tolist() == [1, 0]
     for column, field in ((b"\0\2", "groups[1]"), (b"\0", "groups")):
-        with pytest.raises(InvalidRequestError) as refused:
+        with refused(InvalidRequestError, field):
             read_groups(column, 2, two, "groups")
-        assert refused.value.field == field
 
 
 def test_no_tier_of_one_group_is_another_groups() -> None:
@@ -55,6 +53,5 @@ def test_no_tier_of_one_group_is_another_groups() -> None:
 
 def test_the_first_bad_element_is_named() -> None:
     refuse(np.zeros(3, np.bool_), StaleGenerationError, str, "f")
-    with pytest.raises(StaleGenerationError, match="element 1") as refused:
+    with refused(StaleGenerationError, "f[1]", match="element 1"):
         refuse(np.array([False, True, True]), StaleGenerationError, lambda i: f"element {i}", "f")
-    assert refused.value.field == "f[1]"

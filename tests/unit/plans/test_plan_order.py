@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data_plane.plans.batches.attention_batch import prepare_batch
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.progress import Progress
-from data_plane.plans.sessions import MAX_SESSION_ID, RunningPlan, Session, Sessions
+from data_plane.plans.sessions import MAX_SESSION_ID, EndedSessions, RunningPlan, Session, Sessions
 from data_plane.plans.tables.block_tables import BlockTables
 from kvplane.errors import (
     InvalidRequestError,
@@ -22,6 +22,7 @@ from kvplane.errors import (
 )
 from kvplane.wire.plane.v1 import plan_pb2 as plans
 from kvplane.wire.v1 import types_pb2 as pb
+from tests.helpers.refusals import refused
 
 NUM_KEPT = 2
 
@@ -111,18 +112,16 @@ def test_a_plan_starts_after_the_one_it_names_and_once(
 def test_a_refusal_of_a_plan_names_what_is_out_of_order() -> None:
     session = opened()
     session.latest = run_of(3)
-    for number, field in ((0, "plan.number"), (2, "plan.number"), (4, "plan.previous")):
-        with pytest.raises((InvalidRequestError, PlanOutOfOrderError)) as refused:
+    wrong = ((-5, "number"), (0, "number"), (2, "number"), (2**63 - 1, "number"), (4, "previous"))
+    for number, field in wrong:
+        with refused((InvalidRequestError, PlanOutOfOrderError), f"plan.{field}"):
             session.continued(plans.Plan(number=number), b"")
-        assert refused.value.field == field
     session.finish(session.latest, receipt(3))
-    with pytest.raises(PlanOutOfOrderError, match="last plan to finish here is 3") as refused:
+    with refused(PlanOutOfOrderError, "plan.previous", match="last plan to finish here is 3"):
         session.continued(plans.Plan(number=5, previous=4), b"")
-    assert refused.value.field == "plan.previous"
     assert session.continued(plans.Plan(number=5, previous=4, resync=True, finished=3), b"") is None
-    with pytest.raises(PlanOutOfOrderError, match="call AbortPlans with whole_tables") as refused:
+    with refused(PlanOutOfOrderError, "plan.finished", match="call AbortPlans with whole_tables"):
         session.continued(plans.Plan(number=5, previous=4, resync=True, finished=4), b"")
-    assert refused.value.field == "plan.finished"
 
 
 @pytest.mark.parametrize("has_run", [False, True])
@@ -159,9 +158,8 @@ def test_a_plan_is_complete_when_all_it_asks_for_was_given() -> None:
     ],
 )
 def test_a_grant_out_of_range_is_refused_by_its_field(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
+    with refused(InvalidRequestError, f"grant.{field}"):
         Sessions().open(grant(**fields))
-    assert refused.value.field == f"grant.{field}"
 
 
 def test_a_session_that_ended_is_not_opened_again_by_any_id() -> None:
@@ -207,3 +205,13 @@ def test_plans_that_run_are_those_without_a_receipt() -> None:
     first.latest, second.latest = run_of(1), run_of(2)
     second.finish(second.latest, receipt(2))
     assert sessions.running() == [first.latest]
+
+
+@given(st.lists(st.integers(1, 40)))
+def test_ended_sessions_are_a_set_in_the_fewest_ranges(ordinals: list[int]) -> None:
+    ended, known = EndedSessions(), set[int]()
+    for ordinal in ordinals:
+        ended.add(ordinal)
+        known.add(ordinal)
+        assert {n for n in range(42) if n in ended} == known
+        assert len(ended._first) == sum(n - 1 not in known for n in known)

@@ -55,7 +55,7 @@ def test_a_large_pool_is_ready_after_several_slices_with_all_that_was_reported()
     assert not world.pool.ready
     assert slices(world) > 5
     assert world.pool.ready
-    world.pool.native.check_integrity()
+    world.pool.primary.check_integrity()
     for tokens, prefixes in prompts():
         assert found(world.pool, ROOT, tokens) == [prefix.block[0] for prefix in prefixes]
 

@@ -10,14 +10,14 @@ from control_plane.pools import payload_versions
 from control_plane.pools.payload_versions import payload_version
 from control_plane.sessions import sessions
 from control_plane.sessions.session import Session
-from control_plane.steps.receipts import take_receipts
 from data_plane.plans.verifier import Verifier
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
-from kvplane.slices import run_to_end
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.planning_rig import EPOCH, PlanningRig
+from tests.helpers.core.core_messages import POOL
+from tests.helpers.core.core_model import Engine
+from tests.helpers.core.core_model import World as CoreWorld
 from tests.helpers.planning.registration_messages import half, hello
 from tests.helpers.planning.registration_world import Plane, World
 
@@ -121,33 +121,34 @@ class CarelessSession(Session):
 
 def plan_for(
     monkeypatch: pytest.MonkeyPatch, session_class: type[Session], newest: int
-) -> tuple[PlanningRig, tpb.SignedPayload]:
+) -> tuple[Engine, tpb.SignedPayload]:
     """Return a plan of a later control plane, for a data plane that knows versions up to this."""
     release(monkeypatch, 1, 2)
-    rig = PlanningRig()
     monkeypatch.setattr(sessions, "Session", session_class)
-    rig.pool.shards.states[0].hello.MergeFrom(hello(**of(1, newest)))
-    return rig, rig.answer(ops.admit(1, range(9)), session=rig.open(2)).plan
+    world = CoreWorld()
+    (shard,) = world.core._pools[POOL].shards.states.values()
+    shard.hello.MergeFrom(hello(**of(1, newest), epoch=shard.hello.epoch))
+    engine = world.engine()
+    return engine, engine.step(ops.admit(1, range(9))).plan
 
 
-def reader(rig: PlanningRig) -> Verifier:
+def reader(engine: Engine) -> Verifier:
     """A data plane of this release."""
-    verifier = Verifier("pool", 0, 1, epoch=EPOCH)
-    verifier.install(1, rig.pool.key)
+    (shard,) = engine.world.shards
+    verifier = Verifier(POOL, 0, 1, epoch=shard.epoch)
+    verifier.install(1, shard.pool_key)
     return verifier
 
 
 def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig, signed = plan_for(monkeypatch, LaterSession, newest=1)
-    verifier = reader(rig)
+    engine, signed = plan_for(monkeypatch, LaterSession, newest=1)
+    verifier = reader(engine)
     plan, digest = verifier.plan(signed)
     assert plan.version == 1
-    receipt = verifier.receipt(plan.session, plan.number, digest, version=plan.version)
-    session = rig.sessions[2]
-    run_to_end(take_receipts(session, [receipt]))
-    assert session.done == plan.number
+    engine.submit([verifier.receipt(plan.session, plan.number, digest, version=plan.version)])
+    assert engine.session.done == plan.number
     _, later = plan_for(monkeypatch, LaterSession, newest=2)
     assert LATER_FIELD in later.payload
     assert plan_pb2.Plan.FromString(later.payload).version == 2
@@ -156,19 +157,19 @@ def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
 def test_a_later_field_that_is_written_all_the_same_is_refused_by_the_side_to_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig, signed = plan_for(monkeypatch, CarelessSession, newest=1)
+    engine, signed = plan_for(monkeypatch, CarelessSession, newest=1)
     with pytest.raises(InvalidRequestError, match=r"number 14: .* update this data plane"):
-        reader(rig).plan(signed)
+        reader(engine).plan(signed)
 
 
 def test_a_receipt_has_the_version_of_the_plans_of_its_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rig, signed = plan_for(monkeypatch, LaterSession, newest=1)
-    verifier = reader(rig)
+    engine, signed = plan_for(monkeypatch, LaterSession, newest=1)
+    verifier = reader(engine)
     plan, digest = verifier.plan(signed)
     for version in (0, 2):
         receipt = verifier.receipt(plan.session, plan.number, digest, version=version)
         with pytest.raises(ProtocolMismatchError) as refused:
-            run_to_end(take_receipts(rig.sessions[2], [receipt]))
+            engine.submit([receipt])
         assert refused.value.field == "receipts[0].version"

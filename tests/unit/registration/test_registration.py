@@ -19,7 +19,7 @@ from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.pool_writer import found, generations
 from tests.helpers.planning.registration_messages import LAYOUT, chain, half, report
-from tests.helpers.planning.registration_world import INCARNATION, ROOT, Plane, World
+from tests.helpers.planning.registration_world import INCARNATION, ROOT, Plane, World, key_of
 
 
 def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
@@ -35,7 +35,7 @@ def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
     world = World()
     plane = Plane(world)
     known = {"version": release(), "payload_version": protocol.NEWEST_PAYLOAD_VERSION}
-    welcome = rpb.Welcome(incarnation=INCARNATION, key=bytes([7]) * 32, **known)
+    welcome = rpb.Welcome(incarnation=INCARNATION, key=key_of(1000 * INCARNATION), **known)
     assert plane.register() == welcome
     assert not world.pool.ready
     plane.report(report({0: 3}, last=False))

@@ -27,6 +27,7 @@ def device(**columns_: bytes) -> rpb.BlockReport:
 PREFIXES = chain(range(24), [(4, 2), (5, 2)])
 ONE = columns.pack(INT32, [1])
 LONG = bytes(8)
+HELD = tpb.Blocks(tier=tpb.TIER_HOST, indices=ONE, generations=b"\x09" + bytes(7))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ LONG = bytes(8)
         (rpb.BlockReport(blocks=[tpb.Blocks(indices=ONE)]), "blocks[0].tier"),
         (rpb.BlockReport(blocks=[tpb.Blocks(tier=9)]), "blocks[0].tier"),  # type: ignore[arg-type]
         (rpb.BlockReport(blocks=[tpb.Blocks(group=1, tier=tpb.TIER_HOST)]), "blocks[0].group"),
+        (rpb.BlockReport(blocks=[HELD, tpb.Blocks()]), "blocks[1].tier"),
         (device(indices=ONE[:3]), "blocks[0].indices"),
         (
             device(indices=columns.pack(INT32, [1, 16]), generations=LONG * 2),
@@ -72,7 +74,7 @@ def test_a_report_that_can_not_be_is_refused_whole_by_the_name_of_its_column(
     world = World()
     plane = Plane(world)
     plane.register()
-    part.blocks.append(tpb.Blocks(tier=tpb.TIER_HOST, indices=ONE, generations=b"\x09" + bytes(7)))
+    part.blocks.append(HELD)
     part.last = True
     with pytest.raises(InvalidRequestError) as refusal:
         plane.report(part)

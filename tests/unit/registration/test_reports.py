@@ -1,11 +1,8 @@
-"""What shards report reaches the native core column by column, or is refused by its field."""
+"""What shards report reaches the native core column by column."""
 
 from __future__ import annotations
 
-import pytest
-
 from control_plane.pools.reports import Reports
-from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -34,13 +31,3 @@ def test_what_a_shard_reported_before_it_began_again_is_dropped() -> None:
     reports.add(0, SIZES, report({2: 3}, *chain(range(8), [(2, 3)]), last=False))
     reports.add(0, SIZES, report({3: 9}))
     assert built(reports) == ([0, 0, 3, 9], 1)
-
-
-def test_the_field_at_fault_is_named_with_its_message() -> None:
-    reports = Reports(LAYOUT, 1)
-    reports.start(0, SIZES)
-    part = report({2: 3})
-    part.blocks.add(tier=tpb.TIER_DEVICE, indices=b"\4\0\0\0", generations=b"\1" + bytes(7))
-    with pytest.raises(InvalidRequestError) as refused:
-        reports.add(0, SIZES, part)
-    assert refused.value.field == "report.blocks[1].indices[0]"

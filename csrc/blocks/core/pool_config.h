@@ -1,0 +1,23 @@
+// What a layer group is made from.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace kvplane::blocks {
+
+struct PoolConfig {
+  uint32_t block_size_tokens = 16;
+  uint32_t num_blocks[2] = {0, 0};
+  std::vector<int64_t> generations[2];
+  std::string eviction_policy = "lru";
+  int64_t window_tokens = 0;
+  int64_t max_sequences = 65536;
+  int64_t max_table_entries = 4194304;
+  // Device blocks that tables of an owner's sessions may refer to; 0: any number.
+  int64_t max_owner_blocks = 0;
+  uint64_t seed = 0;
+};
+
+}  // namespace kvplane::blocks

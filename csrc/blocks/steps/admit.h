@@ -1,0 +1,121 @@
+// Admission: the longest cached prefix, also in the host tier or being computed by a sequence of
+// the same session, then blocks for the tokens that are computed now.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "containers/chunk_hints.h"
+#include "core/counters.h"
+#include "core/operations.h"
+#include "core/pool_config.h"
+#include "core/sessions.h"
+#include "index/prefix_index.h"
+#include "memory/block_store.h"
+#include "memory/block_times.h"
+#include "steps/append.h"
+#include "steps/families.h"
+#include "steps/plans.h"
+#include "steps/sequences.h"
+#include "steps/tables.h"
+
+namespace kvplane::blocks {
+
+// Owns the hints at chunks of tokens that sequences with one prefix can share. In a new sequence it
+// writes what its hits say, and lets others of its session share what it will fill.
+//
+// Invariant: a hit compares tokens, and is a published block, or one that plans of the same session
+// fill before this step's plan; so no admission sees what was not written. The pool finds hits and
+// counts blocks in every group before it admits in any.
+class Admitter {
+ public:
+  // A leading full block of a prompt that need not be computed.
+  struct Hit {
+    enum Kind : uint8_t {
+      kShared,    // a published device block
+      kHosted,    // in the host tier: copied to a new device block
+      kFollowed,  // a block that a sequence of the session fills by plan `plan`; 0: it has
+      kNone,      // no block: it lies behind the attention window
+    };
+    EntryId entry;
+    Kind kind;
+    Block block;
+    int64_t plan;
+  };
+  // The work of an admission.
+  struct Plan {
+    std::vector<Hit> hits;
+    int64_t cached = 0;     // tokens
+    int64_t end = 0;        // of the tokens that get slots now
+    int64_t needed = 0;     // device blocks
+    int64_t available = 0;  // of them
+    bool copies_last = false;
+  };
+
+  Admitter(const PoolConfig& config, PrefixIndex& index, Stores& stores, SequenceStore& sequences,
+           Tables& tables, PlanLog& plans, Growth& growth, Families& families,
+           const Lifecycle& lifecycle, Counters& counters, BlockTimes (&block_times)[2],
+           const double& now_s)
+      : config_(config),
+        block_size_(config.block_size_tokens),
+        index_(index),
+        stores_(stores),
+        sequences_(sequences),
+        token_store_(sequences.tokens()),
+        tables_(tables),
+        table_store_(tables.chunks()),
+        plans_(plans),
+        growth_(growth),
+        families_(families),
+        lifecycle_(lifecycle),
+        counters_(counters),
+        block_times_(block_times),
+        now_s_(now_s),
+        chunk_hints_(2 * uint64_t{config.num_blocks[0]} * config.block_size_tokens /
+                     Tokens::kItems) {}
+
+  // Whether the admission's fields can be done at all.
+  Failure check(const Session& session, const Admission& admission) const;
+  // Finds the longest prefix of at most `most` blocks.
+  void find_hits(const Session& session, const Admission& admission, int64_t most,
+                 std::vector<Hit>& hits) const;
+  // Counts the blocks that an admission with these hits needs.
+  void count_needed(const Session& session, const Admission& admission, bool computes,
+                    Plan& plan) const;
+  // Whether the owner would hold too many blocks with those of the admission.
+  Failure over_quota(const Session& session, const Plan& plan) const;
+  // Returns the new sequence's index.
+  uint32_t admit(Session& session, const Admission& admission, int64_t admitted_by, bool computes,
+                 const Plan& plan);
+  // Leading full blocks that are cached, of at most `most`: their entries.
+  std::vector<EntryId> match(EntryId root, Span<int32_t> tokens, int64_t most) const;
+
+ private:
+  bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
+  std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
+                                          int64_t num_tokens) const;
+  void take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits);
+  void use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits);
+  void set_producers(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
+                     int64_t end);
+
+  const PoolConfig& config_;
+  const int64_t block_size_;
+  PrefixIndex& index_;
+  Stores& stores_;
+  SequenceStore& sequences_;
+  TokenStore& token_store_;
+  Tables& tables_;
+  const TableStore& table_store_;
+  PlanLog& plans_;
+  Growth& growth_;
+  Families& families_;
+  const Lifecycle& lifecycle_;
+  Counters& counters_;
+  BlockTimes (&block_times_)[2];
+  const double& now_s_;
+  ChunkHints chunk_hints_;
+  std::vector<Block> scratch_;
+};
+
+}  // namespace kvplane::blocks

@@ -1,0 +1,162 @@
+#include "steps/swap.h"
+
+#include <algorithm>
+#include <cassert>
+#include <unordered_set>
+#include <utility>
+
+namespace kvplane::blocks {
+
+Failure Swaps::plan(const Session& session, Span<int64_t> ids, int64_t headroom,
+                    Swapping& plan) const {
+  const Tier destination = plan.destination, source = destination == kHost ? kDevice : kHost;
+  std::unordered_set<int64_t> distinct;
+  int64_t num_entries = 0;
+  for (int64_t item = 0; item < ids.size; ++item) {
+    const uint32_t* index = session.sequences.find(ids[item]);
+    if (!distinct.insert(ids[item]).second)
+      throw ColumnError("sequence_ids", item, "must differ from the ids before it");
+    if (!index) return Failure{item, Code::kNotFound, ids[item]};
+    const Sequence& sequence = sequences_[*index];
+    // A block that this plan computes is written after this plan's transfers.
+    if (std::max(sequence.computed_by, sequence.filled_by) == session.number)
+      return Failure{item, Code::kBusy, ids[item]};
+    if (sequence.tier != source) return Failure{item, Code::kSwapped, ids[item], sequence.tier};
+    plan.indices.push_back(*index);
+    num_entries += sequence.table.size - sequence.num_trimmed;
+  }
+  plan.places.reserve(static_cast<size_t>(num_entries));
+  plan.blocks.reserve(static_cast<size_t>(std::min(num_entries, session.num_held)));
+  IdMap shared;  // a block's key -> its place
+  for (const uint32_t index : plan.indices) {
+    const Sequence& sequence = sequences_[index];
+    for (int64_t i = sequence.num_trimmed; i < sequence.table.size; ++i)
+      add_to_swap(sequence, i, shared, plan);
+  }
+  const auto needed = static_cast<int64_t>(plan.blocks.size());
+  if (needed > stores_[destination].num_blocks) return tables_.never_fits(destination, 0, needed);
+  if (const int64_t quota = config_.max_owner_blocks; quota && destination == kDevice) {
+    if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
+    if (const int64_t allowed = tables_.num_allowed(session); needed > allowed)
+      return Failure{0, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), destination};
+  }
+  const int64_t available = stores_[destination].num_obtainable(session.handle) - headroom;
+  if (needed > available)
+    return tables_.no_room(session, destination, 0, needed, available, headroom);
+  return Failure{0, Code::kOk};
+}
+
+// Notes entry `i` of a table that is swapped.
+void Swaps::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const {
+  const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
+  const Block b = chunk.items[i % Table::kItems];
+  const bool is_ahead = i * block_size_ >= sequence.num_scheduled;
+  const bool is_shared = chunk.num_owners > 1 || stores_[sequence.tier].ref_count(b) > 1;
+  const auto place = static_cast<uint32_t>(plan.blocks.size());
+  if (is_shared && !shared.insert(key_of(sequence.tier, b), place)) {
+    plan.places.push_back(*shared.find(key_of(sequence.tier, b)));
+    if (!is_ahead)
+      plan.is_ahead[plan.places.back()] = false;  // one of the sequences has written it
+    return;
+  }
+  plan.places.push_back(place);
+  plan.blocks.push_back(b);
+  plan.is_ahead.push_back(is_ahead);
+}
+
+void Swaps::begin(Session& session, Swapping& plan) {
+  assert(session.swapping.indices.empty());
+  const size_t num = plan.blocks.size();
+  for (const uint32_t index : plan.indices)
+    families_.claim_device(session, index, plan.destination == kDevice);
+  plan.copies.reserve(num);
+  tables_.obtain(session, plan.destination, static_cast<int64_t>(num), plan.copies);
+  plan.is_used.resize(num);
+  session.destinations.reserve(num);
+  std::vector<Transfer>& transfers = session.record.transfers;
+  if (const size_t wanted = transfers.size() + num; wanted > transfers.capacity())
+    transfers.reserve(std::max(wanted, 2 * transfers.capacity()));
+  (plan.destination == kHost ? counters_.num_swapped_out : counters_.num_swapped_in) += num;
+  session.swapping = std::move(plan);
+}
+
+bool Swaps::swap_some(Session& session, int64_t& left) {
+  Swapping& plan = session.swapping;
+  const Tier destination = plan.destination, source = destination == kHost ? kDevice : kHost;
+  for (size_t& i = plan.next_block; i < plan.blocks.size(); ++i, --left) {
+    if (left <= 0) return true;
+    const Block old = plan.blocks[i], copy = plan.copies[i];
+    if (session.resync_due) session.allocated.insert(key_of(destination, copy), 1);
+    // This plan may allocate the old one, and copy its former contents to the host tier; but it may
+    // allocate no block twice, even if it copies nothing to it.
+    if (plan.is_ahead[i])
+      session.destinations.insert(key_of(destination, copy), 1);
+    else
+      plans_.transfer(session, {source, old, stores_[source].generation(old)}, destination, copy,
+                      static_cast<uint32_t>(block_size_));
+  }
+  for (; plan.next_sequence < plan.indices.size(); ++plan.next_sequence) {
+    if (left <= 0) return true;
+    const uint32_t index = plan.indices[plan.next_sequence];
+    left -= sequences_[index].table.size;
+    move(session, index, plan);
+  }
+  plan = Swapping{};
+  return false;
+}
+
+// Lets the sequence's table refer to the copies of its blocks.
+void Swaps::move(Session& session, uint32_t index, Swapping& plan) {
+  Sequence& sequence = sequences_[index];
+  publisher_.clear_producers(sequence, index, 0);
+  const int64_t size = sequence.table.size, num_trimmed = sequence.num_trimmed;
+  tables_.cut(session, sequence, 0, session.number);
+  sequence.tier = plan.destination;
+  std::vector<Block> table(static_cast<size_t>(num_trimmed), kNoBlock);
+  std::vector<uint8_t> allocated;
+  while (static_cast<int64_t>(table.size()) < size) {
+    assert(plan.next_place < plan.places.size());
+    const uint32_t place = plan.places[plan.next_place++];
+    table.push_back(plan.copies[place]);
+    const bool is_used = std::exchange(plan.is_used[place], true);
+    if (is_used) stores_[plan.destination].share(&table.back(), 1);
+    allocated.push_back(!is_used);
+  }
+  tables_.push(session, sequence, table);
+  sequence.num_trimmed = num_trimmed;
+  sequence.moved_by = session.number;
+  sequence.progress_s = now_s_;
+  publisher_.restart(session, sequence);
+  plans_.touch(session, index);
+  send_table(session, sequence, allocated);
+}
+
+void Swaps::end(Session& session) {
+  const Swapping& plan = session.swapping;
+  for (size_t i = plan.copies.size(); i-- > 0;)
+    if (!plan.is_used[i]) tables_.release(session, plan.destination, &plan.copies[i], 1, kEnded);
+  session.swapping = Swapping{};
+}
+
+void Swaps::add_uses(const Session& session, BlockUses& uses) const {
+  const Swapping& swapping = session.swapping;
+  for (size_t i = 0; i < swapping.copies.size(); ++i) {
+    if (swapping.is_used[i]) continue;
+    ++uses.refs[swapping.destination - 1][swapping.copies[i]];
+    uses.held[session.owner] += swapping.destination == kDevice;
+  }
+}
+
+// Sends the whole table, in place of the data plane's.
+void Swaps::send_table(Session& session, Sequence& sequence,
+                       const std::vector<uint8_t>& allocated) {
+  if (sequence.table.size == 0 || session.resync_due) {
+    sequence.table_sent = sequence.table_sent || sequence.table.size;
+    return;
+  }
+  // Trimmed entries are left out in front.
+  tables_.set_entries(session, sequence, ChangeKind::kReplace, sequence.num_trimmed,
+                      sequence.table.size, &allocated);
+}
+
+}  // namespace kvplane::blocks

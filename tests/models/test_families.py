@@ -1,0 +1,148 @@
+"""Model families through each way in: ``generate`` on a PlaneCache, and the engine over planes,
+give what transformers gives with eager attention. How each attends is in test_census.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, save_tiny, tiny_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine import LLM, SamplingParams
+from kvplane.errors import InvalidRequestError
+from kvplane.transformers import PlaneCache, close_planes
+from kvplane.transformers.models import adapters
+from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.plane_cache_checks import (
+    ARGUMENT,
+    BLOCK_SIZE,
+    CHECKS,
+    Check,
+    greedy_with_padding,
+)
+from tests.models import census
+
+FAMILIES = (
+    "deepseek_v3", "gemma2", "gemma3_text", "gemma4_text", "glm4_moe", "gpt2", "gpt_oss", "llama",
+    "mistral", "mixtral", "olmo3", "opt", "phi3", "qwen3",
+)  # fmt: skip
+ADAPTED = ("bloom", "falcon", "mpt")
+WHOLE = ("bloom", "deepseek_v3", "gemma3_text", "gpt_oss", "llama")
+"""Checked in all ways on each push, the others in one."""
+CASES = [
+    pytest.param(
+        family,
+        check,
+        id=f"{family}-{check.__name__}",
+        marks=() if family in WHOLE or check is greedy_with_padding else pytest.mark.nightly,
+    )
+    for family in (*FAMILIES, *ADAPTED)
+    for check in CHECKS
+]
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    model = tiny_model(request.param)
+    adapters.adapt(model)
+    yield model
+    close_planes(model)
+
+
+@pytest.mark.parametrize(("model", "check"), CASES, indirect=["model"])
+def test_an_embedded_pool_gives_what_eager_attention_gives(
+    model: PreTrainedModel, check: Check
+) -> None:
+    check(model, num_device_blocks=256)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("diffllama", "attention twice|gives other logits"),
+        ("gpt_neo", "in its own code"),
+        ("mamba", "only full and sliding attention"),
+    ],
+)
+def test_a_family_that_is_not_served_is_refused_when_the_cache_is_made(
+    family: str, message: str
+) -> None:
+    model = tiny_model(family)
+    with pytest.raises(InvalidRequestError, match=message):
+        PlaneCache(model, num_device_blocks=8)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])
+def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
+    model, eager = tiny_model(model_type), tiny_model(model_type)
+    model.set_attn_implementation("kvplane")
+    ids = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(1))
+    how = {"do_sample": False, "max_new_tokens": 140, "min_new_tokens": 140, "pad_token_id": 0}
+    with PlaneCache(model, num_device_blocks=256) as cache:
+        output = model.generate(ids, **{ARGUMENT: cache}, **how)
+        pool = cache.get_pool()
+    close_planes(model)
+    held = {
+        pool.layout.groups[usage.group].sliding_window_tokens: usage.num_held_blocks
+        for usage in pool.usage
+        if usage.tier == tpb.TIER_DEVICE
+    }
+    as_if_full = -(-output.shape[1] // BLOCK_SIZE)
+    assert held == {0: as_if_full, 8: 2}
+    assert torch.equal(output, eager.generate(ids, **how))
+
+
+# The engine.
+
+ENGINES_ON_PUSH = ("bloom", "deepseek_v3", "gemma4_text", "gpt_oss", "mimo_v2_flash")
+"""Between them: ALiBi, latents, windows, two head sizes, sinks, and KV heads that the config does
+not tell.
+"""
+EXACT = [name for name, row in census.documented().items() if row.verdict == census.EXACT]
+PROMPTS_TOKENS = (50, 3, 50, 21)
+
+
+def check_engine(model_type: str, folder: Path, control_plane: str) -> None:
+    save_tiny(model_type, folder)
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in PROMPTS_TOKENS]
+    prompts[2] = torch.cat([prompts[0][:40], prompts[2][40:]])
+    with LLM(
+        folder, control_plane=control_plane, data_plane="embedded", pool_id=model_type,
+        num_device_blocks=64, num_host_blocks=0, block_size_tokens=8, max_batch_tokens=24,
+        num_threads=1, timeout_s=60.0,
+    ) as llm:  # fmt: skip
+        params = SamplingParams(max_tokens=12, ignore_eos=True, record_logits=True)
+        first = llm.generate([prompt.tolist() for prompt in prompts], params)
+        again = llm.generate([prompts[2].tolist()], params)
+    assert again[0].num_cached_tokens >= 40
+    assert again[0].outputs[0].token_ids == first[2].outputs[0].token_ids
+    eager = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    for prompt, output in zip(prompts, first, strict=True):
+        answer = output.outputs[0]
+        ids = torch.cat([prompt, torch.tensor(answer.token_ids)])[None]
+        with torch.inference_mode():
+            wanted = eager(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        assert answer.logits is not None
+        off = float((answer.logits - wanted).abs().max() / wanted.std())
+        assert off < 2e-3, f"{model_type}: {off:.2g} deviations off"
+
+
+@pytest.mark.parametrize("model_type", ENGINES_ON_PUSH)
+def test_a_family_over_planes(model_type: str, tmp_path: Path, control_plane: str) -> None:
+    check_engine(model_type, tmp_path / model_type, control_plane)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", [name for name in EXACT if name not in ENGINES_ON_PUSH])
+def test_every_exact_family_over_planes(
+    model_type: str, tmp_path: Path, control_plane: str
+) -> None:
+    check_engine(model_type, tmp_path / model_type, control_plane)

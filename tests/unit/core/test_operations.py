@@ -1,0 +1,467 @@
+"""Operations of a step: what each does, what it refuses, and how its failures are named.
+
+What the native core decides is tested in ``tests/unit/blocks``; here are the messages around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+import pytest
+
+from control_plane.config import CoreConfig
+from control_plane.steps.operations import read_operations
+from kvplane import ops
+from kvplane.errors import (
+    InvalidRequestError,
+    KvplaneError,
+    PositionMismatchError,
+    QuotaExceededError,
+    SequenceBusyError,
+    SequenceExistsError,
+    SequenceNotFoundError,
+    SequenceSwappedError,
+    TooManyPlansInFlightError,
+)
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32
+from kvplane.wire.v1 import session_pb2 as cpb
+from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.core.core_messages import (
+    BLOCK,
+    DEVICE,
+    HOST,
+    allocated_of,
+    pack,
+    spans_of,
+    transfers_of,
+)
+from tests.helpers.core.core_model import (
+    FAILED,
+    LATER,
+    NEVER,
+    OK,
+    Engine,
+    World,
+    error_in,
+    only,
+    status_of,
+)
+from tests.helpers.core.random_operations import tokens_written
+
+
+def int32(column: bytes) -> list[int]:
+    return columns.read(INT32, column, "column").tolist()
+
+
+# What is refused
+
+OVERFLOW = ops.append(1, pack([1, 2]), 1, first_positions=4)
+OVERFLOW.append.num_tokens = columns.pack(INT32, [1])
+CUT_OFF = ops.append(1, b"", 1, first_positions=4)
+CUT_OFF.append.sequence_ids += b"x"
+UNEVEN = ops.append([1, 1], (), 0, first_positions=[4])
+FEW_SLOTS = ops.append([1, 1], (), [0], first_positions=4)
+FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "field"),
+    [
+        (ops.admit(0, [1]), InvalidRequestError, "admit.sequence_id"),
+        (ops.admit(-1, [1]), InvalidRequestError, "admit.sequence_id"),
+        (ops.admit(1, [1]), SequenceExistsError, "admit.sequence_id"),
+        (ops.admit(2, b""), InvalidRequestError, "admit.token_ids"),
+        (ops.admit(2, b"abc"), InvalidRequestError, "admit.token_ids"),
+        (ops.admit(2, [-1]), InvalidRequestError, "admit.token_ids[0]"),
+        (
+            ops.admit(2, [1], num_compute_tokens=-1),
+            InvalidRequestError,
+            "admit.num_compute_tokens",
+        ),
+        (
+            ops.admit(2, [1], max_total_tokens=-(2**31)),
+            InvalidRequestError,
+            "admit.max_total_tokens",
+        ),
+        (ops.append(9, first_positions=0), SequenceNotFoundError, "append.sequence_ids[0]"),
+        (ops.append(3, [1], first_positions=4), SequenceSwappedError, "append.sequence_ids[0]"),
+        (
+            ops.append(1, [9], 1, first_positions=3),
+            PositionMismatchError,
+            "append.first_positions[0]",
+        ),
+        (
+            ops.append(1, [9], 1, first_positions=5),
+            PositionMismatchError,
+            "append.first_positions[0]",
+        ),
+        (
+            ops.append(1, [9], 0, first_positions=-1),
+            PositionMismatchError,
+            "append.first_positions[0]",
+        ),
+        (ops.append(1, b"", -1, first_positions=4), InvalidRequestError, "append.num_slots[0]"),
+        (ops.append(1, [-1], 1, first_positions=4), InvalidRequestError, "append.token_ids[0]"),
+        (
+            ops.append(1, (), 1, first_positions=4, num_tokens=-1),
+            InvalidRequestError,
+            "append.num_tokens[0]",
+        ),
+        (
+            ops.append(1, b"abc", 1, first_positions=4, num_tokens=1),
+            InvalidRequestError,
+            "append.token_ids",
+        ),
+        (OVERFLOW, InvalidRequestError, "append.token_ids"),
+        (CUT_OFF, InvalidRequestError, "append.sequence_ids"),
+        (UNEVEN, InvalidRequestError, "append.first_positions"),
+        (FEW_SLOTS, InvalidRequestError, "append.num_slots"),
+        (FEW_COUNTS, InvalidRequestError, "append.num_tokens"),
+        (ops.fork(9, 2), SequenceNotFoundError, "fork.parent_sequence_ids[0]"),
+        (ops.fork(1, 1), SequenceExistsError, "fork.sequence_ids[0]"),
+        (ops.fork(1, 0), InvalidRequestError, "fork.sequence_ids[0]"),
+        (ops.fork([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
+        (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
+        (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
+        (ops.swap([], "host"), InvalidRequestError, "swap.sequence_ids"),
+        (ops.swap([1, 1], "host"), InvalidRequestError, "swap.sequence_ids[1]"),
+        (ops.swap([1, 9], "host"), SequenceNotFoundError, "swap.sequence_ids[1]"),
+        (ops.swap([1, 3], "host"), SequenceSwappedError, "swap.sequence_ids[1]"),
+        (ops.swap([1], "device"), SequenceSwappedError, "swap.sequence_ids[0]"),
+        (cpb.Operation(), InvalidRequestError, ""),
+    ],
+)
+def test_a_wrong_operation_fails_alone_and_names_its_field(
+    operation: cpb.Operation, error: type[KvplaneError], field: str
+) -> None:
+    engine = World().engine()
+    engine.admit(1, range(4))
+    engine.admit(3, range(4))
+    engine.send(ops.swap([3], "host"))
+    engine.settle()
+    before = engine.everything()
+    answer = engine.step(ops.free([]), operation)
+    other, result = answer.results
+    assert not other.failures
+    (failure,) = result.failures
+    assert (failure.item, failure.status) == (0, FAILED)
+    assert type(error_in(result)) is error
+    assert failure.error.field == f"operations[1].{field}".rstrip(".")
+    assert not answer.HasField("plan")
+    assert engine.everything() == before
+    engine.world.core.check_integrity()
+
+
+def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None:
+    engine = World().engine()
+    result = engine.step(
+        ops.admit(1, range(4)),
+        ops.fork(1, 2),
+        ops.free([1]),
+        ops.swap([1], "host"),
+        ops.append(1, [5], 1, first_positions=4),
+    )
+    errors = [type(error_in(operation)) for operation in result.results[1:]]
+    assert errors == [SequenceBusyError] * 3 + [InvalidRequestError]
+
+
+def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
+    engine = World(config=CoreConfig(watermark=0.0, max_sequences=7)).engine()
+    for i in range(1, 6):
+        engine.admit(i, [i] * 6)
+    append = ops.append(
+        [1, 9, 2, 3, 1, 4],
+        pack([10, 11, 12, 13, 14, 15, 16, 17]),
+        [1, 1, 1, 1, 1, 0],
+        first_positions=[6, 6, 6, 5, 7, 6],
+        num_tokens=[1, 1, 1, 1, 1, 3],
+    )
+    forks = ops.fork([5, 9, 5, 5, 5], [6, 7, 5, 7, 8])
+    frees = ops.free([4, 4, 1, 6])
+    appended, forked, freed = engine.step(append, forks, frees).results
+    assert [(failure.item, failure.error.field) for failure in appended.failures] == [
+        (1, "operations[0].append.sequence_ids[1]"),
+        (3, "operations[0].append.first_positions[3]"),
+        (4, "operations[0].append.num_slots[4]"),
+    ]
+    assert int32(appended.num_table_blocks) == [1, 0, 1, 0, 0, 1]
+    assert [failure.item for failure in forked.failures] == [1, 2, 4]
+    assert forked.failures[2].error.reason == "QUOTA_EXCEEDED"
+    assert int32(forked.num_table_blocks) == [1, 0, 0, 1, 0]
+    assert [failure.error.reason for failure in freed.failures] == [
+        "SEQUENCE_NOT_FOUND",
+        "SEQUENCE_BUSY",
+    ]
+    assert int32(freed.num_released_blocks) == [1, 0, 0, 0]
+    assert spans_of(engine.queue[-1].plan) == [(1, 6, 1), (2, 6, 1)]
+    assert engine.state(1).num_tokens == 7
+    engine.run_all()
+    engine.settle()
+    engine.check()
+    engine.world.core.check_integrity()
+
+
+def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
+    """Return an append, sometimes of tokens that cannot be known yet or at a wrong position."""
+    state = engine.state(sequence_id)
+    ahead = tokens_written(state)
+    tokens = ahead if rng.random() < 0.7 else []
+    if len(tokens) == len(ahead):
+        tokens = tokens + [rng.choice([0, 1])] * rng.choice([0, 1, 1, 2, 9])
+    operation = engine.growth(sequence_id, tokens, rng.choice([0, 1, 1, 1, 2, 8, 10]))
+    if rng.random() < 0.05:
+        wrong = state.num_scheduled_tokens + rng.choice([-1, 1])
+        operation.append.first_positions = columns.pack(INT32, [wrong])
+    return operation
+
+
+def joined(appends: Iterable[cpb.Operation]) -> cpb.Operation:
+    """Return all operations as one."""
+    columns_of: dict[str, bytes] = dict.fromkeys(
+        ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids"), b""
+    )
+    for operation in appends:
+        for name in columns_of:
+            columns_of[name] += getattr(operation.append, name)
+    fields: dict[str, Any] = columns_of
+    return ops.append(**fields)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_items_of_one_operation_do_what_operations_of_one_item_do(seed: int) -> None:
+    together, apart = World(num_device=12).engine(), World(num_device=12).engine()
+    for engine in (together, apart):
+        for i in range(1, 5):
+            engine.admit(i, [i] * (BLOCK - 2 + i), max_total_tokens=24)
+        engine.send(ops.fork(1, 5))
+        engine.settle()
+    rng = Random(seed)
+    for _ in range(10):
+        items = [growth(rng, together, i) for i in rng.choices(range(1, 6), k=4)]
+        many = only(together.step(joined(items)))
+        ones = apart.step(*items).results
+        failures = [(i, f.status) for i, one in enumerate(ones) for f in one.failures]
+        assert [(failure.item, failure.status) for failure in many.failures] == failures
+        assert many.num_table_blocks == b"".join(one.num_table_blocks for one in ones)
+        plans = [made.signed.payload for made in together.queue]
+        assert plans == [made.signed.payload for made in apart.queue]
+        for engine in (together, apart):
+            engine.run_all()
+            engine.settle()
+            engine.world.core.check_integrity()
+
+
+# Bounds
+
+
+def test_items_are_counted_by_their_columns_and_each_operation_as_one_at_least() -> None:
+    table = [
+        (cpb.Operation(), 1),
+        (ops.admit(1, []), 1),
+        (ops.admit(1, [], fork_sequence_ids=[2]), 2),
+        (ops.free([]), 1),
+        (ops.free([1, 2, 3]), 3),
+        (ops.swap([1, 2], "host"), 2),
+        (ops.fork(1, [2, 3]), 2),
+        (ops.append([1, 2], (), 1, first_positions=0), 2),
+    ]
+    everything = [operation for operation, _ in table], sum(num for _, num in table)
+    for operations, num in (*(([operation], num) for operation, num in table), everything):
+        assert len(read_operations(operations, num)) == len(operations)
+        with pytest.raises(InvalidRequestError, match=f"must have at most {num - 1} items"):
+            read_operations(operations, num - 1)
+
+
+def test_a_step_has_a_bounded_number_of_items() -> None:
+    engine = World(config=CoreConfig(watermark=0.0, max_operations=4)).engine()
+    engine.admit(1, range(4))
+    before = engine.everything()
+    with pytest.raises(InvalidRequestError, match="operations: must have at most 4 items"):
+        engine.step(ops.free([7, 8, 9]), ops.free([7]), ops.admit(2, [1]))
+    assert engine.everything() == before
+    with pytest.raises(InvalidRequestError, match=r"deferred_tokens\.sequence_ids"):
+        engine.submit(deferred=ops.deferred_tokens([1] * 5, [1] * 5, [3] * 5, [1] * 5, [3] * 5))
+    with pytest.raises(InvalidRequestError, match="receipts: must be at most 4"):
+        engine.submit([tpb.SignedPayload()] * 5)
+    assert status_of(engine.step(ops.free([7, 8, 9]), ops.admit(2, [1])).results[1]) == OK
+
+
+def test_a_session_has_a_bounded_number_of_sequences_and_table_entries() -> None:
+    engine = World(config=CoreConfig(watermark=0.0, max_sequences=2)).engine()
+    engine.admit(1, [1])
+    forked, *others = engine.step(ops.fork(1, 2), ops.fork(1, 3), ops.admit(3, [1])).results
+    assert not forked.failures
+    assert [type(error_in(other)) for other in others] == [QuotaExceededError] * 2
+    engine = World(config=CoreConfig(watermark=0.0, max_table_entries=7)).engine()
+    engine.admit(1, range(2 * BLOCK))
+    forked = only(engine.step(ops.fork(1, [2, 3, 4])))
+    assert [failure.item for failure in forked.failures] == [2]
+    assert type(error_in(forked)) is QuotaExceededError
+    assert int32(forked.num_table_blocks) == [2, 2, 0]
+    freed, again = engine.step(ops.free([2]), ops.fork(1, [4, 5])).results
+    assert not freed.failures
+    assert [failure.item for failure in again.failures] == [1]
+    engine.run_all()
+    engine.check()
+
+
+def test_plans_in_flight_are_bounded_and_tokens_alone_make_none() -> None:
+    engine = World(config=CoreConfig(max_plans_in_flight=2, watermark=0.0)).engine()
+    assert not engine.step().HasField("plan")
+    engine.step(ops.admit(1, [1]))
+    engine.step(engine.growth(1, num_slots=1))
+    with pytest.raises(TooManyPlansInFlightError):
+        engine.step(engine.growth(1, num_slots=1))
+    engine.step(engine.growth(1, [5]))
+    engine.run_all()
+    engine.step(engine.growth(1, num_slots=1), receipts=engine.receipts)
+    assert engine.queue
+
+
+def test_only_an_append_of_tokens_alone_makes_no_plan() -> None:
+    alone = ops.append([1, 2], [5], 0, first_positions=0, num_tokens=[1, 0])
+    others = [
+        ops.append([1, 2], (), [0, 1], first_positions=0),
+        ops.free([1]),
+        ops.fork(1, 2),
+        cpb.Operation(),
+    ]
+    may_plan = [named.may_plan(message) for named, message in read_operations([alone, *others], 9)]
+    assert may_plan == [False, True, True, True, True]
+
+
+# What is done
+
+
+def test_an_admission_shares_what_is_cached_and_computes_the_rest() -> None:
+    engine = World().engine()
+    engine.admit(1, range(12))
+    prompt = [*range(8), *range(50, 60)]
+    result = engine.step(ops.admit(2, prompt))
+    assert only(result).admit == cpb.AdmitResult(
+        num_cached_tokens=8, num_blocks=3, num_scheduled_tokens=10
+    )
+    plan = engine.queue[0].plan
+    assert engine.table(2)[0] == engine.table(1)[0]
+    assert allocated_of(plan) == engine.blocks(2)[1:]
+    assert spans_of(plan) == [(2, 8, 10)]
+    parts = only(engine.step(ops.admit(3, prompt, skip_prefix_lookup=True, num_compute_tokens=5)))
+    assert (parts.admit.num_cached_tokens, parts.admit.num_scheduled_tokens) == (0, 5)
+    counters = engine.world.observed().counters
+    assert (counters.num_lookup_tokens, counters.num_hit_tokens) == (12 + 18, 8)
+
+
+def test_a_swap_moves_shared_blocks_once_and_comes_back() -> None:
+    engine = World().engine()
+    engine.admit(1, range(12))
+    engine.send(ops.fork(1, 2))
+    engine.settle()
+    assert only(engine.step(ops.swap([1, 2], "host"))).num_swapped_blocks == 2
+    assert len(transfers_of(engine.queue[0].plan)) == 2
+    assert engine.state(1).tier == HOST
+    assert engine.table(1) == engine.table(2)
+    assert engine.world.usage()["held"] == 2, "sources are held until the receipt"
+    engine.run_all()
+    engine.settle()
+    assert engine.world.usage()["held"] == 0
+    assert only(engine.send(ops.swap([2], "device"))).num_swapped_blocks == 2
+    assert (engine.state(1).tier, engine.state(2).tier) == (HOST, DEVICE)
+    engine.settle()
+    engine.append(2, 12)
+    engine.check()
+    counters = engine.world.observed().counters
+    assert (counters.num_swapped_out_blocks, counters.num_swapped_in_blocks) == (2, 2)
+
+
+def test_forks_copy_the_block_that_one_of_them_writes_and_a_free_says_what_it_releases() -> None:
+    engine = World().engine()
+    engine.admit(1, range(12))
+    engine.send(ops.fork(1, 2))
+    engine.append(2, 12)
+    assert engine.world.observed().counters.num_copies_on_write == 1
+    assert engine.table(1)[0] == engine.table(2)[0]
+    freed = only(engine.step(ops.free([2, 1])))
+    assert int32(freed.num_released_blocks) == [1, 2]
+    assert engine.queue
+    engine.run_all()
+    engine.settle()
+    engine.world.core.check_integrity()
+
+
+def test_the_revision_counts_publications_and_evictions() -> None:
+    engine = World(num_device=4).engine()
+    first = engine.step().revision
+    assert first == 1, "0 stands for none"
+    engine.admit(1, range(24))
+    revision = engine.step().revision
+    assert revision == first + 3
+    engine.send(ops.free([1]))
+    engine.settle()
+    assert engine.step(ops.admit(2, range(50, 82))).revision == revision + 3
+    assert engine.world.observed().counters.num_evictions == 3
+
+
+# OK, LATER or NEVER
+
+
+def test_the_watermark_leaves_blocks_free_once_something_is_held() -> None:
+    engine = World(num_device=10, config=CoreConfig(watermark=0.2)).engine()
+    assert status_of(only(engine.admit(1, range(8 * 5)))) == OK
+    (later,) = only(engine.step(ops.admit(2, range(100, 132)))).failures
+    assert later.status == LATER
+    assert later.shortage.reason == cpb.SHORTAGE_REASON_HEADROOM
+    assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (4, 3)
+    assert later.shortage.retry_delay.ToMilliseconds() == 50
+    assert status_of(only(engine.admit(2, range(100, 124)))) == OK
+
+
+def test_nothing_is_reserved_for_what_a_session_says_it_will_need() -> None:
+    world = World(num_device=10)
+    one, other = world.engine(), world.engine()
+    one.admit(1, range(8), max_total_tokens=80)
+    assert status_of(only(other.admit(1, range(200, 200 + 72)))) == OK
+    assert status_of(only(one.step(ops.admit(2, [1], max_total_tokens=81)))) == NEVER
+    (later,) = only(one.step(one.growth(1, [8], 1))).failures
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
+
+
+def test_items_of_an_append_without_room_are_later_or_never_and_others_go_on() -> None:
+    engine = World(num_device=8).engine()
+    engine.admit(1, range(12))
+    engine.admit(2, range(100, 112))
+    items = ops.append([1, 1, 2], (), [60, 48, 1], first_positions=12)
+    result = only(engine.step(items))
+    assert [(failure.item, failure.status) for failure in result.failures] == [
+        (0, NEVER),
+        (1, LATER),
+    ]
+    assert result.failures[1].shortage.num_blocks_needed == 6
+    assert spans_of(engine.queue[0].plan) == [(2, 12, 1)]
+
+
+def test_a_shortage_says_what_is_in_the_way() -> None:
+    world = World(num_device=4, num_host=1)
+    one, other = world.engine(), world.engine()
+    one.admit(1, range(24))
+    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
+    assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
+    assert later.shortage.tier == DEVICE
+    assert (later.shortage.num_blocks_needed, later.shortage.num_blocks_available) == (2, 1)
+    assert (later.shortage.num_blocks_pending, later.shortage.queue_position) == (0, 0)
+    one.step(ops.free([1]))
+    (later,) = only(other.step(ops.admit(1, range(50, 66)))).failures
+    assert later.shortage.num_blocks_pending == 3
+    (never,) = only(other.step(ops.admit(1, range(33)))).failures
+    assert (never.status, never.shortage.reason) == (NEVER, cpb.SHORTAGE_REASON_BLOCKS)
+    assert (never.shortage.num_blocks_needed, never.shortage.num_blocks_available) == (5, 4)
+    assert not never.shortage.HasField("retry_delay")
+    one.run_all()
+    one.settle()
+    other.admit(1, [1])
+    other.admit(2, [2] * 8)
+    (never,) = only(other.step(ops.swap([1, 2], "host"))).failures
+    assert (never.status, never.shortage.tier) == (NEVER, HOST)
+    assert (never.shortage.num_blocks_needed, never.shortage.num_blocks_available) == (2, 1)

@@ -1,0 +1,265 @@
+"""What a step may cost: calls of Python functions, which are the same on every machine, and where
+time could grow with the number of sessions, that too.
+
+No work is done block by block, for every sequence or for every session, where it can be done at
+once; a thousand sessions on one prefix cost as little as a hundred, and a thousand forks of forks
+do not recurse.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from control_plane.config import CoreConfig
+from kvplane import ops
+from kvplane.wire import signing
+from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import session_pb2 as cpb
+from tests.helpers.core.core_messages import BLOCK, POOL, pack
+from tests.helpers.core.core_model import Engine, World, only
+
+FEW_BLOCKS, MANY_BLOCKS = 16, 512
+
+
+def new_engine() -> Engine:
+    return World(num_device=4 * MANY_BLOCKS, num_host=0).engine()
+
+
+# Steps past the engine's model of what it holds, which would cost more than they do.
+
+
+def request_of(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
+    """The next step, with the receipts of those before."""
+    engine.number += 1
+    receipts, engine.receipts = engine.receipts, []
+    return cpb.StepRequest(
+        session=engine.ref, number=engine.number, operations=operations, receipts=receipts
+    )
+
+
+def take_plan(engine: Engine, result: cpb.StepResponse) -> cpb.StepResponse:
+    """All must have been done. The plan counts as run."""
+    assert not any(operation.failures for operation in result.results)
+    if result.HasField("plan"):
+        (shard,) = engine.world.shards
+        plan = plan_pb2.Plan.FromString(result.plan.payload)
+        engine.receipts.append(shard.receipt(plan, signing.digest(result.plan.payload)))
+    return result
+
+
+def send(engine: Engine, *operations: cpb.Operation) -> cpb.StepResponse:
+    request = request_of(engine, *operations)
+    return take_plan(engine, engine.world.core.step(request, engine.tenant))
+
+
+def calls_of(engine: Engine, *operations: cpb.Operation) -> tuple[int, cpb.StepResponse]:
+    """How many Python functions the core calls for a step, comprehensions included."""
+    request, num = request_of(engine, *operations), 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal num
+        num += event == "call"
+
+    gc.disable()  # a collection calls what others have asked it to call
+    sys.setprofile(count)
+    try:
+        result = engine.world.core.step(request, engine.tenant)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return num, take_plan(engine, result)
+
+
+def prompt(num_blocks: int) -> bytes:
+    """One token more than the blocks hold, so that all of them can be found cached."""
+    return pack(range(num_blocks * BLOCK + 1))
+
+
+@pytest.mark.parametrize("found", ["not at all", "in use", "that nobody uses"])
+def test_an_admission_costs_no_call_a_block(found: str) -> None:
+    calls = []
+    for num_blocks in (FEW_BLOCKS, MANY_BLOCKS):
+        engine = new_engine()
+        if found != "not at all":
+            send(engine, ops.admit(1, prompt(num_blocks)))
+        if found == "that nobody uses":
+            send(engine, ops.free([1]))
+        send(engine)
+        num, result = calls_of(engine, ops.admit(2, prompt(num_blocks)))
+        num_cached = only(result).admit.num_cached_tokens
+        assert num_cached == num_blocks * BLOCK * (found != "not at all")
+        calls.append(num)
+    assert calls[0] == calls[1]
+
+
+def test_a_step_is_blind_to_the_sequences_that_it_does_not_name() -> None:
+    calls = []
+    for num_others in (0, 100):
+        engine = new_engine()
+        send(engine, ops.admit(1, [1]))
+        send(engine, *(ops.admit(2 + i, [2 + i]) for i in range(num_others)))
+        send(engine)
+        calls.append(calls_of(engine, ops.append(1, [5], 1, first_positions=1))[0])
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("first_position", [BLOCK - 1, BLOCK])  # in their blocks, into new ones
+def test_a_decode_step_costs_no_call_a_sequence(first_position: int) -> None:
+    calls = []
+    for num_sequences in (2, 256):
+        engine, ids = new_engine(), range(1, num_sequences + 1)
+        send(engine, *(ops.admit(i, [i] * first_position) for i in ids))
+        send(engine)
+        append = ops.append(ids, pack(ids), 1, first_positions=first_position, num_tokens=1)
+        calls.append(calls_of(engine, append)[0])
+    assert calls[0] == calls[1]
+
+
+# Sessions that share a prefix
+
+FEW, MANY = 100, 1000
+PREFIX_BLOCKS = 256
+PREFIX = pack(range(PREFIX_BLOCKS * BLOCK))
+NUM_TIMED, NUM_TRIES = 40, 5
+MOST_TIMES = 3.0
+"""A step among ten times as many sessions may take, by the same measure; noise is less than that,
+and a step that went through all sessions or their tables would take ten times as long.
+"""
+
+
+class Sharers:
+    """Sessions of one core, each with a sequence that begins with the same prefix."""
+
+    def __init__(self) -> None:
+        config = CoreConfig(watermark=0.0, max_sessions=MANY + 1)
+        self.world = World(num_device=4096, num_host=0, config=config)
+        self.engines: list[Engine] = []
+        self._last_id = 1
+
+    @property
+    def num_token_chunks(self) -> int:
+        return self.world.core._pools[POOL].primary.num_token_chunks
+
+    def grow_to(self, num: int) -> None:
+        """Open sessions, each of which finds the prefix, but for the first, which computes it."""
+        while len(self.engines) < num:
+            engine = self.world.engine()
+            self.engines.append(engine)
+            send(engine, ops.admit(1, PREFIX + pack([len(self.engines)])))
+            send(engine)
+
+    def operations(self) -> tuple[cpb.Operation, ...]:
+        """What a session does, each in a step of its own: another sequence on the prefix, a token
+        for it, a fork, and their ends.
+        """
+        self._last_id += 2
+        one, fork = self._last_id, self._last_id + 1
+        end = PREFIX_BLOCKS * BLOCK + 1
+        return (
+            ops.admit(one, PREFIX + pack([7])),
+            ops.append(one, pack([8]), 1, first_positions=end),
+            ops.fork(one, fork),
+            ops.free([one, fork]),
+        )
+
+    def costs(self) -> list[tuple[int, int]]:
+        """Calls and bytes of the plan, for each of these steps of one session."""
+        counted = [calls_of(self.engines[FEW // 2], each) for each in self.operations()]
+        return [(num, len(result.plan.payload)) for num, result in counted]
+
+    def cpu_s(self) -> float:
+        """Of many such steps of one session, the fastest of each kind."""
+        engine = self.engines[FEW // 2]
+        fastest = [float("inf")] * len(self.operations())
+        for _ in range(NUM_TIMED):
+            for kind, operation in enumerate(self.operations()):
+                request = request_of(engine, operation)
+                begin = time.process_time()
+                result = self.world.core.step(request, engine.tenant)
+                fastest[kind] = min(fastest[kind], time.process_time() - begin)
+                take_plan(engine, result)
+        return sum(fastest)
+
+
+def test_a_thousand_sessions_on_one_prefix_cost_no_more_than_a_hundred() -> None:
+    sharers = Sharers()
+    sharers.grow_to(FEW)
+    few_s = sharers.cpu_s()
+    num_chunks, costs = sharers.num_token_chunks, sharers.costs()
+    sharers.grow_to(MANY)
+    assert sharers.world.usage()["held"] == PREFIX_BLOCKS + MANY, "one block for each of them"
+    assert sharers.num_token_chunks - num_chunks == MANY - FEW, "and one chunk of tokens"
+    assert sharers.costs() == costs
+    ratios = []
+    while not ratios or ratios[-1] > MOST_TIMES:
+        assert len(ratios) < NUM_TRIES, ratios
+        ratios.append(sharers.cpu_s() / few_s)
+    sharers.world.core.check_integrity()
+
+
+# Forks of forks
+
+DEPTH = 1000
+
+
+def parents_first(ids: list[int]) -> list[int]:
+    return ids
+
+
+def children_first(ids: list[int]) -> list[int]:
+    return ids[::-1]
+
+
+def in_any_order(ids: list[int]) -> list[int]:
+    return random.Random(1).sample(ids, len(ids))
+
+
+@pytest.mark.parametrize("order", [parents_first, children_first, in_any_order])
+def test_a_chain_of_a_thousand_forks_ends_in_any_order(
+    order: Callable[[list[int]], list[int]],
+) -> None:
+    """Each is of other tokens than the one that it is a fork of."""
+    engine = World(num_device=DEPTH + 8, num_host=0).engine()
+    core, ids, end = engine.world.core, list(range(1, DEPTH + 1)), 2 * BLOCK + 1
+    send(engine, ops.admit(1, prompt(2)))
+    send(engine, ops.fork(ids[:-1], ids[1:]))
+    send(engine, ops.append(ids[1:], pack(ids[1:]), 1, first_positions=end, num_tokens=1))
+    send(engine, ops.truncate(ids[1:], end))
+    assert engine.world.usage()["held"] == 2 + DEPTH
+    assert [engine.table(i)[:2] for i in (1, DEPTH // 2, DEPTH)] == [engine.table(1)[:2]] * 3
+    core.check_integrity()
+    for i in range(0, DEPTH, 50):
+        send(engine, ops.free(order(ids)[i : i + 50]))
+    send(engine)
+    core.check_integrity()
+    assert engine.world.usage()["held"] == 0
+    assert not any(engine.world.observed().num_sequences.values())
+    send(engine, ops.admit(1, prompt(2)))
+
+
+def test_a_chain_of_a_thousand_forks_is_made_by_one_operation() -> None:
+    """The next plan is of whole tables, in which each is a fork of the one before."""
+    engine = World(num_device=16, num_host=0).engine()
+    send(engine, ops.admit(1, prompt(2)))
+    parents = list(range(1, DEPTH))
+    send(engine, ops.fork(parents, [i + 1 for i in parents]))
+    assert engine.world.usage()["held"] == 3
+    engine.number += 1
+    request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=engine.number)
+    whole = engine.world.core.abort_plans(request, engine.tenant)
+    engine.receipts.clear()
+    take_plan(engine, cpb.StepResponse(plan=whole.plan))
+    send(engine, ops.append(DEPTH, pack([5]), 1, first_positions=2 * BLOCK + 1))
+    assert engine.world.usage()["held"] == 4
+    engine.world.core.check_integrity()
+    send(engine, ops.free(range(1, DEPTH + 1)))
+    send(engine)
+    assert engine.world.usage()["held"] == 0
+    engine.world.core.check_integrity()

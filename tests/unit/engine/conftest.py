@@ -1,0 +1,21 @@
+"""The model of the engine's tests, and its answers by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine_harness import LLAMA, Reference, save_model
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, which tests only read."""
+    return save_model(LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Path) -> Reference:
+    """Greedy answers by transformers."""
+    return Reference(folder)
