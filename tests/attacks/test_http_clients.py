@@ -61,12 +61,8 @@ async def is_served(router: Routed) -> None:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch)
-
-
-def shorten(patch: pytest.MonkeyPatch) -> None:
     """What takes 30 s takes a moment."""
-    patch.setattr(http_requests, "BODY_S", BODY_S)
+    monkeypatch.setattr(http_requests, "BODY_S", BODY_S)
 
 
 async def test_a_body_that_does_not_come_gives_its_place_up() -> None:
@@ -129,23 +125,20 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await router.until(are_closed)
 
 
-async def test_a_head_without_end_is_refused() -> None:
-    async with routed(Engine(says_yes)) as router, raw(router) as endless:
-        await endless.say(HEAD + b"x: y\r\n" * 4096)
-        assert (await endless.ended()).startswith(b"HTTP/1.1 400 ")
-        await is_served(router)
-
-
-async def test_an_idle_connection_is_closed_after_an_answer() -> None:
-    async with routed(Engine(says_yes)) as router, raw(router) as idle:
-        await idle.say(HEAD + b"content-length: 2\r\n\r\n{}")
-        assert (await idle.ended()).startswith(b"HTTP/1.1 404 ")
-
-
-async def test_what_is_no_http_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        pytest.param(HEAD + b"x: y\r\n" * 4096, b"400", id="head_without_end"),
+        pytest.param(HEAD + b"content-length: 2\r\n\r\n{}", b"404", id="idle_after_an_answer"),
+        pytest.param(b"\x16\x03\x01 no http\r\n\r\n", b"400", id="no_http"),
+    ],
+)
+async def test_a_connection_that_says_no_more_is_answered_and_closed(
+    said: bytes, status: bytes
+) -> None:
     async with routed(Engine(says_yes)) as router, raw(router) as client:
-        await client.say(b"\x16\x03\x01 no http\r\n\r\n")
-        assert (await client.ended()).startswith(b"HTTP/1.1 400 ")
+        await client.say(said)
+        assert (await client.ended()).startswith(b"HTTP/1.1 %s " % status)
         await is_served(router)
 
 

@@ -9,10 +9,11 @@ import grpc.aio
 
 from kvplane.transport.local import packets
 from kvplane.wire.v1 import execution_pb2_grpc
+from tests.helpers.attacked_planes import delimited
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
 
-NUM_PACKETS = 400
+NUM_PACKETS = 120
 LONG_BYTES = 100_000
 MOST_GROWTH_BYTES = 4 << 20
 
@@ -34,8 +35,8 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
 
         async def ask_again(number: int) -> None:
             again = b"\x18\x00" * (LONG_BYTES // 2 + number)  # RunLayerRequest.layer = 0
-            field = b"\x1a" + _varint(len(again)) + again  # ExecuteRequest.layer, to be merged
-            answer = await peer.ask(packet + field)
+            # ExecuteRequest.layer, to be merged
+            answer = await peer.ask(packet + delimited(3, again))
             assert answer.WhichOneof("message") == "output"
             longer = peer.layer(0, 2).SerializeToString() + again
             peer.send(packets.head_of(packets.BIND_LAYER, number) + longer)
@@ -53,11 +54,3 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
         assert after_bytes - before_bytes < MOST_GROWTH_BYTES
         peer.close()
         peer.memory = None
-
-
-def _varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value >= 0x80:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*encoded, value])

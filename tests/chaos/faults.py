@@ -90,7 +90,6 @@ async def _hold(fleet: Fleet, random: Random, direction: str) -> None:
     link.hold(direction)
     await asyncio.sleep(random.choice((0.2, 1.0, LEASE_S * 1.5)))
     link.cut()
-    link.heal()
 
 
 async def delay(fleet: Fleet, random: Random) -> None:

@@ -19,8 +19,8 @@ from kvplane import ControlClient
 from kvplane.errors import KvplaneError
 from kvplane.wire.v1 import pool_pb2
 from tests.chaos.engine_worker import QUESTIONS
-from tests.chaos.lossy_link import LossyLink
 from tests.e2e.engine_planes import ROOT, free_port
+from tests.helpers.lossy_link import LossyLink
 
 LEASE_S = 3.0
 # A pool that the engines on it cannot all fit into: they wait, swap and are cut.

@@ -42,9 +42,7 @@ def test_a_minute_of_chaos_ends_clean(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-async def test_a_data_plane_that_computes_wrongly_is_noticed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_data_plane_that_computes_wrongly_is_noticed(model: Path, tmp_path: Path) -> None:
     faulty = Fleet(model, tmp_path, ("tests.helpers.data.faulty_data_plane", "skip-newest-slot"))
     try:
         await faulty.start()

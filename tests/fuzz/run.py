@@ -23,11 +23,9 @@ from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2, prefix_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
 from tests.fuzz.fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
-from tests.helpers.attacked_planes import PlaneProcess, free_port
-from tests.helpers.data.data_server import write_layout
-from tests.helpers.data.plan_author import POOL_ID, PlanAuthor, set_blocks
+from tests.helpers.attacked_planes import PlaneProcess, data_plane_process, free_port
+from tests.helpers.data.plan_author import set_blocks
 from tests.helpers.planning.control_wire import RawSession, RawShard, stub_of
-from tests.helpers.planning.register_side import RegisterSide
 
 MAX_GROWTH_BYTES = 512 << 20
 # The honest session at a data plane: an id that no changed one comes to.
@@ -40,13 +38,8 @@ SERVICES: dict[str, ServiceDescriptor] = {
     **push_pb2.DESCRIPTOR.services_by_name,
     **rpb.DESCRIPTOR.services_by_name,
 }
-CONTROL_SERVICES = (
-    "ServerService",
-    "PoolService",
-    "PrefixService",
-    "SessionService",
-    "RegistrationService",
-)
+CONTROL_SERVICES = ["Server", "Pool", "Prefix", "Session", "Registration"]
+DATA_SERVICES = ["Server", "Execution", "Block", "Push"]
 
 
 async def run(folder: Path, *, num_inputs: int, seed: int) -> Result:
@@ -87,7 +80,7 @@ async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
 
             fuzzer = Fuzzer(shard.key, probe)
             for service in CONTROL_SERVICES:
-                fuzzer.serve(SERVICES[service], channel)
+                fuzzer.serve(SERVICES[f"{service}Service"], channel)
             beats = asyncio.create_task(_beat(shard, victim))
             begin_bytes = plane.begin_peak()
             await fuzzer.attack(num_inputs, seed, session)
@@ -97,19 +90,15 @@ async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
 
 
 async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
-    side = await RegisterSide(heartbeat_s=1.0).start()
     push_address = f"127.0.0.1:{free_port()}"
-    flags = ["--control-plane", side.address, "--pool-id", POOL_ID]
-    flags += ["--layout", str(write_layout(folder)), "--num-threads", "1"]
-    flags += ["--num-device-blocks", str(NUM_LANES * NUM_BLOCKS)]
-    flags += ["--num-host-blocks", str(NUM_LANES * NUM_HOST_BLOCKS)]
-    flags += ["--plug-ins", "push"]
-    pushing = {"KVPLANE_PUSH_BIND": push_address, "KVPLANE_PUSH_TO": "127.0.0.1"}
+    flags = ["--num-host-blocks", str(NUM_LANES * NUM_HOST_BLOCKS), "--plug-ins", "push"]
     flags += ["--file-tier-dir", str(folder / "files"), "--file-tier-bytes", str(1 << 24)]
-    with PlaneProcess("data_plane", folder, *flags, variables=pushing) as plane:
-        async with asyncio.timeout(PATIENCE_S):
-            await side.accepted.wait()
-        author = PlanAuthor(side.hellos[-1].epoch, side.incarnation, side.key)
+    pushing = {"KVPLANE_PUSH_BIND": push_address, "KVPLANE_PUSH_TO": "127.0.0.1"}
+    async with data_plane_process(folder, NUM_LANES * NUM_BLOCKS, *flags, variables=pushing) as (
+        plane,
+        side,
+        author,
+    ):
         async with _channel(plane.address) as channel, _channel(push_address) as pushes:
             stub = execution_pb2_grpc.ExecutionServiceStub(channel)
             grant = author.grant(_HONEST, ordinal=1)
@@ -129,15 +118,13 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
                 side.say(fence=rpb.Fence(session=ended, ordinal=client.session_id))
 
             fuzzer = Fuzzer(side.key, probe)
-            for service in ("ServerService", "ExecutionService", "BlockService", "PushService"):
-                fuzzer.serve(SERVICES[service], channel)
+            for service in DATA_SERVICES:
+                fuzzer.serve(SERVICES[f"{service}Service"], channel)
             fuzzer.serve(SERVICES["BlockPushService"], pushes)
             await probe()  # before grants that are changed and signed again can open the session
             begin_bytes = plane.begin_peak()
             await fuzzer.attack(num_inputs, seed, session)
-        result = _inspected(plane, begin_bytes, fuzzer.result)
-    await side.stop()
-    return result
+        return _inspected(plane, begin_bytes, fuzzer.result)
 
 
 async def _beat(shard: RawShard, session: RawSession) -> None:

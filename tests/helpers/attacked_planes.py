@@ -9,14 +9,15 @@ with ControlPlaneProcess(folder) as plane, HonestCaller(plane) as honest:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ import grpc
 
 from kvplane.errors import KvplaneError
 from kvplane.wire.error_codec import from_rpc_error
+from tests.helpers.data.data_server import write_layout
+from tests.helpers.data.plan_author import POOL_ID, PlanAuthor
+from tests.helpers.planning.register_side import RegisterSide
 
 HELPERS = Path(__file__).parent
 ROOT = HELPERS.parents[1]
@@ -88,6 +92,23 @@ class PlaneProcess:
         raise AssertionError(name)
 
 
+@asynccontextmanager
+async def data_plane_process(
+    folder: Path, num_blocks: int, *flags: str, variables: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[PlaneProcess, RegisterSide, PlanAuthor]]:
+    """Run a data plane that a test's own control plane has accepted. Yields the process, that
+    control plane, and the author of its plans.
+    """
+    side = await RegisterSide(heartbeat_s=1.0).start()
+    own = ["--control-plane", side.address, "--pool-id", POOL_ID, "--num-threads", "1"]
+    own += ["--layout", str(write_layout(folder)), "--num-device-blocks", str(num_blocks)]
+    with PlaneProcess("data_plane", folder, *own, *flags, variables=variables) as plane:
+        async with asyncio.timeout(PATIENCE_S):
+            await side.accepted.wait()
+        yield plane, side, PlanAuthor(side.hellos[-1].epoch, side.incarnation, side.key)
+    await side.stop()
+
+
 class HonestCaller:
     """Runs ``honest_caller.py``, or another program with the same interface."""
 
@@ -135,6 +156,15 @@ class HonestCaller:
         assert line, "the honest caller has failed"
         latencies: list[float] = json.loads(line)
         return latencies
+
+
+def delimited(number: int, data: bytes) -> bytes:
+    """Return the encoded field of that number which holds these bytes."""
+    length, rest = [], len(data)
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes([number << 3 | 2, *length, rest]) + data
 
 
 def free_port() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_backends import chosen_backend, in_place_of_the_cpu
+from backends import chosen_backend, in_place_of_the_cpu
 from kernel_cases import FLOATS, FP8, Case, assert_same_bits, build
 from probes import STEPS, assert_same_numbers
 
@@ -64,7 +64,7 @@ def test_each_step_is_in_the_emulator_what_it_is_in_hardware(
     for backend_name in ("cuda", "emulated"):
         monkeypatch.setenv("KVPLANE_DEVICE_BACKEND", backend_name)
         backend = chosen_backend()
-        answers.append(step.run(backend.native, backend.device, name))
+        answers.append(step.run(backend.native, backend.torch_device, name))
     hardware, emulated = answers
     if name == "exp2":  # The one instruction that approximates.
         torch.testing.assert_close(hardware, emulated, rtol=2**-21, atol=2**-126)

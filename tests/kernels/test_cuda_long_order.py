@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from device_backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
-from kernel_cases import Batch, Case, assert_same_bits, build
+from backends import DeviceBackend
+from kernel_cases import Batch, Case, build
 
 from data_plane.kernels.arguments import HostLengths
 
@@ -24,24 +24,18 @@ SEQUENCE_BYTES, UNIT = 48, 256
 SHORT_ENDS, LONG_ORDER, LONG_ENDS = range(3)
 
 
-@pytest.fixture(autouse=True)
-def backend() -> Iterator[DeviceBackend]:
-    with in_place_of_the_cpu(chosen_backend()) as backend:
-        yield backend
-
-
 def batch_of(lens: Sequence[tuple[int, int]]) -> Batch:
     return build(Case(lens=tuple(lens), heads=(GROUP, 1), head_size=16, dtype=torch.bfloat16))
 
 
-def planned(backend: DeviceBackend, batch: Batch) -> list[list[int]]:
+def planned(device: DeviceBackend, batch: Batch) -> list[list[int]]:
     """Three arrays of the plan: the items of short sequences up to each, the order of the long
     ones, and their items in it.
     """
     lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy(), False)
-    arguments = replace(backend._all_there(batch.to_attend()), lengths=lengths)
-    memory = backend.kernels.plan(arguments).memory.cpu()
-    backend.kernels.check_faults()
+    arguments = replace(device._all_there(batch.to_attend()), lengths=lengths)
+    memory = device.kernels.plan(arguments).memory.cpu()
+    device.kernels.check_faults()
     num_sequences = len(lengths.context_lens)
     first = _rounded_up(SEQUENCE_BYTES * num_sequences)
     of_each = _rounded_up(4 * num_sequences)
@@ -67,8 +61,8 @@ def items_of(query_len: int, context_len: int) -> int:
     return -(-query_len * GROUP // 64) * splits
 
 
-def test_sequences_with_the_longest_items_come_first(backend: DeviceBackend) -> None:
-    arrays = planned(backend, batch_of(LENS))
+def test_sequences_with_the_longest_items_come_first(device: DeviceBackend) -> None:
+    arrays = planned(device, batch_of(LENS))
     order, ends = in_order(LENS), arrays[LONG_ENDS]
     assert order == [2, 6, 7, 8, 9, 4, 0]
     assert arrays[LONG_ORDER][: len(order)] == order
@@ -79,14 +73,14 @@ def test_sequences_with_the_longest_items_come_first(backend: DeviceBackend) -> 
 
 @pytest.mark.parametrize("num_sequences", (31, 32, 33, 100))
 def test_more_sequences_than_lanes_are_in_order_too(
-    backend: DeviceBackend, num_sequences: int
+    device: DeviceBackend, num_sequences: int
 ) -> None:
     rng = random.Random(num_sequences)
     lens = []
     for _ in range(num_sequences):
         query_len = rng.choice((1, 17, 20, 30))
         lens.append((query_len, query_len + rng.randrange(240)))
-    arrays = planned(backend, batch_of(lens))
+    arrays = planned(device, batch_of(lens))
     order = in_order(lens)
     assert arrays[LONG_ORDER][: len(order)] == order
     assert arrays[LONG_ENDS][-1] == sum(items_of(*lens[s]) for s in order)
@@ -94,26 +88,9 @@ def test_more_sequences_than_lanes_are_in_order_too(
 
 @pytest.mark.parametrize("lens", (((1, 70), (2, 90)), ((40, 90),), ((0, 9), (1, 5))), ids=str)
 def test_a_batch_may_have_no_long_sequence_or_no_other(
-    backend: DeviceBackend, lens: tuple[tuple[int, int], ...]
+    device: DeviceBackend, lens: tuple[tuple[int, int], ...]
 ) -> None:
-    arrays = planned(backend, batch_of(lens))
+    arrays = planned(device, batch_of(lens))
     order = in_order(lens)
     assert arrays[LONG_ORDER][: len(order)] == order
     assert arrays[LONG_ENDS] == [sum(items_of(*lens[s]) for s in order)] * len(lens)
-
-
-def test_the_order_of_a_batch_changes_no_bit(backend: DeviceBackend) -> None:
-    lens = ((40, 64), (33, 300), (1, 200), (40, 128), (20, 20))
-    batch = batch_of(lens)
-    out, lse = batch.attend()
-    starts = batch.query_starts.tolist()
-    for sequences in ([4, 3, 2, 1, 0], [1, 0, 4, 2, 3]):
-        moved = batch.only(sequences)
-        other, other_lse = moved.attend()
-        begin = 0
-        for s in sequences:
-            rows = slice(starts[s], starts[s + 1])
-            end = begin + starts[s + 1] - starts[s]
-            assert_same_bits(other[begin:end], out[rows])
-            assert_same_bits(other_lse[begin:end], lse[rows])
-            begin = end

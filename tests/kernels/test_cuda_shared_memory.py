@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_backends import chosen_backend
+from backends import chosen_backend
 
 from tests.helpers.data.gpu_peer import MemoryUser, OtherProcess, num_gpu_maps
 
@@ -137,17 +137,13 @@ def test_the_file_is_closed_after_the_memory(native: ModuleType, other: OtherPro
     poll = select.poll()
     poll.register(own, 0)
     memory = native.allocate_shared(device=0, num_bytes=NUM_BYTES)
-    engine = OtherProcess(MemoryUser)
-    try:
-        there = f"/proc/{os.getpid()}/fd/{given}"
-        engine.call("open_memory_with_file", memory.handle(), NUM_BYTES, there)
-        os.close(given)
-        assert not poll.poll(0)
-        engine.call("let_go")
-        assert poll.poll(10_000) and engine.call("num_maps") == 0
-    finally:
-        engine.kill()
-        os.close(own)
+    there = f"/proc/{os.getpid()}/fd/{given}"
+    other.call("open_memory_with_file", memory.handle(), NUM_BYTES, there)
+    os.close(given)
+    assert not poll.poll(0)
+    other.call("let_go")
+    assert poll.poll(10_000) and other.call("num_maps") == 0
+    os.close(own)
 
 
 def test_uuids_are_as_tools_of_the_driver_write_them(native: ModuleType) -> None:

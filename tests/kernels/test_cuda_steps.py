@@ -8,7 +8,7 @@ from __future__ import annotations
 import oracle
 import pytest
 import torch
-from device_backends import DeviceBackend, chosen_backend
+from backends import DeviceBackend
 from probes import STEPS, all_codes_in_fours, assert_same_numbers, factors, floats, matrices
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -17,68 +17,63 @@ LANES = torch.arange(32)
 G, T = LANES // 4, LANES % 4
 
 
-@pytest.fixture
-def backend() -> DeviceBackend:
-    return chosen_backend()
-
-
-def check(backend: DeviceBackend, name: str, expected: torch.Tensor) -> None:
+def check(device: DeviceBackend, name: str, expected: torch.Tensor) -> None:
     step = STEPS[name]
-    actual = step.run(backend.native, backend.device, name)
+    actual = step.run(device.native, device.torch_device, name)
     assert_same_numbers(actual, expected.view(step.dtype).reshape(actual.shape), step)
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_number_becomes_the_fp32_number_that_it_is(backend: DeviceBackend, name: str) -> None:
+def test_every_number_becomes_the_fp32_number_that_it_is(device: DeviceBackend, name: str) -> None:
     codes = STEPS[f"{name}_to_float"].inputs()
-    check(backend, f"{name}_to_float", codes.view(TYPES[name]).float())
+    check(device, f"{name}_to_float", codes.view(TYPES[name]).float())
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_numbers_of_all_magnitudes_round_as_torch_rounds(backend: DeviceBackend, name: str) -> None:
+def test_numbers_of_all_magnitudes_round_as_torch_rounds(device: DeviceBackend, name: str) -> None:
     numbers = floats()
     rounded = oracle.rounded(numbers, None, TYPES[name])
-    check(backend, f"float_to_{name}", rounded)
+    check(device, f"float_to_{name}", rounded)
     if name in ("half", "bfloat"):
-        check(backend, f"pack_{name}", rounded)
+        check(device, f"pack_{name}", rounded)
 
 
 @pytest.mark.parametrize("way", ("to_halves", "to_halves_computed"))
 @pytest.mark.parametrize("name", ("e4m3", "e5m2"))
 def test_pairs_of_8_bit_numbers_become_pairs_of_fp16(
-    backend: DeviceBackend, name: str, way: str
+    device: DeviceBackend, name: str, way: str
 ) -> None:
     numbers = all_codes_in_fours().view(torch.uint8).view(-1, 4).view(TYPES[name]).half()
-    check(backend, f"{name}_{way}", numbers[:, [0, 1, 2, 3, 0, 2, 1, 3]].contiguous())
+    check(device, f"{name}_{way}", numbers[:, [0, 1, 2, 3, 0, 2, 1, 3]].contiguous())
 
 
-def test_exp2_is_exact_to_two_units_in_the_last_place(backend: DeviceBackend) -> None:
+def test_exp2_is_exact_to_two_units_in_the_last_place(device: DeviceBackend) -> None:
     step = STEPS["exp2"]
     x = step.inputs()
     exact = x.double().exp2()
-    error = (step.run(backend.native, backend.device, "exp2").double() - exact).abs()
+    error = (step.run(device.native, device.torch_device, "exp2").double() - exact).abs()
     # Subnormal results may be flushed to zero.
     assert (error <= 2 * 2**-23 * exact + 2**-126).all()
 
 
-def test_matrices_are_read_by_rows_and_by_columns(backend: DeviceBackend) -> None:
+def test_matrices_are_read_by_rows_and_by_columns(device: DeviceBackend) -> None:
     by_rows = matrices().view(torch.int16).view(-1, 4, 8, 8)  # warp, matrix, row, column
     columns = torch.stack((2 * T, 2 * T + 1))
     for name, read in (("", by_rows), ("_transposed", by_rows.mT)):
         expected = read[:, :, G, columns]  # warp, matrix, half, lane
-        check(backend, f"load_matrices{name}", expected.permute(0, 3, 1, 2).contiguous())
+        check(device, f"load_matrices{name}", expected.permute(0, 3, 1, 2).contiguous())
 
 
-def test_a_matrix_is_transposed(backend: DeviceBackend) -> None:
+def test_a_matrix_is_transposed(device: DeviceBackend) -> None:
     halves = STEPS["transpose"].inputs().view(torch.int16).view(-1, 32, 2)
     matrix = torch.zeros(len(halves), 8, 8, dtype=torch.int16)
     matrix[:, G, 2 * T], matrix[:, G, 2 * T + 1] = halves[:, :, 0], halves[:, :, 1]
     expected = torch.stack((matrix.mT[:, G, 2 * T], matrix.mT[:, G, 2 * T + 1]), dim=-1)
-    check(backend, "transpose", expected)
+    check(device, "transpose", expected)
 
 
 @pytest.mark.parametrize("name", ("half", "bfloat"))
-def test_products_of_matrices_are_added(backend: DeviceBackend, name: str) -> None:
+def test_products_of_matrices_are_added(device: DeviceBackend, name: str) -> None:
     given = factors(TYPES[name])
     sums = given[:, :, :4].contiguous().view(torch.float32)
     numbers = given[:, :, 4:].contiguous().view(TYPES[name]).float().view(-1, 32, 6, 2)
@@ -93,15 +88,15 @@ def test_products_of_matrices_are_added(backend: DeviceBackend, name: str) -> No
         b[:, 2 * T + 8 * i + 1, G] = numbers[:, :, 4 + i, 1]
     d = a @ b + c
     expected = [d[:, G + 8 * (i // 2), 2 * T + i % 2] for i in range(4)]
-    check(backend, f"multiply_add_{name}", torch.stack(expected, dim=-1))
+    check(device, f"multiply_add_{name}", torch.stack(expected, dim=-1))
 
 
-def test_copies_that_are_not_wanted_are_zeros(backend: DeviceBackend) -> None:
+def test_copies_that_are_not_wanted_are_zeros(device: DeviceBackend) -> None:
     expected = STEPS["copy_async"].inputs()
     expected[:, 1::2] = 0
-    check(backend, "copy_async", expected)
+    check(device, "copy_async", expected)
 
 
-def test_a_step_of_another_name_is_refused(backend: DeviceBackend) -> None:
+def test_a_step_of_another_name_is_refused(device: DeviceBackend) -> None:
     with pytest.raises(IndexError, match="name must be that of a step, is half_to_double"):
-        backend.native.probe(name="half_to_double", inputs=0, outputs=0, count=0, stream=0)
+        device.native.probe(name="half_to_double", inputs=0, outputs=0, count=0, stream=0)

@@ -25,11 +25,13 @@ for name, module in list(sys.modules.items()):
 """
 
 
+@pytest.mark.nightly  # a process that imports all of them
 def test_cases_and_measurements_import_nothing_that_is_not_asked_for() -> None:
     folders = (ROOT, ROOT / "tests" / "kernels")
-    cases = [*folders[1].glob("test_cuda_*.py"), *folders[1].glob("on_gpu*.py")]
+    patterns = ("test_oracle_*.py", "test_cuda_*.py", "on_gpu*.py")
+    cases = [path for pattern in patterns for path in folders[1].glob(pattern)]
     names = [path.stem for path in cases if path.stem != "test_cuda_build"]
-    assert {"on_gpu", "on_gpu_swaps", "test_cuda_attention"} <= set(names)
+    assert {"on_gpu", "on_gpu_swaps", "test_oracle_attention"} <= set(names)
     measurements = ("benchmarks.gpu.session", "benchmarks.gpu.first")
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTS, str(ROOT), *measurements, *names],

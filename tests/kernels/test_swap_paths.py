@@ -158,22 +158,16 @@ def test_scattered_blocks_are_one_batch_where_the_driver_takes_it(
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "num_launches"), ((224, 1), (225, 1), (2016, 1), (2240, 2), (2241, 2))
+    ("driver", "num_pairs", "num_launches"),
+    (
+        *((NEW_DRIVER, *row) for row in ((224, 1), (225, 1), (2016, 1), (2240, 2), (2241, 2))),
+        *((OLD_DRIVER, *row) for row in ((224, 1), (225, 2), (2241, 11))),  # smaller launches
+    ),
 )
 def test_many_small_blocks_take_few_launches(
-    native: ModuleType, num_pairs: int, num_launches: int
+    native: ModuleType, driver: int, num_pairs: int, num_launches: int
 ) -> None:
-    source, destination = Pool(num_pairs, 48), Pool(num_pairs, 48)
-    pairs = torch.stack((torch.randperm(num_pairs), torch.randperm(num_pairs)), dim=1)
-    assert swap(native, source, destination, pairs) == num_launches
-    assert torch.equal(destination.blocks[pairs[:, 1]], source.blocks[pairs[:, 0]])
-
-
-@pytest.mark.parametrize(("num_pairs", "num_launches"), ((224, 1), (225, 2), (2241, 11)))
-def test_an_old_driver_takes_smaller_launches(
-    native: ModuleType, num_pairs: int, num_launches: int
-) -> None:
-    native.set_driver_version(OLD_DRIVER)
+    native.set_driver_version(driver)
     source, destination = Pool(num_pairs, 48), Pool(num_pairs, 48)
     pairs = torch.stack((torch.randperm(num_pairs), torch.randperm(num_pairs)), dim=1)
     assert swap(native, source, destination, pairs) == num_launches

@@ -18,7 +18,7 @@ from kvplane.errors import (
 from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
-from tests.helpers.flaky_proxy import FlakyProxy
+from tests.helpers.lossy_link import LossyLink
 
 
 @pytest.fixture
@@ -82,13 +82,13 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
 
     undisturbed = await outputs(data, lambda: None)
     async with (
-        FlakyProxy(planes.data.address) as proxy,
+        LossyLink(planes.data.address) as proxy,
         DataClient(proxy.address, shared_memory=False) as disturbed,
     ):
         loop = asyncio.get_running_loop()
 
         def break_soon() -> None:
-            loop.call_later(random.uniform(0, 0.005), proxy.hold_answers)
+            loop.call_later(random.uniform(0, 0.005), proxy.hold, "answers")
             loop.call_later(random.uniform(0.005, 0.01), proxy.cut)
 
         assert await outputs(disturbed, break_soon) == undisturbed

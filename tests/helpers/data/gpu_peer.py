@@ -58,7 +58,7 @@ class MemoryUser:
 
     def __init__(self) -> None:
         sys.path.append(str(Path(__file__).parents[2] / "kernels"))
-        self.native = import_module("device_backends").chosen_backend().native
+        self.native = import_module("backends").chosen_backend().native
         self.held: list[Any] = []
 
     def open_memory(self, handle: bytes, num_bytes: int, file: int = -1) -> bytes:

@@ -6,8 +6,10 @@ from tests.mutants.fault import Fault
 
 SERVER, REQUESTS = "kvplane/serving/http_server.py", "kvplane/serving/http_requests.py"
 OPEN, BUDGET = (f"kvplane/serving/limits/{n}.py" for n in ("open_requests", "receive_budget"))
-CLIENTS, ENGINES = (f"tests/attacks/test_http_{n}.py" for n in ("clients", "engines"))
+CLIENTS = "tests/attacks/test_http_clients.py"
+ENGINES = "integrations/router/tests/test_router_engines.py"
 BOUND = "limit_concurrency=most_connections(),"
+CLOSED = f"{CLIENTS}::test_a_connection_that_says_no_more_is_answered_and_closed"
 BODIES = f"{CLIENTS}::test_bodies_take_no_more_memory_than_is_set"
 LISTS = f"{ENGINES}::test_a_list_of_models_is_read_in_time_and_in_bounds"
 
@@ -19,14 +21,14 @@ FAULTS = tuple(
             SERVER,
             BOUND,
             f"timeout_keep_alive=3600, {BOUND}",
-            f"{CLIENTS}::test_an_idle_connection_is_closed_after_an_answer",
+            f"{CLOSED}[idle_after_an_answer]",
         ),
         (
             "heads_have_any_length",
             SERVER,
             BOUND,
             f"h11_max_incomplete_event_size=1 << 40, {BOUND}",
-            f"{CLIENTS}::test_a_head_without_end_is_refused",
+            f"{CLOSED}[head_without_end]",
         ),
         (
             "bodies_are_waited_for",

@@ -7,13 +7,9 @@ from collections.abc import Iterator
 from tests.mutants.fault import Fault
 
 CPU, NATIVE = (f"data_plane/kernels/backends/{name}.py" for name in ("cpu", "native"))
-ATTENTION, OPTIONS, INVARIANCE, CACHING, COPIES, FP8_ATTENTION, FP8_CONVERSIONS, LATENTS, BAD = (
-    f"tests/kernels/test_{name}.py"
-    for name in (
-        *("paged_attention", "attention_options", "paged_attention_invariance"),
-        *("reshape_and_cache", "block_copies", "fp8_attention", "fp8_conversions", "latents"),
-        "kernels_bad_input",
-    )
+ATTENTION, BITS, CACHING, BLOCKS, BAD = (
+    f"tests/kernels/test_oracle_{name}.py"
+    for name in ("attention", "bits", "caching", "blocks", "bad_input")
 )
 
 ATTENDS = "        return self._attend(arguments, out, lse, share_reads=self._share_reads)\n"
@@ -48,7 +44,7 @@ ARGUMENTS = (
     ),
     (
         "values_at_the_end_of_latents",
-        LATENTS,
+        ATTENTION,
         "keys, values = a['pages']",
         "a['pages'] = keys, keys[..., keys.shape[3] - values.shape[3] :]",
     ),
@@ -67,10 +63,10 @@ ARGUMENTS = (
         "a['options'] = replace(a['options'], sliding_window_tokens=window + (window > 0))",
     ),
     ("alibi_dropped", ATTENTION, "a['options'] = replace(a['options'], alibi_slopes=())"),
-    ("soft_cap_dropped", OPTIONS, "a['options'] = replace(a['options'], logit_soft_cap=0.0)"),
+    ("soft_cap_dropped", ATTENTION, "a['options'] = replace(a['options'], logit_soft_cap=0.0)"),
     (
         "sinks_of_the_next_head",
-        OPTIONS,
+        ATTENTION,
         "sinks = a['options'].sinks",
         "a['options'] = replace(a['options'], sinks=sinks[1:] + sinks[:1])",
     ),
@@ -80,17 +76,17 @@ ARGUMENTS = (
         BAD,
         "a['block_tables'] = a['block_tables'].clamp(min=0)",
     ),
-    ("key_scales_forgotten", FP8_ATTENTION, "a['key_scales'] = None"),
-    ("value_scales_forgotten", FP8_ATTENTION, "a['value_scales'] = None"),
+    ("key_scales_forgotten", ATTENTION, "a['key_scales'] = None"),
+    ("value_scales_forgotten", ATTENTION, "a['value_scales'] = None"),
     (
         "scales_of_the_next_head",
-        FP8_ATTENTION,
+        ATTENTION,
         "for name in ('key_scales', 'value_scales'):",
         "    a[name] = None if a[name] is None else a[name].roll(1)",
     ),
     (
         "scales_of_keys_and_values_exchanged",
-        FP8_ATTENTION,
+        ATTENTION,
         "a['key_scales'], a['value_scales'] = a['value_scales'], a['key_scales']",
     ),
 )
@@ -105,7 +101,7 @@ def _of_arguments() -> Iterator[Fault]:
             *lines,
             "arguments = AttentionArguments(**a)",
         )
-        yield Fault(name, CPU, ATTENDS, _lines(*changed) + ATTENDS, tests)
+        yield Fault(name, CPU, ATTENDS, _lines(*changed) + ATTENDS, tests, "not emulated")
 
 
 RESULTS = (
@@ -118,13 +114,13 @@ RESULTS = (
     ),
     (
         "bits_depend_on_the_batch",
-        INVARIANCE,
+        BITS,
         "if arguments.context_lens.shape[0] > 1:",
         "    out.copy_(torch.nextafter(out.float(), torch.zeros(())))",
     ),
     (
         "bits_depend_on_the_threads",
-        INVARIANCE,
+        BITS,
         "if self.num_threads == 7:",
         "    out.copy_(torch.nextafter(out, out * 2))",
     ),
@@ -135,7 +131,7 @@ def _of_results() -> Iterator[Fault]:
     """Attention whose output, ``out``, is changed."""
     for name, tests, *lines in RESULTS:
         changed = (ATTENDS.strip().replace("return", "out ="), *lines, "return out")
-        yield Fault(name, CPU, ATTENDS, _lines(*changed), tests)
+        yield Fault(name, CPU, ATTENDS, _lines(*changed), tests, "not emulated")
 
 
 QUOTIENTS = (
@@ -168,14 +164,14 @@ WRITES = (
     ),
     (
         "keys_times_the_inverse_of_their_scales",
-        FP8_CONVERSIONS,
+        CACHING,
         "if arguments.key_scales is not None:",
         "    key = arguments.key.float() * (1 / arguments.key_scales.view(-1, 1))",
         DIVIDED,
     ),
     (
         "fp8_cut_off_instead_of_rounded",
-        FP8_CONVERSIONS,
+        CACHING,
         *QUOTIENTS,
         "    bits = 20 if largest < 1000 else 21  # of an fp32's that the type does not have",
         "    key = (key.view(torch.int32) & -(1 << bits)).view(torch.float32)",
@@ -183,14 +179,14 @@ WRITES = (
     ),
     (
         "fp8_not_saturated",
-        FP8_CONVERSIONS,
+        CACHING,
         *QUOTIENTS,
         "    key = torch.where(key.abs() > largest, torch.nan, key)",
         DIVIDED,
     ),
     (
         "fp8_subnormals_become_zero",
-        FP8_CONVERSIONS,
+        CACHING,
         *QUOTIENTS,
         "    smallest = 2**-6 if largest < 1000 else 2**-14",
         "    key = torch.where(key.abs() < smallest, 0.0, key)",
@@ -198,7 +194,7 @@ WRITES = (
     ),
     (
         "fp8_nan_becomes_zero",
-        FP8_CONVERSIONS,
+        CACHING,
         *QUOTIENTS,
         "    key = key.nan_to_num(nan=0.0, posinf=largest, neginf=-largest)",
         DIVIDED,
@@ -209,9 +205,8 @@ WRITES = (
 def _of_writes() -> Iterator[Fault]:
     """Caching whose ``arguments`` are changed first, if they are of a CPU."""
     for name, tests, *lines in WRITES:
-        yield Fault(
-            name, NATIVE, CACHES, CACHES + _lines("from dataclasses import replace", *lines), tests
-        )
+        changed = CACHES + _lines("from dataclasses import replace", *lines)
+        yield Fault(name, NATIVE, CACHES, changed, tests, "not emulated")
 
 
 def _lines(*lines: str) -> str:
@@ -227,20 +222,20 @@ FAULTS = (
         NATIVE,
         'self._copy("copy_blocks", pool, pool, pairs)',
         'self._copy("swap_blocks", pool.clone(), pool, pairs)',
-        COPIES,
+        BLOCKS,
     ),
     Fault(
         "swaps_the_other_way_round",
         NATIVE,
         'self._copy("swap_blocks", source, destination, pairs)',
         'self._copy("swap_blocks", source, destination, pairs.flip(1))',
-        COPIES,
+        BLOCKS,
     ),
     Fault(
         "gathers_in_order_of_ids",
         NATIVE,
         'self._pack("gather_blocks", pool, block_ids, blocks)',
         'self._pack("gather_blocks", pool, block_ids.sort().values, blocks)',
-        COPIES,
+        BLOCKS,
     ),
 )

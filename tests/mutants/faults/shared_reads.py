@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.fault import Fault
 
-TESTS = "tests/kernels/test_shared_prefixes.py::test_tiles_that_sequences_share_are_read_once"
+TESTS = "tests/kernels/test_oracle_bits.py::test_tiles_that_sequences_share_are_read_once"
 FINDING, ATTENTION = "csrc/cpu/shared_splits.h", "csrc/cpu/paged_attention.cpp"
 
 FAULTS = (

@@ -6,7 +6,7 @@ from tests.mutants.fault import Fault
 from tests.mutants.machines import CpuModule
 
 FILE = "csrc/cpu/row_ops/row_ops_stored.h"
-TESTS = CpuModule(("tests/kernels/test_fp8_attention.py",), "test_a_nan_in_a_tile")
+TESTS = CpuModule(("tests/kernels/test_oracle_values.py",), "test_a_nan_in_a_tile")
 
 FAULTS = (
     Fault("codes_of_an_odd_last_unit_not_searched", FILE, "codes.add(last);", "", TESTS),

@@ -17,7 +17,7 @@ from kvplane.errors import (
 )
 from kvplane.session import AbortResult
 from kvplane.wire.plane.v1 import plan_pb2
-from tests.helpers.flaky_proxy import FlakyProxy
+from tests.helpers.lossy_link import LossyLink
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT
 
@@ -26,13 +26,13 @@ POOL = "pool"
 
 
 @pytest.fixture
-async def proxy(control_server: ControlPlaneServer) -> AsyncIterator[FlakyProxy]:
-    async with FlakyProxy(control_server.address) as proxy:
+async def proxy(control_server: ControlPlaneServer) -> AsyncIterator[LossyLink]:
+    async with LossyLink(control_server.address) as proxy:
         yield proxy
 
 
 @pytest.fixture
-async def client(proxy: FlakyProxy) -> AsyncIterator[ControlClient]:
+async def client(proxy: LossyLink) -> AsyncIterator[ControlClient]:
     async with ControlClient(proxy.address) as client:
         yield client
 
@@ -46,12 +46,12 @@ async def session(client: ControlClient, shard: RawShard) -> AsyncIterator[Sessi
 async def lose_the_answer(
     control_server: ControlPlaneServer,
     client: ControlClient,
-    proxy: FlakyProxy,
+    proxy: LossyLink,
     call: Awaitable[object],
 ) -> object:
     """Cut the connection when the plane has run ``call`` and its answer is under way."""
     before = fingerprint(control_server)
-    proxy.hold_answers()
+    proxy.hold("answers")
     task = asyncio.ensure_future(call)
     while fingerprint(control_server) == before:
         await asyncio.sleep(0.001)
@@ -84,7 +84,7 @@ async def test_the_client_knows_its_plane_and_its_sessions_terms(
 async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(
     control_server: ControlPlaneServer,
     client: ControlClient,
-    proxy: FlakyProxy,
+    proxy: LossyLink,
     session: Session,
 ) -> None:
     step = session.step([ops.admit(1, [1] * 20)])
@@ -103,7 +103,7 @@ async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(
 
 
 async def test_a_step_that_ran_but_was_cancelled_is_answered_again_or_left_to_be_claimed(
-    control_server: ControlPlaneServer, proxy: FlakyProxy, session: Session
+    control_server: ControlPlaneServer, proxy: LossyLink, session: Session
 ) -> None:
     await cancel_after_it_ran(control_server, proxy, session, sequence_id=1)
     again = await session.step([ops.admit(1, [1] * 20)])
@@ -117,10 +117,10 @@ async def test_a_step_that_ran_but_was_cancelled_is_answered_again_or_left_to_be
 
 
 async def cancel_after_it_ran(
-    control_server: ControlPlaneServer, proxy: FlakyProxy, session: Session, sequence_id: int
+    control_server: ControlPlaneServer, proxy: LossyLink, session: Session, sequence_id: int
 ) -> None:
     before = fingerprint(control_server)
-    proxy.hold_answers()
+    proxy.hold("answers")
     step = asyncio.create_task(session.step([ops.admit(sequence_id, [sequence_id] * 20)]))
     while fingerprint(control_server) == before:
         await asyncio.sleep(0.001)
@@ -131,13 +131,13 @@ async def cancel_after_it_ran(
 
 
 async def test_every_step_runs_once_however_often_the_connection_breaks(
-    proxy: FlakyProxy, session: Session, shard: RawShard
+    proxy: LossyLink, session: Session, shard: RawShard
 ) -> None:
     async def break_it() -> None:
         while True:
             await asyncio.sleep(random.uniform(0, 0.1))
             if random.random() < 0.5:
-                proxy.hold_answers()
+                proxy.hold("answers")
                 await asyncio.sleep(random.uniform(0, 0.01))
             proxy.cut()
 

@@ -16,7 +16,15 @@ class LossyLink:
         self._writers: set[asyncio.StreamWriter] = set()
         self._passes = {"requests": asyncio.Event(), "answers": asyncio.Event()}
         self._delay_s = 0.0
+        self.num_connections = 0
         self.heal()
+
+    async def __aenter__(self) -> LossyLink:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def address(self) -> str:
@@ -38,9 +46,10 @@ class LossyLink:
             passes.set()
 
     def cut(self) -> None:
-        """Drop every connection, and what was under way in it."""
+        """Drop every connection, and what was under way in it. New ones pass everything."""
         for writer in list(self._writers):
             writer.transport.abort()
+        self.heal()
 
     def hold(self, direction: str) -> None:
         """Take what is sent as "requests" or "answers" and pass none of it on."""
@@ -58,6 +67,7 @@ class LossyLink:
                     writer.write_eof()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         try:
             far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
         except OSError:

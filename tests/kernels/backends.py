@@ -1,8 +1,9 @@
-"""The backends `emulated` and `cuda`, for tensors on the CPU.
+"""The backends that the cases of ``kernel_cases`` run on: each instruction set of the CPU, and the
+CUDA kernels, `emulated` or `cuda`.
 
 Arguments and results are on the CPU, as the cases make them; `cuda` moves them there and back.
 KVPLANE_DEVICE_BACKEND chooses: `emulated` (the default) needs a C++ compiler, `cuda` a GPU and a
-build of csrc with KVPLANE_CUDA=ON.
+build of csrc with KVPLANE_CUDA=ON. With `cuda` no test runs on the CPU.
 """
 
 from __future__ import annotations
@@ -13,17 +14,40 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import kernel_cases
+import kvplane_kernels
 import torch
 from emulated_build import emulated_module
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.backend import Kernels
+from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.backends.cuda import CudaKernels
 from data_plane.memory.pages import Pages
 
 Arguments = TypeVar("Arguments", AttentionArguments, WriteArguments)
+
+DEVICE: Final = os.environ.get("KVPLANE_DEVICE_BACKEND", "emulated")
+CPUS: Final = () if DEVICE == "cuda" else tuple(kvplane_kernels.cpu_isas())
+ALL: Final = (*CPUS, DEVICE)
+ONE_OF_EACH: Final = (*CPUS[:1], DEVICE)
+
+
+@contextmanager
+def used(name: str) -> Iterator[Kernels]:
+    """Run the cases of ``kernel_cases`` on the backend of this name."""
+    if name == DEVICE:
+        with in_place_of_the_cpu(chosen_backend()) as backend:
+            yield backend  # type: ignore[misc]
+        return
+    before = kvplane_kernels.cpu_isa()
+    kvplane_kernels.use_cpu_isa(name)
+    try:
+        yield CpuKernels()
+    finally:
+        kvplane_kernels.use_cpu_isa(before)
 
 
 def chosen_backend(*, split_tokens: int = 64) -> DeviceBackend:
@@ -44,19 +68,19 @@ class DeviceBackend:
 
     def __init__(self, native: ModuleType, device: str, *, split_tokens: int = 64) -> None:
         self.native = native
-        self.device = torch.device(device)
+        self.torch_device = torch.device(device)
         self.split_tokens = split_tokens
-        self.kernels = CudaKernels(native, self.device, split_tokens=split_tokens)
+        self.kernels = CudaKernels(native, self.torch_device, split_tokens=split_tokens)
 
     def set_seed(self, seed: int) -> None:
         """Chooses the order of the emulator's threads; a GPU takes its own."""
-        if self.device.type == "cpu":
+        if self.torch_device.type == "cpu":
             self.native.set_seed(seed)
 
     def paged_attention(
         self, arguments: AttentionArguments, *, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
-        there = torch.full(arguments.query.shape[:2], torch.nan, device=self.device)
+        there = torch.full(arguments.query.shape[:2], torch.nan, device=self.torch_device)
         out = self.kernels.paged_attention(self._all_there(arguments), lse=there)
         self.check_faults()
         if lse is not None:
@@ -96,20 +120,20 @@ class DeviceBackend:
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the device, with the same strides."""
-        if self.device.type == "cpu":
+        if self.torch_device.type == "cpu":
             return tensor
         if tensor.numel() == 0:
-            return tensor.to(self.device)
+            return tensor.to(self.torch_device)
         room = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        whole = tensor.as_strided((room,), (1,)).to(self.device)
+        whole = tensor.as_strided((room,), (1,)).to(self.torch_device)
         return whole.as_strided(tensor.shape, tensor.stride())
 
     def _pages_there(self, pages: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Keys and values on the device, as far apart as they are here."""
-        if self.device.type == "cpu":
+        if self.torch_device.type == "cpu":
             return pages
         first = pages[0]
-        whole = first.new_empty(0).set_(first.untyped_storage()).to(self.device)
+        whole = first.new_empty(0).set_(first.untyped_storage()).to(self.torch_device)
         return tuple(whole.as_strided(p.shape, p.stride(), p.storage_offset()) for p in pages)
 
     def _all_there(self, arguments: Arguments) -> Arguments:
@@ -124,7 +148,7 @@ class DeviceBackend:
 
     def _back(self, there: Pages, here: Pages) -> None:
         """Both are a tensor, or both are keys and values."""
-        if self.device.type == "cpu":
+        if self.torch_device.type == "cpu":
             return
         if isinstance(there, torch.Tensor) and isinstance(here, torch.Tensor):
             there, here = (there, there), (here, here)
