@@ -101,14 +101,9 @@ def is_busy(pair: Pair, pool: str = POOL) -> bool:
 EMBEDDED = ("--data-plane", "embedded", "--num-device-blocks", "40")
 
 
+@pytest.mark.nightly  # sleeps for a lease; sessions that expire have tests of theirs on push
 @pytest.mark.parametrize(
-    ("more", "after_s"),
-    [
-        ((), 0.0),
-        pytest.param((), 0.07, marks=pytest.mark.nightly),
-        pytest.param(EMBEDDED, 0.0, marks=pytest.mark.nightly),
-        pytest.param(EMBEDDED, 0.07, marks=pytest.mark.nightly),
-    ],
+    ("more", "after_s"), [((), 0.0), ((), 0.07), (EMBEDDED, 0.0), (EMBEDDED, 0.07)]
 )
 def test_an_engine_that_slept_past_its_lease_gives_the_same_answers(
     model: Path, pair: Pair, tmp_path: Path, calm: str, more: tuple[str, ...], after_s: float
@@ -243,6 +238,7 @@ def test_two_engines_that_each_want_more_than_half_of_the_pool_both_come_to_an_e
         wait_until(lambda: num_in_use(describe(pair)) == 0)
 
 
+@pytest.mark.nightly  # sleeps; shards that are taken over have tests of theirs on push
 def test_a_data_plane_that_was_taken_over_while_it_slept_ends_and_says_why(
     model: Path, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.
         time.sleep(0.05)
 
 
+@pytest.mark.nightly  # a whole demonstration
 def test_without_the_native_kernels_it_fails(tmp_path: Path) -> None:
     package = tmp_path / "packages" / "kvplane_kernels"
     package.mkdir(parents=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from engine_planes import POOL, Pair
 
 from engine import LLM, SamplingParams
@@ -17,6 +18,7 @@ def num_files(folder: Path) -> int:
     return len([*folder.rglob("*.block")])
 
 
+@pytest.mark.nightly  # two engines; on push a prefix outlives its process in test_file_tier
 def test_a_killed_data_plane_comes_back_with_its_files_and_answers_the_same(
     model: Path, tmp_path: Path
 ) -> None:

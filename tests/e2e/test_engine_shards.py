@@ -123,6 +123,7 @@ def test_ranks_compute_with_the_frequencies_of_a_chosen_length(model, tmp_path) 
         control.stop()
 
 
+@pytest.mark.nightly  # two engines on two shards; on push one whose shard is killed ends
 def test_a_killed_shard_comes_back_and_the_answers_are_the_same(model, tmp_path, expected) -> None:
     control = Process("control_plane", tmp_path / "control.log").start()
     shards = [

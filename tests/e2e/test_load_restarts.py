@@ -58,6 +58,7 @@ async def test_it_goes_on_when_each_plane_is_killed_and_comes_back(
             await asyncio.wait([running])
 
 
+@pytest.mark.nightly  # a pair of planes and their model: clients that reopen have tests of theirs
 async def test_it_fails_when_a_plane_does_not_come_back(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +75,7 @@ async def test_it_fails_when_a_plane_does_not_come_back(
     assert load.num_steps > 0
 
 
+@pytest.mark.nightly  # a pair of planes of its own
 def test_the_program_prints_what_came_of_it(model: Path, tmp_path: Path) -> None:
     pool = ("--pool-id", "default")
     with Pair(model, tmp_path, arguments=pool) as pair:
