@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.gpu_programs import PYTEST, run_on_simulated_gpu
 
 TESTS = (
-    *(f"tests/gpu_sim/on_gpu_{name}.py" for name in ("refusals", "plane_cache", "model_states")),
+    *(f"tests/gpu_sim/on_gpu_{name}.py" for name in ("refusals", "plane_cache")),
     *(f"tests/kernels/on_gpu_{name}.py" for name in ("steps", "swaps", "data_plane")),
     *("-k", "not run_ahead and not go_on_beside"),
 )
@@ -23,6 +23,7 @@ NIGHTLY = {
     "every kernel's time": ("benchmarks.gpu.measure", "--tiny"),
     "a model": ("benchmarks.gpu.try_model",),
     "captured steps of a model": ("benchmarks.gpu.model_steps", "--tiny", "--batches", "1,3"),
+    "states of models": (*PYTEST, "tests/gpu_sim/on_gpu_model_states.py"),
     "the kernels' tests": (*PYTEST, *(f"tests/kernels/{name}.py" for name in KERNELS)),
 }
 
@@ -32,6 +33,7 @@ def check(words: tuple[str, ...], out: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
+@pytest.mark.early
 @pytest.mark.timeout(900)
 def test_tests_for_a_gpu_pass_on_a_simulated_one(tmp_path: Path) -> None:
     check((*PYTEST, *TESTS), tmp_path)
