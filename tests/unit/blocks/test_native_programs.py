@@ -69,8 +69,8 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
         (
             "test_id_map",
             "containers/id_map.h",
-            "size_t handle = home_of(key);",
-            "size_t handle = home_of(key) + 7;",
+            "size_t slot = home_of(key);",
+            "size_t slot = home_of(key) + 7;",
             "AddressSanitizer",
         ),
         (
@@ -104,7 +104,7 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
     ],
     ids=[
         "wrong-key-fills-a-hole",
-        "handle-out-of-range",
+        "slot-out-of-range",
         "column-read-past-its-end",
         "head-evicted-before-its-tail",
         "idle-blocks-below-are-not-looked-at",
