@@ -68,12 +68,14 @@ def git(*arguments: str) -> str:
 
 
 def base_commit() -> str:
-    """The commit to build. Fails where no release is tagged and none is named."""
+    """The commit to build. A clone may lack tags: then it is the commit that brought the contract's
+    last baseline, which is the one that is tagged.
+    """
     named = os.environ.get("KVPLANE_SKEW_BASE")
     if not named:
         tags = git("tag", "--list", TAGS, "--merged", "HEAD", "--sort=-creatordate").split()
-        assert tags, f"no commit is tagged {TAGS}: name one in KVPLANE_SKEW_BASE"
-        named = tags[0]
+        baseline = ("--diff-filter=A", "--", f"protos/{TAGS}.binpb")
+        named = tags[0] if tags else git("log", "-1", "--format=%H", *baseline)
     return git("rev-parse", "--verify", f"{named}^{{commit}}")
 
 
