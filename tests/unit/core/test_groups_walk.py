@@ -136,7 +136,7 @@ def test_groups_stay_in_step(seed: int) -> None:
 
 def test_an_abort_leaves_no_group_with_more_published_than_written() -> None:
     """One group found a prefix that another had to wait for, and the plan was aborted."""
-    walk(116, 1500)
+    walk(122, 1500)
 
 
 @pytest.mark.nightly
