@@ -82,7 +82,7 @@ class Shape:
 
     @property
     def is_held(self) -> bool:
-        """Whether decode of this batch has a target."""
+        """Return whether decode of this batch has a target."""
         return self.kind == "decode" and self.batch >= 16 and self.context >= 4096
 
     def __str__(self) -> str:

@@ -166,7 +166,7 @@ class Session:
 
     @property
     def resync_due(self) -> bool:
-        """Whether the next plan says what all tables are."""
+        """Return whether the next plan says what all tables are."""
         return self.native.resync_due(self.handle)
 
     def num_held(self) -> int:
@@ -213,7 +213,7 @@ class Session:
         self._voided.append(number)
 
     def is_voided(self, number: int) -> bool:
-        """Whether the plan was aborted."""
+        """Return whether the plan was aborted."""
         return number in self._voided
 
 

@@ -227,7 +227,7 @@ class Executor:
             return self._sessions.open(verified).id
 
     def is_open(self, session_id: int) -> bool:
-        """Whether the session was opened here and has not ended."""
+        """Return whether the session was opened here and has not ended."""
         return session_id in self._sessions
 
     def start(

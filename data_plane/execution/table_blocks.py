@@ -155,7 +155,7 @@ class TableBlocks:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a file tier writes and loads blocks."""
+        """Return whether a file tier writes and loads blocks."""
         return self._plans.reused is not None
 
     def watch_reuse(self, on_reuse: Callable[[], None]) -> None:

@@ -54,7 +54,7 @@ class RunningPlan:
     If the session has fixed steps: on the host until ``PlanRunner.batch`` is called.
     """
     on_host: tuple[AttentionBatch, ...]
-    """The same batches on the host."""
+    """Holds the same batches on the host."""
     allocated: AllocatedBlocks
     to_clear: tuple[BlocksByTier, BlocksByTier]
     """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
@@ -76,14 +76,14 @@ class RunningPlan:
     pass_index: int | None = None
     """The present pass; None where all tokens are computed at once."""
     cleared: bool = False
-    """Whether the clearing before the transfers is queued."""
+    """Says whether the clearing before the transfers is queued."""
     num_batches_queued: int = 0
     """How many of ``batches`` are queued; each is queued once."""
     transferred: bool = False
-    """Whether all clearing and transfers are queued. Layers may only come after them."""
+    """Says whether all clearing and transfers are queued. Layers may only come after them."""
     receipt: pb.SignedPayload | None = None
     used_after_receipt: bool = False
-    """Whether the device may still read the batch after the receipt."""
+    """Says whether the device may still read the batch after the receipt."""
     failure: str = ""
     """Why there will be no receipt; empty while there may be one."""
     span: Any = None
@@ -119,7 +119,7 @@ class RunningPlan:
 
     @property
     def is_queued(self) -> bool:
-        """Whether all of the plan's transfers and all layers of its present pass are queued."""
+        """Return whether the plan's transfers and the layers of its present pass are all queued."""
         return self.transferred and self.progress.is_complete
 
     @property
