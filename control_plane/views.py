@@ -12,7 +12,7 @@ from control_plane.pools.pool import Pool
 from control_plane.pools.reports import TIERS
 from control_plane.queries import states
 from control_plane.sessions.session import Session
-from kvplane.results import sequence_states
+from kvplane.results import SequenceState
 from kvplane.wire.v1 import types_pb2 as tpb
 
 STATES: Final = ("free", "cached", "retired", "pinned", "held")
@@ -68,7 +68,7 @@ def _sessions(sessions: list[Session]) -> list[dict[str, Any]]:
     room = _MAX_SEQUENCES
     shown = []
     for session in sessions[:_MAX_SESSIONS]:
-        sequences = list(islice(sequence_states(states(session)), room))
+        sequences = list(islice(SequenceState.all_from_proto(states(session)), room))
         room -= len(sequences)
         shown.append(
             {

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.wire.dtypes import dtype_from_wire, dtype_to_wire
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as pb
 
@@ -31,14 +32,6 @@ FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 """Types in which only stored keys and values may be; the only ones with scales."""
 ELEMENT_BYTES: Final = FLOAT_BYTES | FP8_BYTES
-_TO_WIRE: Final = {
-    "float32": pb.ELEMENT_TYPE_FLOAT32,
-    "float16": pb.ELEMENT_TYPE_FLOAT16,
-    "bfloat16": pb.ELEMENT_TYPE_BFLOAT16,
-    "float8_e4m3fn": pb.ELEMENT_TYPE_FLOAT8_E4M3FN,
-    "float8_e5m2": pb.ELEMENT_TYPE_FLOAT8_E5M2,
-}
-_FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
 KEYS_AND_VALUES: Final = "keys_and_values"
 LATENT: Final = "latent"
 _CACHE_KINDS: Final = {
@@ -51,20 +44,6 @@ _CACHE_KINDS: Final = {
 _TO_KIND: Final = {name: kind for kind, name in _CACHE_KINDS.items()}
 _MAX_SHOWN_CHARS: Final = 60
 _SCALES: Final = ("key_scales", "value_scales")
-
-
-def dtype_to_wire(dtype: str) -> pb.ElementType:
-    """``"bfloat16"`` -> ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError for another name."""
-    if dtype not in _TO_WIRE:
-        raise InvalidRequestError(f"{dtype!r} is none of {', '.join(_TO_WIRE)}", field="dtype")
-    return _TO_WIRE[dtype]
-
-
-def dtype_from_wire(value: pb.ElementType, *, field: str) -> str:
-    """The inverse of ``dtype_to_wire``. Raises InvalidRequestError naming ``field``."""
-    if value not in _FROM_WIRE:
-        raise InvalidRequestError(f"element type {value} is not known", field=field)
-    return _FROM_WIRE[value]
 
 
 @dataclass(frozen=True, slots=True)

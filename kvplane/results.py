@@ -23,7 +23,6 @@ from kvplane.tensor import Tensor
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_messages import from_wire, seconds_of
-from kvplane.wire.v1 import execution_pb2 as dpb
 from kvplane.wire.v1 import pool_pb2, types_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
@@ -56,10 +55,10 @@ class StepResult:
 
     __slots__ = ("_earlier", "_message", "_results")
 
-    def __init__(self, message: pb.StepResponse, earlier: SessionNews | None = None) -> None:
-        """``earlier``: news that nobody has read."""
-        self._message = message
-        self._earlier = earlier
+    def __init__(self, _message: pb.StepResponse, _earlier: SessionNews | None = None) -> None:
+        """``_earlier``: news that nobody has read."""
+        self._message = _message
+        self._earlier = _earlier
         self._results: list[OperationResult] | None = None
 
     @property
@@ -77,7 +76,7 @@ class StepResult:
     @property
     def usage(self) -> tuple[TierUsage, ...]:
         """Usage of the pool's blocks after the step, for each tier of each layer group."""
-        return tier_usages(self._message.usage)
+        return _tier_usages(self._message.usage)
 
     @property
     def revision(self) -> int:
@@ -92,7 +91,7 @@ class StepResult:
     @property
     def news(self) -> SessionNews:
         """Events that the session did not request."""
-        news = news_of(self._message.news)
+        news = SessionNews.from_proto(self._message.news)
         return news if self._earlier is None else self._earlier.then(news)
 
     def after(self, earlier: SessionNews) -> StepResult:
@@ -100,10 +99,10 @@ class StepResult:
         return StepResult(self._message, earlier)
 
     def raise_for_status(self) -> StepResult:
-        """Return the result itself. Raises ``error_of`` the first item that was not done."""
+        """Return the result itself. Raises the error of the first item that was not done."""
         for outcome in self._message.results:
             for failure in outcome.failures:
-                raise error_of(failure)
+                raise _error_of(failure)
         return self
 
 
@@ -133,6 +132,18 @@ class ItemFailure:
     num_blocks_available: int = 0
     num_blocks_pending: int = 0
 
+    @classmethod
+    def from_proto(cls, message: pb.ItemFailure) -> ItemFailure:
+        """Read a message."""
+        return cls(
+            message.item,
+            _error_of(message),
+            message.shortage.queue_position,
+            message.shortage.num_blocks_needed,
+            message.shortage.num_blocks_available,
+            message.shortage.num_blocks_pending,
+        )
+
     @property
     def is_later(self) -> bool:
         """Whether the item may be done later."""
@@ -146,23 +157,13 @@ class OperationResult:
 
     __slots__ = ("_message",)
 
-    def __init__(self, message: pb.OperationResult) -> None:
-        self._message = message
+    def __init__(self, _message: pb.OperationResult) -> None:
+        self._message = _message
 
     @property
     def failures(self) -> list[ItemFailure]:
         """The items that were not done, ascending. They have changed nothing."""
-        return [
-            ItemFailure(
-                failure.item,
-                error_of(failure),
-                failure.shortage.queue_position,
-                failure.shortage.num_blocks_needed,
-                failure.shortage.num_blocks_available,
-                failure.shortage.num_blocks_pending,
-            )
-            for failure in self._message.failures
-        ]
+        return [ItemFailure.from_proto(each) for each in self._message.failures]
 
     @property
     def admit(self) -> AdmitResult:
@@ -210,7 +211,7 @@ class TierUsage(NamedTuple):
 _fields_of_usage: Final = attrgetter(*TierUsage._fields)
 
 
-def tier_usages(messages: Iterable[types_pb2.TierUsage]) -> tuple[TierUsage, ...]:
+def _tier_usages(messages: Iterable[types_pb2.TierUsage]) -> tuple[TierUsage, ...]:
     """Read messages."""
     return tuple([TierUsage._make(_fields_of_usage(each)) for each in messages])
 
@@ -263,7 +264,7 @@ class PoolInfo:
             Layout.from_proto(message.layout),
             tuple(map(ShardInfo.from_proto, message.shards)),
             message.ready,
-            tier_usages(message.usage),
+            _tier_usages(message.usage),
         )
 
 
@@ -334,21 +335,33 @@ class SequenceState:
     num_blocks: int
     tier: int
 
-
-def sequence_states(message: pb.SequenceStates) -> list[SequenceState]:
-    """The elements, ids ascending. Raises InvalidRequestError when columns differ in length."""
-    num_sequences = columns.count(INT64, message.sequence_ids)
-    kinds = {"sequence_ids": INT64, "admitted_by": INT64, "tiers": UINT8}
-    values = (
-        columns.read(
-            kinds.get(field.name, INT32),
-            getattr(message, field.name),
-            f"sequences.{field.name}",
-            length=num_sequences,
+    @classmethod
+    def all_from_proto(cls, message: pb.SequenceStates) -> list[SequenceState]:
+        """Read a message, ids ascending. Raises InvalidRequestError when columns differ in
+        length.
+        """
+        num_sequences = columns.count(INT64, message.sequence_ids)
+        kinds = {"sequence_ids": INT64, "admitted_by": INT64, "tiers": UINT8}
+        values = (
+            columns.read(
+                kinds.get(field.name, INT32),
+                getattr(message, field.name),
+                f"sequences.{field.name}",
+                length=num_sequences,
+            )
+            for field in pb.SequenceStates.DESCRIPTOR.fields
         )
-        for field in pb.SequenceStates.DESCRIPTOR.fields
-    )
-    return [SequenceState(*each) for each in zip(*values, strict=True)]
+        return [cls(*each) for each in zip(*values, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortResult:
+    """Every sequence of a session after an abort. ``plan``, unless None, contains all tables whole
+    and must run before later ones.
+    """
+
+    sequences: list[SequenceState]
+    plan: Signed | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,12 +375,12 @@ class BlockTable:
     indices: array[int]
     generations: array[int]
 
-
-def block_table(message: types_pb2.Blocks) -> BlockTable:
-    """Read a table. Raises InvalidRequestError when columns differ in length."""
-    indices = columns.read(INT32, message.indices, "indices")
-    generations = columns.read(INT64, message.generations, "generations", length=len(indices))
-    return BlockTable(message.group, message.tier, indices, generations)
+    @classmethod
+    def from_proto(cls, message: types_pb2.Blocks) -> BlockTable:
+        """Read a table. Raises InvalidRequestError when columns differ in length."""
+        indices = columns.read(INT32, message.indices, "indices")
+        generations = columns.read(INT64, message.generations, "generations", length=len(indices))
+        return cls(message.group, message.tier, indices, generations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +419,17 @@ class PoolMatch:
     revision: int
     blocks: tuple[CachedBlock, ...] = ()
 
+    @classmethod
+    def from_proto(cls, message: ppb.PoolMatch) -> PoolMatch:
+        """Read a match. Raises InvalidRequestError when columns differ in length."""
+        return cls(
+            message.pool_id,
+            message.num_device_tokens,
+            message.num_host_tokens,
+            message.revision,
+            tuple(_cached_blocks(message.blocks)),
+        )
+
     @property
     def num_cached_tokens(self) -> int:
         """Leading tokens cached in either tier, whole blocks."""
@@ -420,17 +444,6 @@ class ForgetResult:
 
     num_forgotten_blocks: int
     num_blocks_in_use: int
-
-
-def pool_match(message: ppb.PoolMatch) -> PoolMatch:
-    """Read a match. Raises InvalidRequestError when columns differ in length."""
-    return PoolMatch(
-        message.pool_id,
-        message.num_device_tokens,
-        message.num_host_tokens,
-        message.revision,
-        tuple(_cached_blocks(message.blocks)),
-    )
 
 
 def _cached_blocks(message: ppb.PrefixBlocks) -> Iterator[CachedBlock]:
@@ -478,6 +491,26 @@ class SessionNews:
     deadline_s: float
     sequences_asked: tuple[int, ...]
 
+    @classmethod
+    def from_proto(cls, news: pb.News) -> SessionNews:
+        """Read a message. Raises InvalidRequestError for malformed columns."""
+        ids = columns.read(INT64, news.granted_sequence_ids, "granted_sequence_ids")
+        num_cached, num_blocks = (
+            columns.read(INT32, getattr(news, field), field, length=len(ids))
+            for field in ("granted_num_cached_tokens", "granted_num_blocks")
+        )
+        cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
+        reasons = columns.read(UINT8, news.cut_reasons, "cut_reasons", length=len(cut))
+        return cls(
+            granted=tuple(map(Granted, ids, num_cached, num_blocks)),
+            cut=dict(zip(cut, reasons, strict=True)),
+            num_blocks_asked=news.num_blocks_asked,
+            deadline_s=seconds_of(news.asked_within),
+            sequences_asked=tuple(
+                columns.read(INT64, news.asked_sequence_ids, "asked_sequence_ids")
+            ),
+        )
+
     def then(self, later: SessionNews) -> SessionNews:
         """Return these news followed by later ones."""
         asked = later if later.num_blocks_asked else self
@@ -490,24 +523,6 @@ class SessionNews:
         )
 
 
-def news_of(news: pb.News) -> SessionNews:
-    """Parse news. Raises InvalidRequestError for malformed columns."""
-    ids = columns.read(INT64, news.granted_sequence_ids, "granted_sequence_ids")
-    num_cached, num_blocks = (
-        columns.read(INT32, getattr(news, field), field, length=len(ids))
-        for field in ("granted_num_cached_tokens", "granted_num_blocks")
-    )
-    cut = columns.read(INT64, news.cut_sequence_ids, "cut_sequence_ids")
-    reasons = columns.read(UINT8, news.cut_reasons, "cut_reasons", length=len(cut))
-    return SessionNews(
-        granted=tuple(map(Granted, ids, num_cached, num_blocks)),
-        cut=dict(zip(cut, reasons, strict=True)),
-        num_blocks_asked=news.num_blocks_asked,
-        deadline_s=seconds_of(news.asked_within),
-        sequences_asked=tuple(columns.read(INT64, news.asked_sequence_ids, "asked_sequence_ids")),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ShardBlocks:
     """Whole blocks of one shard, in the canonical order (``BlockService`` in the contract).
@@ -518,20 +533,7 @@ class ShardBlocks:
     layout_fingerprint: bytes = b""
 
 
-def shard_blocks(message: dpb.ReadBlocksResponse) -> ShardBlocks:
-    """Read the blocks of an answer. Raises InternalError for a malformed tensor."""
-    return ShardBlocks(answered_tensor(message.blocks, "blocks"), message.layout_fingerprint)
-
-
-def answered_tensor(message: types_pb2.Tensor, field: str) -> Tensor:
-    """Read a data plane's tensor. Raises InternalError when it is malformed."""
-    try:
-        return Tensor.from_proto(message, field=field)
-    except InvalidRequestError as error:
-        raise InternalError(f"the data plane's answer is malformed: {error}") from error
-
-
-def error_of(failure: pb.ItemFailure) -> KvplaneError:
+def _error_of(failure: pb.ItemFailure) -> KvplaneError:
     """Return the error of an item that was not done: for LATER PoolFullError with its retry delay,
     for NEVER NeverFitsError, for FAILED the error that the control plane gave.
     """

@@ -15,7 +15,8 @@ from importlib import import_module
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import ELEMENT_BYTES, dtype_from_wire, dtype_to_wire
+from kvplane.layout import ELEMENT_BYTES
+from kvplane.wire.dtypes import dtype_from_wire, dtype_to_wire
 from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_DIMENSIONS: Final = 8

@@ -29,7 +29,6 @@ from kvplane.results import (
     SequenceState,
     ServerInfo,
     SessionSummary,
-    pool_match,
 )
 from kvplane.session import Session
 from kvplane.session.sequences import list_sequences
@@ -189,7 +188,7 @@ class ControlClient:
         response: prefix_pb2.FindPrefixResponse = await self._connection.call(
             self._prefixes.FindPrefix, request, timeout_s
         )
-        return [pool_match(match) for match in response.matches]
+        return [PoolMatch.from_proto(match) for match in response.matches]
 
     async def retain_prefix(
         self,

@@ -17,9 +17,9 @@ from weakref import WeakSet
 from kvplane import ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
-from kvplane.execution.shard_execution import ShardExecution
+from kvplane.execution.shard_execution import ShardExecution, answered_tensor
 from kvplane.layout import Layout
-from kvplane.results import ShardBlocks, Signed, shard_blocks
+from kvplane.results import ShardBlocks, Signed
 from kvplane.shard import QueryHeads, Shard
 from kvplane.tensor import Tensor, join_heads
 from kvplane.transport.connection import Connection
@@ -193,7 +193,10 @@ class Execution:
             num_layers=num_layers,
         )
         answers = await all_of([each.read_blocks(request, timeout_s) for each in self._shards])
-        return [shard_blocks(answer) for answer in answers]
+        return [
+            ShardBlocks(answered_tensor(answer.blocks, "blocks"), answer.layout_fingerprint)
+            for answer in answers
+        ]
 
     async def write_blocks(
         self,

@@ -30,7 +30,7 @@ from kvplane.errors import (
     PlaneUnavailableError,
     PlanOutOfOrderError,
 )
-from kvplane.results import Signed, answered_tensor
+from kvplane.results import Signed
 from kvplane.tensor import Tensor
 from kvplane.transport.connection import Connection
 from kvplane.transport.local import packets
@@ -41,7 +41,7 @@ from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.plane.v1.plan_pb2 import Plan
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
+from kvplane.wire.v1 import execution_pb2_grpc, local_pb2, types_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 if TYPE_CHECKING:
@@ -506,6 +506,14 @@ class ShardExecution:
 
 async def _tried(deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
     return await retry_until(deadline, attempt, waits_for_quota=True)
+
+
+def answered_tensor(message: types_pb2.Tensor, field: str) -> Tensor:
+    """Read a data plane's tensor. Raises InternalError when it is malformed."""
+    try:
+        return Tensor.from_proto(message, field=field)
+    except InvalidRequestError as error:
+        raise InternalError(f"the data plane's answer is malformed: {error}") from error
 
 
 def _parse(answer: bytes) -> pb.ExecuteResponse:

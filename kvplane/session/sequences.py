@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvplane import ops
-from kvplane.results import SequenceState, sequence_states
+from kvplane.results import SequenceState
 from kvplane.transport.connection import Connection
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import session_pb2 as pb
@@ -27,5 +27,5 @@ async def list_sequences(
     )
     found: list[SequenceState] = []
     async for page in connection.pages(stub.ListSequences, request, timeout_s):
-        found += sequence_states(page.sequences)
+        found += SequenceState.all_from_proto(page.sequences)
     return found

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, cast
 
@@ -30,14 +29,13 @@ from kvplane.errors import (
 from kvplane.execution.execution import Execution, Executions
 from kvplane.layout import Layout
 from kvplane.results import (
+    AbortResult,
     BlockTable,
     OperationResult,
     SequenceState,
     ShardInfo,
     Signed,
     StepResult,
-    block_table,
-    sequence_states,
 )
 from kvplane.session.sequences import list_sequences
 from kvplane.session.step_numbering import AbandonedResult, Send, Steps
@@ -70,16 +68,6 @@ class ReadmitResult(dict[int, int]):
         self.plan = plan
 
 
-@dataclass(frozen=True, slots=True)
-class AbortResult:
-    """Every sequence of a session after an abort. ``plan``, unless None, contains all tables whole
-    and must run before later ones.
-    """
-
-    sequences: list[SequenceState]
-    plan: Signed | None
-
-
 class Session:
     """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
 
@@ -98,22 +86,22 @@ class Session:
         open_again: Callable[[float], Awaitable[Session]],
         connection: Connection,
         stub: Any,
-        request: pb.OpenSessionRequest,
-        response: pb.OpenSessionResponse,
+        _request: pb.OpenSessionRequest,
+        _response: pb.OpenSessionResponse,
         executions: Executions,
     ) -> None:
         self._connection = connection
         self._executions = executions
         self._stub = stub
-        self.ref = response.session
-        self.pool_id = request.pool_id
-        self.client_name = request.client_name
-        self.namespace = request.namespace
-        self.layout = Layout.from_proto(request.layout)
-        self.grant: Signed = response.grant
-        self.shards = tuple(map(ShardInfo.from_proto, response.shards))
-        self.max_plans_in_flight = response.max_plans_in_flight
-        self.time_to_live_s = response.time_to_live.ToTimedelta().total_seconds()
+        self._ref = _response.session
+        self.pool_id = _request.pool_id
+        self.client_name = _request.client_name
+        self.namespace = _request.namespace
+        self.layout = Layout.from_proto(_request.layout)
+        self.grant: Signed = _response.grant
+        self.shards = tuple(map(ShardInfo.from_proto, _response.shards))
+        self.max_plans_in_flight = _response.max_plans_in_flight
+        self.time_to_live_s = _response.time_to_live.ToTimedelta().total_seconds()
         self._open_again = open_again
         self._ended_by: KvplaneError | None = None
         self._steps = Steps()
@@ -138,12 +126,12 @@ class Session:
     @property
     def id(self) -> int:
         """The session's id."""
-        return self.ref.session_id
+        return self._ref.session_id
 
     @property
     def incarnation(self) -> int:
         """The run of the control plane that opened the session."""
-        return self.ref.incarnation
+        return self._ref.incarnation
 
     @property
     def last_number(self) -> int:
@@ -221,7 +209,7 @@ class Session:
 
     async def run(self, operation: ops.Operation, *, timeout_s: float | None = None) -> StepResult:
         """Take a step of one operation. Raises the error of an item that was not done
-        (``kvplane.results.error_of``): PoolFullError for LATER, with the time to wait, and
+        (``ItemFailure.error``): PoolFullError for LATER, with the time to wait, and
         NeverFitsError for NEVER. The step's plan, if it has one, is then in ``take_abandoned``.
         """
         result = await self.step([operation], timeout_s=timeout_s)
@@ -268,13 +256,12 @@ class Session:
         Raises PlanReceiptedError if the plan has run.
         """
         request = pb.AbortPlansRequest(
-            session=self.ref, plan_number=plan_number, whole_tables=whole_tables
+            session=self._ref, plan_number=plan_number, whole_tables=whole_tables
         )
         deadline = self._connection.deadline(timeout_s)
-        response: pb.AbortPlansResponse = await self._call(request, self._send_abort, deadline)
+        result: AbortResult = await self._call(request, self._send_abort, deadline)
         self._steps.forget_grants()
-        plan = response.plan if response.HasField("plan") else None
-        return AbortResult(sequence_states(response.sequences), plan)
+        return result
 
     async def submit_receipts(
         self, deferred_tokens: ops.DeferredTokens | None = None, *, timeout_s: float | None = None
@@ -300,7 +287,7 @@ class Session:
     async def close(self, *, timeout_s: float | None = None) -> None:
         """Release all that the session holds. Closing a session that has ended is no error."""
         await self.detach()
-        request = pb.CloseSessionRequest(session=self.ref)
+        request = pb.CloseSessionRequest(session=self._ref)
         with suppress(SessionNotFoundError, SessionExpiredError, StaleIncarnationError):
             await self._connection.call(self._stub.CloseSession, request, timeout_s)
             self._note_end(
@@ -336,7 +323,9 @@ class Session:
         """Get the states of these sequences, or of all for none, ids ascending. Renews no lease.
         Raises SequenceNotFoundError.
         """
-        return await list_sequences(self._connection, self._stub, self.ref, sequence_ids, timeout_s)
+        return await list_sequences(
+            self._connection, self._stub, self._ref, sequence_ids, timeout_s
+        )
 
     async def get_block_table(
         self, sequence_id: int, *, timeout_s: float | None = None
@@ -345,14 +334,14 @@ class Session:
         SequenceNotFoundError.
         """
         request = pb.ListSequencesRequest(
-            session=self.ref,
+            session=self._ref,
             sequence_ids=columns.pack(columns.INT64, [sequence_id]),
             with_tables=True,
         )
         response: pb.ListSequencesResponse = await self._connection.call(
             self._stub.ListSequences, request, timeout_s
         )
-        return [block_table(each) for each in response.tables]
+        return [BlockTable.from_proto(each) for each in response.tables]
 
     # Helpers.
 
@@ -363,7 +352,7 @@ class Session:
     ) -> pb.StreamStepsRequest:
         """Return a step as the stream's message, since putting one into another copies it."""
         message = pb.StreamStepsRequest()
-        message.step.session.CopyFrom(self.ref)
+        message.step.session.CopyFrom(self._ref)
         message.step.operations.extend(cast("Iterable[pb.Operation]", operations))
         if deferred_tokens is not None:
             message.step.deferred_tokens.CopyFrom(cast("pb.DeferredTokens", deferred_tokens))
@@ -378,7 +367,7 @@ class Session:
 
     async def _renew_lease(self) -> None:
         interval_s = self.time_to_live_s / _RENEWALS_PER_LEASE
-        request = pb.RenewSessionRequest(session=self.ref)
+        request = pb.RenewSessionRequest(session=self._ref)
         while True:
             await asyncio.sleep(interval_s)
             try:
@@ -414,8 +403,12 @@ class Session:
         send = partial(self._send_step, message)
         await self._steps.submit_idle(message.step, send, Deadline.after(_IDLE_TIMEOUT_S))
 
-    async def _send_abort(self, request: Any, deadline: Deadline) -> Any:
-        return await self._connection.attempt(self._stub.AbortPlans, request, deadline)
+    async def _send_abort(self, request: pb.AbortPlansRequest, deadline: Deadline) -> AbortResult:
+        response: pb.AbortPlansResponse = await self._connection.attempt(
+            self._stub.AbortPlans, request, deadline
+        )
+        plan = response.plan if response.HasField("plan") else None
+        return AbortResult(SequenceState.all_from_proto(response.sequences), plan)
 
     async def _call_step(self, message: pb.StreamStepsRequest, deadline: Deadline) -> StepResult:
         send = partial(self._send_step, message)

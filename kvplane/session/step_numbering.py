@@ -31,7 +31,7 @@ from kvplane.errors import (
     StepConflictError,
     StepOutOfOrderError,
 )
-from kvplane.results import SessionNews, StepResult
+from kvplane.results import AbortResult, SessionNews, StepResult
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.wire.v1 import session_pb2
 from kvplane.wire.v1 import types_pb2 as pb
@@ -44,13 +44,13 @@ _UNKNOWN_OUTCOME: Final = (PlaneUnavailableError, DeadlineExceededError, Cancell
 
 @dataclass(frozen=True, slots=True)
 class AbandonedResult:
-    """The answer to a call that its caller abandoned: a StepResult or an AbortPlansResponse.
+    """The answer to a call that its caller abandoned.
 
     When it has a plan, that plan must run before later ones, or be aborted.
     """
 
     number: int
-    answer: Any
+    answer: StepResult | AbortResult
 
 
 @dataclass(slots=True)

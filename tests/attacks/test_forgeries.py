@@ -200,7 +200,7 @@ async def outcome(call: Any) -> KvplaneError | None:
 async def test_another_tenants_session_is_as_if_there_were_none(
     peers: Peers, victim: Engine
 ) -> None:
-    ref, free = victim.session.ref, tpb.SessionRef(session_id=1)
+    ref, free = victim.session._ref, tpb.SessionRef(session_id=1)
     free.incarnation = ref.incarnation
     async with peers.client("engine-b") as control:
         stub = stub_of(control._connection.channel)

@@ -32,7 +32,7 @@ from engine.scheduling.scheduler import Scheduler
 from kvplane.errors import KvplaneError, SessionNotFoundError, StaleError
 from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
-from kvplane.results import SequenceState, StepResult, sequence_states
+from kvplane.results import SequenceState, StepResult
 from kvplane.runtime.backend import PlanStarted
 from kvplane.wire import protocol
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -204,7 +204,9 @@ class Link:
 
     def abort_last_plan(self) -> list[SequenceState]:
         request = pb.AbortPlansRequest(plan_number=self.last_plan_number)
-        return sequence_states(self._call(self.planes.core.abort_plans, request).sequences)
+        return SequenceState.all_from_proto(
+            self._call(self.planes.core.abort_plans, request).sequences
+        )
 
     def _call(self, method: Callable[[Any, str], Any], request: Any) -> Any:
         """Fill in who, when and the receipts; a failure uses up the number as well."""

@@ -24,7 +24,7 @@ async def test_a_lease_is_renewed_three_times_in_its_life() -> None:
         session = await client.open_session("p", LAYOUT)
         await asyncio.sleep(0.75)
         assert 3 <= len(plane.renewals) <= 7
-        assert all(renewed == session.ref for renewed in plane.renewals)
+        assert all(renewed == session._ref for renewed in plane.renewals)
         await session.close()
         seen = len(plane.renewals)
         await asyncio.sleep(0.3)
@@ -50,6 +50,6 @@ async def test_a_call_reaches_a_plane_that_comes_up_late() -> None:
         await asyncio.sleep(0.2)
         await server.start()
         session = await opening
-        assert session.ref == SESSION
+        assert session._ref == SESSION
         await session.close()
     await server.stop(0)

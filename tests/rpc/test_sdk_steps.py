@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from kvplane.errors import (
     StepConflictError,
     TooManyPlansInFlightError,
 )
+from kvplane.results import AbortResult
 from kvplane.wire import columns
 from kvplane.wire.error_codec import to_wire
 from kvplane.wire.v1 import session_pb2 as pb
@@ -75,8 +76,13 @@ async def never(request: Any) -> Any:
 
 async def give_up(session: Session, plane: ScriptedControlPlane, *operations: Any) -> None:
     """Cancel a step after the plane has it."""
+    await abandon(plane, session.step(operations))
+
+
+async def abandon(plane: ScriptedControlPlane, call: Coroutine[Any, Any, Any]) -> None:
+    """Cancel a call after the plane has it."""
     seen = len(plane.requests)
-    step = asyncio.create_task(session.step(operations))
+    step = asyncio.create_task(call)
     while len(plane.requests) == seen:
         await asyncio.sleep(0.001)
     step.cancel()
@@ -151,6 +157,15 @@ async def test_another_step_after_a_cancelled_one_first_learns_what_came_of_it(
     (abandoned,) = session.take_abandoned()
     assert (abandoned.number, abandoned.answer.plan) == (1, plan_of(1))
     assert session.take_abandoned() == []
+
+
+async def test_an_abandoned_abort_has_the_result_of_an_abort(plane, session) -> None:
+    plane.script = never
+    await abandon(plane, session.abort_plans(whole_tables=True))
+    plane.script = once(lambda request: pb.AbortPlansResponse(plan=plan_of(request.number)))
+    await session.step([])
+    (abandoned,) = session.take_abandoned()
+    assert (abandoned.number, abandoned.answer) == (1, AbortResult([], plan_of(1)))
 
 
 async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, session) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from data_plane.memory.pool import TORCH_DTYPES
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import dtype_from_wire
 from kvplane.tensor import MAX_DIMENSIONS
 from kvplane.transport.local.packets import ALIGNMENT_BYTES
+from kvplane.wire.dtypes import dtype_from_wire
 from kvplane.wire.v1 import types_pb2 as pb
 
 # Otherwise the client could truncate the file, and this process would die of SIGBUS.

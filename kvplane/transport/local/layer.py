@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvplane.attention_options import AttentionOptions
-from kvplane.layout import dtype_to_wire
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
 from kvplane.transport.local.connection import LocalConnection
+from kvplane.wire.dtypes import dtype_to_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 

@@ -21,7 +21,7 @@ from control_plane.steps.operations import OPERATIONS
 from kvplane import ops
 from kvplane.errors import KvplaneError
 from kvplane.layout import LayerGroup
-from kvplane.results import sequence_states
+from kvplane.results import SequenceState
 from kvplane.slices import run_to_end
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
@@ -238,7 +238,7 @@ class CheckedWalk:
             plans = plans[: self.rng.randint(0, len(plans))]
         request = cpb.StepRequest(receipts=[receipt_of(session, n) for n in plans])
         if self.rng.random() < 0.5:
-            states = sequence_states(queries.states(session))
+            states = SequenceState.all_from_proto(queries.states(session))
             request.deferred_tokens.CopyFrom(deferred_of(states))
         self.call(caller, "step", request)
 
@@ -288,7 +288,7 @@ class CheckedWalk:
             message = session.queued.message
             waiting = [message.sequence_id, *columns.read(INT64, message.fork_sequence_ids, "")]
         known = Known(
-            live={s.sequence_id: s for s in sequence_states(queries.states(session))},
+            live={s.sequence_id: s for s in SequenceState.all_from_proto(queries.states(session))},
             waiting=waiting,
             cut=list(session.revoked),
             most_tokens=self.most_tokens,

@@ -16,7 +16,7 @@ from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.prefixes import ForgetScope
-from kvplane.results import SequenceState, error_of, sequence_states
+from kvplane.results import ItemFailure, SequenceState
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
@@ -292,7 +292,7 @@ class Engine:
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
         """Return tokens of computed positions that the core was not given yet."""
-        states = sequence_states(queries.states(self.session))
+        states = SequenceState.all_from_proto(queries.states(self.session))
         return deferred_of(states)
 
     def abort(
@@ -342,7 +342,7 @@ class Engine:
 
     def state(self, sequence_id: int) -> SequenceState:
         """Return the core's state of a sequence."""
-        (state,) = sequence_states(self._about(sequence_id).sequences)
+        (state,) = SequenceState.all_from_proto(self._about(sequence_id).sequences)
         return state
 
     def _about(self, sequence_id: int, *, with_tables: bool = False) -> cpb.ListSequencesResponse:
@@ -397,4 +397,4 @@ def status_of(result: cpb.OperationResult) -> int:
 def error_in(result: cpb.OperationResult) -> KvplaneError:
     """Return the error of an operation's only item."""
     (failure,) = result.failures
-    return error_of(failure)
+    return ItemFailure.from_proto(failure).error

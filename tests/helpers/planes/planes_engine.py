@@ -24,7 +24,7 @@ from kvplane.errors import (
     StaleGenerationError,
     TooManyPlansInFlightError,
 )
-from kvplane.results import sequence_states
+from kvplane.results import SequenceState
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
@@ -235,7 +235,7 @@ class Engine:
         if not ids:
             return []
         request = cpb.ListSequencesRequest(session=self.ref, sequence_ids=columns.pack(INT64, ids))
-        listed = sequence_states(core.list_sequences(request, self.tenant).sequences)
+        listed = SequenceState.all_from_proto(core.list_sequences(request, self.tenant).sequences)
         by_id = {state.sequence_id: state for state in listed}
         return [by_id[i] for i in ids]
 
@@ -321,7 +321,7 @@ class Engine:
                 self.sequences[i].tier = operation.swap.tier
 
     def _believe_states(self, message: cpb.SequenceStates) -> None:
-        states = sequence_states(message)
+        states = SequenceState.all_from_proto(message)
         cut = unseen_cuts(self.control.core, self.id)
         assert [state.sequence_id for state in states] == sorted(self.sequences.keys() - cut)
         for state in states:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvplane import ops
 from kvplane.clients.prefix_feed import BlocksStored, CaughtUp, StoredBlock, read_events
-from kvplane.results import pool_match
+from kvplane.results import PoolMatch
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.control_wire import PATIENCE_S, Stub
 
@@ -42,7 +42,7 @@ async def cached_prefixes(stub: Stub, pool_id: str, namespace: str) -> CachedPre
         (match,) = (await stub.FindPrefix(request)).matches
         described = tuple(
             (b.tier, b.index, b.generation, b.ref_count, b.num_hits, b.priority)
-            for b in pool_match(match).blocks
+            for b in PoolMatch.from_proto(match).blocks
         )
         kept.add((block_hash, described))
     found = frozenset((block.block_hash, block.tier) for block in stored)

@@ -20,7 +20,7 @@ from control_plane.core import ControlPlane
 from control_plane.sessions.session import Session
 from data_plane import Executor
 from kvplane.layout import LayerGroup
-from kvplane.results import SequenceState, sequence_states
+from kvplane.results import SequenceState
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
@@ -209,7 +209,7 @@ class World:
                 self.executor.withdraw(message.withdraw)
 
     def states(self) -> list[SequenceState]:
-        return sequence_states(queries.states(self.of_session))
+        return SequenceState.all_from_proto(queries.states(self.of_session))
 
     def tables(self, sequence_id: int) -> list[tpb.Blocks]:
         request = cpb.ListSequencesRequest(

@@ -21,10 +21,10 @@ from kvplane.prefixes import ForgetScope
 from kvplane.results import (
     CachedBlock,
     ForgetResult,
+    ItemFailure,
     PoolMatch,
     SequenceState,
     StepResult,
-    error_of,
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
@@ -194,7 +194,7 @@ class Caller:
             failure.error.reason,
             failure.error.field,
         )
-        error = error_of(failure)
+        error = ItemFailure.from_proto(failure).error
         name = operation.WhichOneof("operation")
         want = kind, f"operations[0].{name}.{field}"
         assert (type(error), error.field) == want, repr(error)

@@ -18,10 +18,11 @@ APPEND = "        num_tokens = len(message.token_ids) // _TOKEN_BYTES\n        i
 # An append goes where the sequence is, wherever its engine took it to be.
 ANYWHERE = f"""\
         from control_plane import queries
-        from kvplane.results import sequence_states
+        from kvplane.results import SequenceState
         from kvplane.wire import columns
 
-        live = {{s.sequence_id: s for s in sequence_states(queries.states(step.session))}}
+        states = SequenceState.all_from_proto(queries.states(step.session))
+        live = {{s.sequence_id: s for s in states}}
         ids = columns.read(columns.INT64, message.sequence_ids, "sequence_ids")
         ends = [live[i].num_scheduled_tokens if i in live else 0 for i in ids]
         message.first_positions = columns.pack(columns.INT32, ends)

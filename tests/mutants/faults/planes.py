@@ -19,9 +19,9 @@ TAKES = "    given = message\n"
 # Deferred tokens are taken by whatever sequence has the id now.
 TAKES_BY_ID = f"""\
     from control_plane import queries
-    from kvplane.results import sequence_states
+    from kvplane.results import SequenceState
 
-    live = {{s.sequence_id: s for s in sequence_states(queries.states(session))}}
+    live = {{s.sequence_id: s for s in SequenceState.all_from_proto(queries.states(session))}}
     ids = columns.read(INT64, message.sequence_ids, "")
     steps = [live[i].admitted_by if i in live else 0 for i in ids]
     message.admitted_by = columns.pack(INT64, steps)

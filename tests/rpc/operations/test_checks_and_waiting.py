@@ -6,7 +6,7 @@ import asyncio
 
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError
-from kvplane.results import error_of
+from kvplane.results import ItemFailure
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.wire.v1 import session_pb2 as pb
@@ -42,7 +42,7 @@ async def test_each_operation_is_checked_by_itself(caller) -> None:
     )
     assert not one.failures
     assert not other.failures
-    assert type(error_of(append.failures[0])) is SequenceNotFoundError
+    assert type(ItemFailure.from_proto(append.failures[0]).error) is SequenceNotFoundError
 
 
 # Waiting in line.

@@ -75,7 +75,7 @@ async def test_the_client_knows_its_plane_and_its_sessions_terms(
     assert pool.layout == session.layout == LAYOUT
     assert pool.shards[0].address == session.shards[0].address == shard.hello.address
     grant = plan_pb2.SessionGrant.FromString(session.grant.payload)
-    assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
+    assert (grant.session, grant.pool_id, grant.tenant) == (session._ref, POOL, "default")
     assert [tier.num_blocks for tier in pool.usage] == [16, 8]
     assert session.max_plans_in_flight == 4
     assert session.time_to_live_s == pytest.approx(30)

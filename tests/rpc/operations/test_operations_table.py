@@ -24,7 +24,7 @@ from kvplane.errors import (
     SequenceNotFoundError,
     SequenceSwappedError,
 )
-from kvplane.results import error_of
+from kvplane.results import ItemFailure
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as pb
@@ -407,7 +407,7 @@ async def repeat(caller: Caller, operation: pb.Operation, result: StepResult) ->
     """
     before = await caller.world.state()
     session = caller.session
-    step = pb.StepRequest(session=session.ref, number=session.last_number, operations=[operation])
+    step = pb.StepRequest(session=session._ref, number=session.last_number, operations=[operation])
     again = await caller.world.stub.Step(step)
     assert outcomes(again) == outcomes(result)
     assert StepResult(again).plan == result.plan
@@ -457,7 +457,7 @@ async def test_a_refusal_is_foreseen_by_a_check_and_changes_nothing(start_world,
 
 
 def assert_said(failure: pb.ItemFailure, refusal: Refusal) -> None:
-    error, shortage = error_of(failure), failure.shortage
+    error, shortage = ItemFailure.from_proto(failure).error, failure.shortage
     if len(refusal.why) == 2:
         kind, at = refusal.why
         path = f"operations[0].{refusal.operation.WhichOneof('operation')}.{at}"
@@ -474,7 +474,10 @@ def assert_said(failure: pb.ItemFailure, refusal: Refusal) -> None:
 @pytest.mark.parametrize("name", ["none", *NOT_SERVED])
 async def test_what_is_no_operation_here_is_refused(caller, name) -> None:
     (failure,) = await caller.refuse(NOT_SERVED.get(name, pb.Operation()))
-    assert (type(error_of(failure)), failure.error.field) == (InvalidRequestError, "operations[0]")
+    assert (type(ItemFailure.from_proto(failure).error), failure.error.field) == (
+        InvalidRequestError,
+        "operations[0]",
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.partly])
@@ -485,7 +488,7 @@ async def test_an_item_that_is_refused_leaves_those_beside_it_done(caller, name)
     result = await caller.session.step([operation])
     (outcome,) = outcomes(result)
     (failure,) = outcome.failures
-    assert (failure.item, type(error_of(failure))) == (1, SequenceNotFoundError)
+    assert (failure.item, type(ItemFailure.from_proto(failure).error)) == (1, SequenceNotFoundError)
     assert "sequence_ids[1]" in failure.error.field
     assert outcome == pb.OperationResult(failures=[failure], **answer)
     await repeat(caller, operation, result)
@@ -496,7 +499,7 @@ async def test_a_sequence_that_a_step_computes_is_busy_for_the_rest_of_it(caller
     operation, kind = ROWS[name].busy
     result = await caller.step(ops.admit(1, PROMPT), operation)
     (failure,) = outcomes(result)[1].failures
-    assert type(error_of(failure)) is kind
+    assert type(ItemFailure.from_proto(failure).error) is kind
     counters = await caller.world.counters()
     assert counters['sequences{state="device"}'] == 1
     assert ((await caller.session.list_sequences([1]))[0]).num_tokens == 20

@@ -10,7 +10,7 @@ from control_plane import pages
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, ops
 from kvplane.errors import InvalidRequestError
-from kvplane.results import sequence_states, total_of
+from kvplane.results import SequenceState, total_of
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
@@ -87,7 +87,7 @@ async def test_a_session_is_shown_as_it_is_and_its_lease_is_not_renewed(
     assert (shown.num_sequences, shown.num_held_blocks, shown.num_plans_in_flight) == (1, 3, 1)
     assert shown.last_number == session.number == 1
     sequences = pb.ListSequencesRequest(session=session.ref)
-    [state] = sequence_states((await stub.ListSequences(sequences)).sequences)
+    [state] = SequenceState.all_from_proto((await stub.ListSequences(sequences)).sequences)
     assert (state.sequence_id, state.num_tokens) == (3, 20)
     await stub.Step(pb.StepRequest(session=session.ref, validate_only=True))
     [again] = (await stub.ListSessions(request)).sessions
@@ -101,7 +101,7 @@ async def test_sequences_come_in_pages(stub: Stub, shard: RawShard) -> None:
     first = await stub.ListSequences(request)
     request.page_token = first.next_page_token
     last = await stub.ListSequences(request)
-    listed = [sequence_states(page.sequences) for page in (first, last)]
+    listed = [SequenceState.all_from_proto(page.sequences) for page in (first, last)]
     assert [[state.sequence_id for state in page] for page in listed] == [[3, 5], [7]]
     assert not last.next_page_token
     other = await RawSession.open(stub, shard)

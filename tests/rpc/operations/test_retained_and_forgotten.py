@@ -170,7 +170,7 @@ async def test_prefixes_are_kept_and_forgotten_after_their_sessions_have_ended(
 ) -> None:
     await caller.cache(prompt(2))
     await caller.session.close()
-    await world.shard.send(fence_done=rpb.FenceDone(session=caller.session.ref))
+    await world.shard.send(fence_done=rpb.FenceDone(session=caller.session._ref))
     assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 2
     assert [block.priority for block in await caller.blocks(prompt(2))] == [DEFAULT_PRIORITY] * 2
     assert await caller.forget(ForgetScope.TENANT) == ForgetResult(2, 0)

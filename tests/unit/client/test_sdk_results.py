@@ -15,14 +15,11 @@ from kvplane.results import (
     AdmitResult,
     CachedBlock,
     Granted,
+    ItemFailure,
     PoolMatch,
     SequenceState,
     SessionNews,
     StepResult,
-    error_of,
-    news_of,
-    pool_match,
-    sequence_states,
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
@@ -43,7 +40,7 @@ SHORTAGE = pb.Shortage(
 def test_later_is_a_full_pool_and_says_how_long_to_wait() -> None:
     failure = pb.ItemFailure(status=pb.ITEM_STATUS_LATER, shortage=SHORTAGE)
     failure.shortage.retry_delay.FromMilliseconds(50)
-    error = error_of(failure)
+    error = ItemFailure.from_proto(failure).error
     assert type(error) is PoolFullError
     assert error.retry_delay_s == 0.05
     assert "9 blocks of the device tier are needed and 4 are available, 2 more" in error.message
@@ -52,14 +49,15 @@ def test_later_is_a_full_pool_and_says_how_long_to_wait() -> None:
 def test_an_admission_that_waits_says_where_in_line() -> None:
     failure = pb.ItemFailure(status=pb.ITEM_STATUS_LATER, shortage=SHORTAGE)
     failure.shortage.queue_position = 3
-    error = error_of(failure)
+    error = ItemFailure.from_proto(failure).error
     assert type(error) is PoolFullError
     assert error.retry_delay_s is None
     assert error.message.endswith("the admission waits, at position 3 in the queue")
 
 
 def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
-    error = error_of(pb.ItemFailure(status=pb.ITEM_STATUS_NEVER, shortage=SHORTAGE))
+    failure = pb.ItemFailure(status=pb.ITEM_STATUS_NEVER, shortage=SHORTAGE)
+    error = ItemFailure.from_proto(failure).error
     assert type(error) is NeverFitsError
     assert error.retry_delay_s is None
     assert "9 blocks" in error.message
@@ -68,13 +66,14 @@ def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
 def test_failed_is_the_error_that_the_control_plane_gave() -> None:
     field = "operations[0].append.first_positions[3]"
     given = to_wire(PositionMismatchError("7 positions are scheduled", field=field))
-    error = error_of(pb.ItemFailure(status=pb.ITEM_STATUS_FAILED, error=given))
+    failure = pb.ItemFailure(status=pb.ITEM_STATUS_FAILED, error=given)
+    error = ItemFailure.from_proto(failure).error
     assert type(error) is PositionMismatchError
     assert error.field == field
 
 
 def test_a_status_of_a_later_release_is_no_success() -> None:
-    assert type(error_of(pb.ItemFailure(item=3))) is InternalError
+    assert type(ItemFailure.from_proto(pb.ItemFailure(item=3)).error) is InternalError
 
 
 def test_a_step_of_which_all_items_were_done_passes() -> None:
@@ -122,18 +121,18 @@ def states() -> pb.SequenceStates:
 
 
 def test_sequences_are_read_from_their_columns() -> None:
-    assert sequence_states(states()) == [
+    assert SequenceState.all_from_proto(states()) == [
         SequenceState(3, 1, 20, 19, 18, 16, 2, types.TIER_DEVICE),
         SequenceState(2**40, 7, 30, 29, 28, 0, 3, types.TIER_HOST),
     ]
-    assert sequence_states(pb.SequenceStates()) == []
+    assert SequenceState.all_from_proto(pb.SequenceStates()) == []
 
 
 def test_columns_of_unequal_length_are_refused_by_name() -> None:
     message = states()
     message.num_blocks += b"\0\0\0\0"
     with pytest.raises(InvalidRequestError) as caught:
-        sequence_states(message)
+        SequenceState.all_from_proto(message)
     assert caught.value.field == "sequences.num_blocks"
 
 
@@ -152,7 +151,7 @@ def test_a_match_and_its_blocks_are_read_from_their_columns() -> None:
     message = ppb.PoolMatch(
         pool_id="p", num_device_tokens=16, num_host_tokens=16, revision=9, blocks=blocks
     )
-    match = pool_match(message)
+    match = PoolMatch.from_proto(message)
     assert match.blocks == (
         CachedBlock(b"a" * 16, types.TIER_DEVICE, 7, 2**40, 3, 12, 2.5, 0.0, 0),
         CachedBlock(b"b" * 16, types.TIER_HOST, 0, 1, 0, 1, 0.09, 0.08, 100),
@@ -161,7 +160,7 @@ def test_a_match_and_its_blocks_are_read_from_their_columns() -> None:
     assert match.num_cached_tokens == 32
     message.blocks.ref_counts = b""
     with pytest.raises(InvalidRequestError) as caught:
-        pool_match(message)
+        PoolMatch.from_proto(message)
     assert caught.value.field == "ref_counts"
 
 
@@ -175,19 +174,19 @@ def test_news_say_what_was_granted_cut_and_asked_for() -> None:
     result.news.num_blocks_asked = 12
     result.news.asked_within.FromMilliseconds(1500)
     result.news.asked_sequence_ids = columns.pack(INT64, [7])
-    assert news_of(result.news) == SessionNews(
+    assert SessionNews.from_proto(result.news) == SessionNews(
         granted=(Granted(4, 16, 3),),
         cut={9: pb.CUT_REASON_GROWTH, 8: pb.CUT_REASON_TURN},
         num_blocks_asked=12,
         deadline_s=1.5,
         sequences_asked=(7,),
     )
-    assert news_of(result.news) == StepResult(result).news
+    assert SessionNews.from_proto(result.news) == StepResult(result).news
     result.news.cut_reasons = b""
     with pytest.raises(InvalidRequestError) as caught:
-        news_of(result.news)
+        SessionNews.from_proto(result.news)
     assert caught.value.field == "cut_reasons"
 
 
 def test_an_answer_without_news_says_that_nothing_happened() -> None:
-    assert news_of(pb.News()) == SessionNews((), {}, 0, 0.0, ())
+    assert SessionNews.from_proto(pb.News()) == SessionNews((), {}, 0, 0.0, ())

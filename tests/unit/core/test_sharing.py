@@ -7,7 +7,7 @@ import pytest
 from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
-from kvplane.results import news_of, sequence_states
+from kvplane.results import SequenceState, SessionNews
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import session_pb2 as cpb
@@ -51,7 +51,7 @@ def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     free(one, 1)
     assert other.world.core.take_notices()[0][0] == other.id
     result = other.step()
-    (granted,) = news_of(result.news).granted
+    (granted,) = SessionNews.from_proto(result.news).granted
     assert (granted.sequence_id, granted.num_cached_tokens, granted.num_blocks) == (5, 0, 3)
     assert world.observed().statistics.num_granted_admissions == 1
     result = other.step(ops.append(5, [], 24, first_positions=0))
@@ -64,10 +64,12 @@ def test_an_abort_shows_what_was_granted_and_no_news_say_otherwise() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     free(one, 1)
-    (granted,) = sequence_states(other.resync().sequences)
+    (granted,) = SequenceState.all_from_proto(other.resync().sequences)
     assert (granted.sequence_id, granted.num_tokens, granted.num_scheduled_tokens) == (5, 0, 0)
     result = other.step()
-    assert news_of(result.news).granted == (), "it would say that its tokens are known"
+    assert SessionNews.from_proto(result.news).granted == (), (
+        "it would say that its tokens are known"
+    )
     assert not result.HasField("news")
     world.core.check_integrity()
 
@@ -78,7 +80,7 @@ def test_the_news_are_part_of_the_answer_and_come_again_with_it() -> None:
     free(one, 1)
     other.step()
     again = other.world.core.step(other.sent[-1].request, other.tenant)
-    assert [grant.sequence_id for grant in news_of(again.news).granted] == [5]
+    assert [grant.sequence_id for grant in SessionNews.from_proto(again.news).granted] == [5]
     assert not other.step().HasField("news")
 
 
@@ -95,7 +97,7 @@ def test_nobody_passes_the_head_who_asks_again_keeps_the_place_and_free_withdraw
         assert (refused.status, refused.shortage.queue_position) == (LATER, position)
     assert not only(other.step(ops.free([5]))).failures
     free(one, 1)
-    assert [grant.sequence_id for grant in news_of(third.step().news).granted] == [1]
+    assert [grant.sequence_id for grant in SessionNews.from_proto(third.step().news).granted] == [1]
     assert not other.step().HasField("news")
 
 
@@ -105,7 +107,7 @@ def test_forks_are_granted_with_the_sequence_and_share_its_blocks() -> None:
     refused = only(other.step(ops.admit(6, [1], wait=True)))
     assert refused.failures[0].error.reason == "SEQUENCE_EXISTS"
     free(one, 1)
-    (granted,) = news_of(other.step().news).granted
+    (granted,) = SessionNews.from_proto(other.step().news).granted
     assert granted.sequence_id == 5
     assert other.table(5) == other.table(6) == other.table(7)
 
@@ -137,11 +139,11 @@ def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
         world.pass_time(6, one, other)
         assert not only(one.send(ops.append(1, [], 1, first_positions=position))).failures
     world.pass_time(0.5)
-    news = news_of(one.step().news)
+    news = SessionNews.from_proto(one.step().news)
     assert (news.num_blocks_asked, news.sequences_asked) == (8, (1,))
     assert 0.5 <= news.deadline_s <= 1.0
     world.pass_time(1)
-    assert dict(news_of(one.step().news).cut) == {1: cpb.CUT_REASON_TURN}
+    assert dict(SessionNews.from_proto(one.step().news).cut) == {1: cpb.CUT_REASON_TURN}
 
 
 def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut() -> None:
@@ -151,9 +153,9 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
     one.settle()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     world.pass_time(10.25, one, other)
-    assert news_of(one.step().news).sequences_asked == (1, 2)
+    assert SessionNews.from_proto(one.step().news).sequences_asked == (1, 2)
     world.pass_time(2)
-    news = news_of(one.step().news)
+    news = SessionNews.from_proto(one.step().news)
     assert dict(news.cut) == dict.fromkeys((1, 2), cpb.CUT_REASON_IDLE)
     one.send(ops.free([2]))
     result = one.step(ops.append(1, [], 1, first_positions=56))
@@ -166,7 +168,7 @@ def test_a_sequence_that_does_nothing_is_asked_for_with_its_forks_and_then_cut()
     assert not only(one.step(ops.free([1]))).failures
     one.run_all()
     one.settle()
-    assert [grant.sequence_id for grant in news_of(other.step().news).granted] == [5]
+    assert [grant.sequence_id for grant in SessionNews.from_proto(other.step().news).granted] == [5]
     world.core.check_integrity()
 
 
@@ -175,11 +177,11 @@ def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
     one.step(ops.append(1, [], 1, first_positions=56))
     other.step(ops.admit(5, prompt(3, 1), wait=True))
     world.pass_time(24, one, other)
-    assert not news_of(one.step().news).cut
+    assert not SessionNews.from_proto(one.step().news).cut
     one.run_all()
     one.settle()
     world.pass_time(5)
-    assert not news_of(one.step().news).cut, "it went on with its receipt"
+    assert not SessionNews.from_proto(one.step().news).cut, "it went on with its receipt"
 
 
 def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
@@ -190,7 +192,7 @@ def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
     other.step(ops.admit(5, prompt(3, 2), wait=True))
     assert not only(other.send(ops.fork(1, 2))).failures
     free(one, 1)
-    assert dict(news_of(other.step().news).cut) == {5: cpb.CUT_REASON_IMPOSSIBLE}
+    assert dict(SessionNews.from_proto(other.step().news).cut) == {5: cpb.CUT_REASON_IMPOSSIBLE}
 
 
 def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.running.core import NEWS_DELAY_S
-from kvplane.results import sequence_states
+from kvplane.results import SequenceState
 from kvplane.wire import columns
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.engine_harness import TENANT, Engine, Reference, prompt_of
@@ -180,7 +180,9 @@ def test_a_grant_before_an_abort_is_taken_up(folder: Path, reference: Reference)
     request = pb.ListSequencesRequest(
         session=session.ref, sequence_ids=columns.pack(columns.INT64, [kv_id])
     )
-    other.scheduler.reconcile(sequence_states(core.list_sequences(request, TENANT).sequences))
+    other.scheduler.reconcile(
+        SequenceState.all_from_proto(core.list_sequences(request, TENANT).sequences)
+    )
     assert not other.scheduler.is_in_line
     finish(other)
     assert other.tokens(second) == [reference.greedy(short, 8)]
