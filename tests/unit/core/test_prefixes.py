@@ -85,6 +85,22 @@ def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) 
     assert found == {"a": 0, POOL: 0, "z": 0}
 
 
+def test_the_blocks_of_a_long_prefix_are_described_in_a_slice_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("control_plane.prefixes._POOL_BLOCKS", 0)
+    monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 2)
+    engine = World().engine()
+    engine.cache(range(17))
+    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(17)), with_blocks=True)
+    slices = engine.world.core.find_prefix(request, "tenant")
+    next(slices)  # the prefix was found
+    with pytest.raises(StopIteration) as end:
+        next(slices)
+    (found,) = end.value.value.matches
+    assert (found.num_device_tokens, len(found.blocks.tiers)) == (16, 2)
+
+
 @pytest.mark.parametrize("scope", ForgetScope)
 def test_nothing_is_forgotten_before_all_shards_have_reported(scope: ForgetScope) -> None:
     world = World()

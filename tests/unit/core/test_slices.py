@@ -151,6 +151,13 @@ def walked(seed: int) -> tuple[list[Any], int]:
             if some and rng.random() < 0.5:
                 tier = rng.choice(("host", "device"))
                 operations.insert(rng.randrange(len(operations)), ops.swap(some, tier))
+            if rng.random() < 0.5:
+                named = rng.choices([*ids, 99], k=rng.randint(1, 5))
+                ends_some = rng.random() < 0.5
+                operations += [ops.free(named) if ends_some else ops.truncate(named, 3)]
+                if not ends_some and rng.random() < 0.2:
+                    operations[-1].truncate.num_tokens += bytes(4)
+                operations += [ops.admit(100 + len(answers), range(rng.randint(1, 20)))]
             send(cpb.StepRequest(operations=operations))
         if session.plans and rng.random() < 0.3:
             send(cpb.AbortPlansRequest(plan_number=max(session.plans)))
@@ -170,6 +177,21 @@ def test_a_request_in_slices_is_answered_as_in_one(
     parts, num_between = walked(seed)
     assert parts == whole
     assert num_between > SEVERAL
+
+
+@pytest.mark.usefixtures("small")
+def test_a_long_free_lets_others_run() -> None:
+    world, others = World(num_device=64), list[None]()
+    engine = world.engine()
+    run_to_end(world.core.run(a_step(engine, *[ops.admit(i, range(20)) for i in SIX]), "tenant"))
+    engine.number += 1
+    response = in_slices(world.core, lambda: others.append(None))(
+        a_step(engine, ops.free([*SIX, 99])), "tenant"
+    )
+    (freed,) = response.results
+    assert [failure.item for failure in freed.failures] == [6]
+    assert len(freed.num_released_blocks) == 4 * 7
+    assert others
 
 
 @pytest.mark.usefixtures("small")
