@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import LayerGroup, ops
-from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64
+from kvplane import LayerGroup
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
@@ -116,22 +114,6 @@ async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
     await twice.register()
     await twice.send(hello=twice.hello)
     assert await shard_failure(twice) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "hello")
-
-
-async def test_what_is_published_is_sent_to_the_data_plane(
-    session: RawSession, shard: RawShard
-) -> None:
-    await session.admit(1, PROMPT)
-    await session.submit()
-    told = await shard.published(2)
-    first, second = columns.read(INT32, told.indices, "indices")
-    assert list(columns.read(INT32, told.parent_indices, "parents")) == [-1, first]
-    assert list(columns.read(INT64, told.generations, "generations")) == [1, 1]
-    assert list(columns.read(INT64, told.parent_generations, "parents")) == [0, 1]
-    assert told.token_ids == ops.pack_tokens(PROMPT[:16])
-    assert (told.tenant, told.namespace, told.hash_algorithm) == ("default", "", "xxh3-128")
-    assert len({told.hashes[:16], told.hashes[16:]}) == 2
-    assert first != second
 
 
 async def test_a_closed_session_is_fenced_and_its_blocks_return_when_that_is_done(

@@ -138,22 +138,6 @@ async def test_the_stream_and_the_unary_calls_share_their_numbers_and_answers(
     assert (await stub.Step(step)) == answer.step
 
 
-async def test_deferred_tokens_may_follow_in_a_later_step_or_without_one(
-    stub: Stub, session: RawSession, steps: Steps
-) -> None:
-    await steps.step(ops.admit(1, [1, 2], max_total_tokens=16))
-    await steps.step(ops.append(1, [], 2, first_positions=2))
-    await steps.step(deferred_tokens=ops.deferred_tokens([1], [1], [2], [1], [3]))
-    last = ops.deferred_tokens([1], [1], [3], [1], [4])
-    request = pb.StepRequest(deferred_tokens=last, **session.next())
-    await stub.Step(request)
-    known = (await session.look_at(1)).sequences.num_tokens
-    assert known == columns.pack(INT32, [4])
-    wrong, fields = ops.deferred_tokens([1], [1], [9], [1], [3]), session.next()
-    told = await steps.refusal(**{**fields, "deferred_tokens": wrong})
-    assert told == (fields["number"], "INVALID_REQUEST", "deferred_tokens.first_positions[0]")
-
-
 async def test_a_stream_ends_when_its_client_has_no_more_to_say(steps: Steps) -> None:
     await steps.step(ops.admit(1, [1]))
     await steps.call.done_writing()
