@@ -132,6 +132,6 @@ FAULTS = (
         "if started.plan_number != number:",
         "if False:",
         SDK,
-        "as_another_one",
+        "answered_wrongly",
     ),
 )
