@@ -31,7 +31,6 @@ from kvplane.v1 import execution_pb2
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import prefix_pb2_grpc, session_pb2_grpc
-from tests.helpers.checked_engine import Engine
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.listed_peers import ROLES, Peers, listed, listed_peers
 from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub, stub_of
@@ -46,13 +45,8 @@ async def peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def test_an_engine_computes_on_both_planes(peers: Peers) -> None:
-    async with (
-        peers.client("engine-a") as control,
-        peers.data_client("engine-a") as data,
-        await control.open_session(POOL_ID, LAYOUT) as session,
-        await data.open(session.grant) as execution,
-    ):
-        await Engine(session, execution).step(ops.admit(1, range(20)), spans=[(0, 20)])
+    async with peers.engine("engine-a") as engine:
+        await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
 
 
 @pytest.mark.parametrize("name", ["", "nobody"])
@@ -191,20 +185,15 @@ async def test_a_role_that_is_taken_away_ends_at_once(peers: Peers) -> None:
 
 
 async def test_a_caller_that_is_taken_off_the_list_loses_its_shared_memory(peers: Peers) -> None:
-    async with (
-        peers.client("engine-a") as control,
-        peers.data_client("engine-a") as data,
-        await control.open_session(POOL_ID, LAYOUT) as session,
-        await data.open(session.grant) as execution,
-    ):
-        engine = Engine(session, execution)
+    async with peers.engine("engine-a") as engine:
         await engine.step(ops.admit(1, range(20)), spans=[(0, 20)])
-        assert shards_of(execution)[0].local is not None
+        assert shards_of(engine.execution)[0].local is not None
         assert peers.data.local.num_regions == 1
-        result = await session.run(ops.append(1, [20], num_slots=1, first_positions=20))
+        append = ops.append(1, [20], num_slots=1, first_positions=20)
+        result = await engine.session.run(append)
         peers.access_file.write_text(listed("plane", "engine-b"))
         with pytest.raises(UnauthenticatedError):
-            await execution.start(result.plan)
+            await engine.execution.start(result.plan)
         await until(lambda: not peers.data.local.num_regions)
         peers.access_file.write_text(listed(*ROLES))  # so that the session can be closed
 

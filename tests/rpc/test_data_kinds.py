@@ -11,19 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from control_plane.server.server import ControlPlaneServer
 from data_plane.memory.pool import TORCH_DTYPES
-from data_plane.server.server import DataPlaneServer
 from examples.load import Load
 from kvplane import ControlClient, Tensor
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LATENT, LayerGroup
-from tests.helpers.data.data_server import config_of
+from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.data.plan_author import (
     HOST,
     LAYOUT,
-    POOL_ID,
     dense_attention,
     int32,
     int64,
@@ -126,18 +123,16 @@ async def test_one_tensor_of_latents_comes_for_each_token(tmp_path: Path) -> Non
 
 
 async def test_a_pool_with_a_group_of_latents_serves_sessions_of_a_control_plane(
-    tmp_path: Path, control_server: ControlPlaneServer
+    tmp_path: Path,
 ) -> None:
     full = LayerGroup("full", (2, 5), 2, 16, value_head_size=8)
     layout = replace(LAYOUT, groups=(replace(LATENTS, layers=(0, 1, 3)), full))
-    config = config_of(tmp_path, control_server.address, layout, num_device_blocks=64)
-    data = await DataPlaneServer.start(config)
-    async with ControlClient(control_server.address) as client:
-        await client.wait_ready(POOL_ID, timeout_s=20)
-        pool = await client.get_pool(POOL_ID)
-        assert pool.layout == layout
+    async with (
+        Planes(tmp_path, layout, data={"num_device_blocks": 64}) as planes,
+        ControlClient(planes.address) as client,
+    ):
+        assert (await client.wait_ready(POOL, timeout_s=20)).layout == layout
         load = Load(duration_s=0.3)
-        await load.run(client, POOL_ID)
+        await load.run(client, POOL)
         assert load.num_steps > 0 and load.num_lost_sessions == 0
-    assert data.executor.counters.num_attention_tokens > 0
-    await data.stop()
+        assert planes.data.executor.counters.num_attention_tokens > 0

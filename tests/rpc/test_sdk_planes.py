@@ -121,7 +121,7 @@ async def test_a_session_goes_on_after_the_data_plane_was_restarted(
     await run(execution, (await session.run(ops.admit(1, prompt, max_total_tokens=32))).plan)
     session.add_receipt(receipt_of(execution))
     result = await session.step([ops.append(1, [9], 1, first_positions=20)])
-    await planes.restart_data()
+    await planes.restart()
     with pytest.raises((StaleError, SessionNotFoundError)):
         await execution.start(result.plan)
     with pytest.raises((StaleError, SessionNotFoundError, UnavailableError)):

@@ -4,7 +4,6 @@ was truncated, trimmed, shared or brought back from the host tier is where the p
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -12,42 +11,34 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Layout, ops
+from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.checked_engine import Engine
-from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT
 from tests.helpers.waiting import until
 
-POOL = "pool"
 BLOCK = LAYOUT.block_size_tokens
 StartEngine = Callable[..., Awaitable[tuple[Engine, DataPlaneServer]]]
 
 
 @pytest.fixture
-async def start_engine(
-    tmp_path: Path, start_control_plane: Callable[..., Awaitable[ControlPlaneServer]]
-) -> AsyncIterator[StartEngine]:
+async def start_engine(tmp_path: Path) -> AsyncIterator[StartEngine]:
     """An engine of both planes, with eight device and four host blocks."""
     async with AsyncExitStack() as stack:
 
         async def start(
             window_tokens: int = 0, *, shared_memory: bool = True, begins: bool = False
         ) -> tuple[Engine, DataPlaneServer]:
-            control = await start_control_plane(watermark=0.0)
-            layout = windowed(window_tokens)
-            data = await DataPlaneServer.start(config_of(tmp_path, control.address, layout))
-            stack.push_async_callback(data.stop)
-            stack.callback(data.executor.check_integrity)
-            await asyncio.wait_for(data.registered.wait(), 20)
-            client = await stack.enter_async_context(ControlClient(control.address))
-            remote = await stack.enter_async_context(
-                DataClient(data.address, shared_memory=shared_memory)
-            )
-            session = await stack.enter_async_context(await client.open_session(POOL, layout))
+            layout, data = windowed(window_tokens), {"num_device_blocks": 8, "num_host_blocks": 4}
+            planes = Planes(tmp_path, layout, data=data, watermark=0.0)
+            planes = await stack.enter_async_context(planes)
+            client = await stack.enter_async_context(ControlClient(planes.address))
+            session = await stack.enter_async_context(client.open_session(POOL))
+            remote = DataClient(planes.data.address, shared_memory=shared_memory)
+            remote = await stack.enter_async_context(remote)
             execution = await stack.enter_async_context(await remote.open(session.grant))
-            return Engine(session, execution, window_tokens, begins=begins), data
+            return Engine(session, execution, window_tokens, begins=begins), planes.data
 
         yield start
 
