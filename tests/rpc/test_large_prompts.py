@@ -49,14 +49,14 @@ async def test_a_message_over_the_limit_uses_no_number_and_changes_nothing(
     world = await start_world()
     caller = await world.caller()
     await caller.admit(1, prompt(1))
-    before, sessions = await world.state(), await numbers(world)
+    before, sessions = world.state(), await numbers(world)
     with pytest.raises(
         QuotaExceededError,
         match=r"larger than max .*: send it in parts, or raise .* --max-message-bytes",
     ):
         await caller.session.step([ops.admit(2, token_ids)])
     assert await numbers(world) == sessions
-    assert await world.state() == before
+    assert world.state() == before
     await caller.grow(1, 5)
 
 

@@ -40,13 +40,13 @@ async def test_a_prefix_is_explained_block_by_block_and_found_by_hashes(world, c
 async def test_the_longest_match_of_every_pool_is_found_without_a_session(world, caller) -> None:
     other = await world.register(pool_id="other")
     await caller.admit(1, prompt(3))
-    before = await world.state()
+    before = world.state()
     matches = await world.client.find_prefix(prompt(3))
     found = {match.pool_id: (match.num_device_tokens, match.num_host_tokens) for match in matches}
     assert found == {"other": (0, 0), "pool": (24, 0)}
     (only,) = await world.client.find_prefix(prompt(3), pool_ids=["pool"])
     assert only.revision == (await caller.step()).revision
-    assert await world.state() == before
+    assert world.state() == before
     other.hang_up()
 
 

@@ -302,9 +302,9 @@ def test_no_table_lacks_an_operation() -> None:
 
 async def checked(caller: Caller, operation: pb.Operation) -> pb.OperationResult:
     """Return the answer of a check, which must have changed nothing."""
-    before = await caller.world.state()
+    before = caller.world.state()
     (result,) = outcomes(await caller.session.validate([operation]))
-    assert await caller.world.state() == before
+    assert caller.world.state() == before
     return result
 
 
@@ -312,14 +312,14 @@ async def repeat(caller: Caller, operation: pb.Operation, result: StepResult) ->
     """Assert that the last step, sent again by a unary call, is answered as before and changes
     nothing.
     """
-    before = await caller.world.state()
+    before = caller.world.state()
     session = caller.session
     step = pb.StepRequest(session=session.ref, number=session.last_number, operations=[operation])
     again = await caller.world.stub.Step(step)
     assert outcomes(again) == outcomes(result)
     assert StepResult(again).plan == result.plan
     assert again.revision == result.revision
-    assert await caller.world.state() == before
+    assert caller.world.state() == before
 
 
 @pytest.mark.parametrize("name", ROWS)
