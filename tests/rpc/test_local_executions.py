@@ -356,18 +356,6 @@ async def run(execution: Execution, plan: Any, num_tokens: int = 2, seed: int = 
     return [bytes(output.data) for output in outputs]
 
 
-async def test_both_transports_give_the_same_bits(rig: Served) -> None:
-    found = []
-    for session_id, shared_memory in ((1, True), (2, False)):
-        async with (
-            rig.client(shared_memory=shared_memory) as client,
-            await client.open(rig.author.grant(session_id)) as execution,
-        ):
-            assert (shards_of(execution)[0].local is not None) == shared_memory
-            found.append(await run(execution, plan_of_two_tokens(rig.author, 1, session_id)))
-    assert found[0] == found[1]
-
-
 async def test_tensors_that_do_not_fit_the_region_go_over_grpc(tmp_path: Path) -> None:
     async with (
         served(tmp_path, local_region_bytes=4096) as rig,
