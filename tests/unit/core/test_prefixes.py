@@ -9,9 +9,6 @@ from control_plane.pools import pool
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
-from kvplane.slices import run_to_end
-from kvplane.wire import columns
-from kvplane.wire.columns import INT32
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL
@@ -53,19 +50,6 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
     assert retain(world, *owners[2]) == 2
     assert retain(world, *owners[0], time_to_live_s=0) == 2, "it ends"
     assert retain(world, *owners[1]) == 2
-
-
-def test_a_search_describes_the_blocks_and_takes_nothing() -> None:
-    engine = World().engine()
-    engine.admit(1, range(19))
-    before = engine.everything()
-    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(19)), with_blocks=True)
-    (found,) = run_to_end(engine.world.core.find_prefix(request, engine.tenant)).matches
-    assert (found.num_device_tokens, found.num_host_tokens) == (16, 0)
-    assert columns.read(INT32, found.blocks.indices, "indices").tolist() == [
-        index for _, index in engine.table(1)[:2]
-    ]
-    assert engine.everything() == before
 
 
 def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from tests.helpers.core.core_messages import BLOCK
 from tests.helpers.core.core_model import (
     FAILED,
     LATER,
-    OK,
     Engine,
     World,
     error_in,
@@ -108,26 +107,6 @@ def test_forks_are_granted_with_the_sequence_and_share_its_blocks() -> None:
     (granted,) = news_of(other.step().news).granted
     assert granted.sequence_id == 5
     assert other.table(5) == other.table(6) == other.table(7)
-
-
-def test_growth_comes_before_admissions() -> None:
-    world, one, other = crowded()
-    one.step(ops.append(1, [], 8, first_positions=56))
-    one.run_all()
-    one.settle()
-    assert status_of(only(one.step(ops.append(1, [], 1, first_positions=64)))) != OK
-    (never,) = only(one.step(ops.append(1, [], 1, first_positions=64))).failures
-    assert never.status == cpb.ITEM_STATUS_NEVER
-    world, one, other = crowded()
-    other.admit(1, prompt(1, 1))
-    blocked = only(one.step(ops.append(1, [], 1, first_positions=56))).failures[0]
-    assert (blocked.status, blocked.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
-    third = world.engine()
-    later = only(third.step(ops.admit(1, [5], wait=True))).failures[0]
-    assert later.shortage.reason == cpb.SHORTAGE_REASON_GROWTH
-    free(other, 1)
-    assert not third.step().HasField("news"), "the block is the blocked sequence's"
-    assert not only(one.step(ops.append(1, [], 1, first_positions=56))).failures
 
 
 def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
