@@ -9,8 +9,7 @@ import pytest
 from control_plane.admission.queue import AdmissionQueue
 from control_plane.admission.turns import Claim, Claimant, Turns
 from control_plane.admission.victims import QueueEntry
-from tests.helpers.planning.admission_checker import CASES, QUICK, SLOW, explore, starved
-from tests.helpers.planning.admission_world import CONFIG, World
+from tests.helpers.planning.admission_checker import CASES, CONFIG, QUICK, SLOW, World, starved
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -31,12 +30,6 @@ def test_nobody_is_starved_by_headroom() -> None:
 def test_nobody_is_starved_in_a_larger_case(name: str) -> None:
     config = dataclasses.replace(CONFIG, max_doublings=SLOW[name])
     assert starved(CASES[name], config)[0] == []
-
-
-@pytest.mark.parametrize("name", ["two that yield", "honest and hostile"])
-def test_a_state_that_is_restored_is_the_same(name: str) -> None:
-    for state in explore(CASES[name], CONFIG)[0]:
-        assert World.restored(CASES[name], CONFIG, state).state() == state
 
 
 def test_the_states_have_all_that_the_queue_remembers() -> None:
