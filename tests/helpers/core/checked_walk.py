@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import count
 from random import Random
 from typing import Any
 
 from control_plane import queries
-from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.sessions.session import Session
 from control_plane.steps.operations import OPERATIONS
@@ -26,14 +24,14 @@ from kvplane.slices import run_to_end
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import to_wire
-from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_messages import receipt_of
+from tests.helpers.core.core_data_plane import Plane
+from tests.helpers.core.core_messages import POOL, receipt_of
+from tests.helpers.core.core_model import World
 from tests.helpers.core.random_operations import Known, deferred_of, operation_of
-from tests.helpers.planning.registration_messages import LAYOUT, all_outgoing, hello
+from tests.helpers.planning.registration_messages import LAYOUT
 
-POOL, EPOCH = "pool", 11
 PAIRS_OF_A_WORLD = 250
 _OWNERS = (("ann", ""), ("ann", ""), ("ann", "adapter"), ("bob", ""))
 _TWO_GROUPS = replace(
@@ -47,16 +45,6 @@ _TWO_GROUPS = replace(
 _BUSY = ("admit", "admit", "admit", "append", "append", "swap", "fork")
 # The clock stands still but for these, so that turns end, and sequences have to yield.
 _PAUSES_S = (0.01, 0.3, 1.1, 6.0, 12.0)
-
-
-class Clock:
-    """Seconds, which pass only when the walk adds them."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass
@@ -75,52 +63,29 @@ class CheckedWalk:
         self.seed = seed
         self.rng = rng = Random(seed)
         self.seen: Counter[str] = Counter()
-        self.clock = Clock()
         num_blocks, num_host = rng.randint(6, 16), rng.choice((0, 3, 8))
-        self.config = CoreConfig(
-            lease_s=120.0,
-            max_plans_in_flight=rng.choice((1, 2, 3, 3)),
-            watermark=rng.choice((0.0, 0.1, 0.2)),
-            max_operations=8,
-            max_sequences=rng.choice((4, 65_536)),
-            max_table_entries=rng.choice((20, 4_194_304)),
-            max_tenant_blocks=rng.choice((0, 0, num_blocks // 2)),
-            max_retained_share=rng.choice((0.25, 0.1)),
-            eviction_policy=rng.choice(("lru", "reuse-rate")),
-        )
+        settings = {
+            "lease_s": 120.0,
+            "max_plans_in_flight": rng.choice((1, 2, 3, 3)),
+            "watermark": rng.choice((0.0, 0.1, 0.2)),
+            "max_operations": 8,
+            "max_sequences": rng.choice((4, 65_536)),
+            "max_table_entries": rng.choice((20, 4_194_304)),
+            "max_tenant_blocks": rng.choice((0, 0, num_blocks // 2)),
+            "max_retained_share": rng.choice((0.25, 0.1)),
+            "eviction_policy": rng.choice(("lru", "reuse-rate")),
+        }
         self.layout = rng.choice((LAYOUT, LAYOUT, _TWO_GROUPS))
-        sizes = [(num_blocks, num_host)]
+        device, host = (num_blocks,), (num_host,)
         if self.layout is _TWO_GROUPS:
-            sizes.append((max(4, num_blocks - 3), num_host // 2))
+            device, host = (num_blocks, max(4, num_blocks - 3)), (num_host, num_host // 2)
         self.most_tokens = num_blocks * LAYOUT.block_size_tokens
-        self.checked, self.plain = (self._core(sizes) for _ in range(2))
+        self.worlds = [
+            World(num_device=device, num_host=host, layout=self.layout, plane=Plane, **settings)
+            for _ in range(2)
+        ]
+        self.checked = self.worlds[0].core
         self.callers = [self._open(owner) for owner in _OWNERS[: rng.randint(2, 4)]]
-
-    def _core(self, sizes: list[tuple[int, int]]) -> ControlPlane:
-        ids = count(1)
-        core = ControlPlane(
-            incarnation=1,
-            config=self.config,
-            clock=self.clock,
-            new_key=lambda: bytes(32),
-            new_session_id=lambda: next(ids),
-        )
-        groups = [rpb.GroupBlocks(num_device_blocks=d, num_host_blocks=h) for d, h in sizes]
-        num_layers = sum(len(group.layers) for group in self.layout.groups)
-        core.register(
-            hello(
-                epoch=EPOCH,
-                shard=tpb.Shard(num_shards=1, num_layers=num_layers, num_kv_heads=2),
-                layout=self.layout.to_proto(),
-                num_device_blocks=sizes[0][0],
-                num_host_blocks=sizes[0][1],
-                groups=groups if len(sizes) > 1 else (),
-            )
-        )
-        core.report(POOL, 0, EPOCH, rpb.BlockReport(last=True))
-        while core.work():
-            pass
-        return core
 
     # Requests, which both cores answer alike
 
@@ -134,8 +99,8 @@ class CheckedWalk:
                 else:
                     self.pair(num_done)
                     num_done += 1
-            for core in (self.checked, self.plain):
-                core.check_integrity()
+            for world in self.worlds:
+                world.core.check_integrity()
         except Exception as error:
             error.add_note(f"seed {self.seed}, after {num_done} pairs: CheckedWalk({self.seed})")
             raise
@@ -192,9 +157,9 @@ class CheckedWalk:
     def both(self, method: str, *args: Any) -> Any:
         """Return the answer or the error of both cores."""
         outcomes: list[Any] = []
-        for core in (self.checked, self.plain):
+        for world in self.worlds:
             try:
-                outcomes.append(getattr(core, method)(*args))
+                outcomes.append(getattr(world.core, method)(*args))
             except KvplaneError as error:
                 outcomes.append(error)
         one, other = outcomes
@@ -246,7 +211,9 @@ class CheckedWalk:
         """Let leases be renewed and time pass; sequences may be cut and sessions ended."""
         for caller in self.callers:
             self.both("renew_session", caller.ref, caller.tenant)
-        self.clock.now_s += self.rng.choice(_PAUSES_S)
+        pause_s = self.rng.choice(_PAUSES_S)
+        for world in self.worlds:
+            world.clock.now += pause_s
         self.both("tick")
         open_ids = self.checked.sessions.by_id.keys()
         self.replace([c for c in self.callers if c.ref.session_id not in open_ids])
@@ -259,14 +226,11 @@ class CheckedWalk:
 
     def deliver(self) -> None:
         """Take the messages for the data plane, which fences at once, and do work that is left."""
-        for core in (self.checked, self.plain):
-            for message in all_outgoing(core, POOL, 0):
-                if message.HasField("fence"):
-                    done = rpb.FenceDone(session=message.fence.session)
-                    core.fence_done(POOL, 0, EPOCH, done)
-            while core.work():
+        for world in self.worlds:
+            world.pump()
+            while world.core.work():
                 pass
-            core.check_integrity()
+            world.core.check_integrity()
 
     def _open(self, owner: tuple[str, str]) -> Caller:
         tenant, namespace = owner

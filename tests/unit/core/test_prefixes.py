@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.config import CoreConfig
 from control_plane.pools import pool
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
@@ -39,7 +38,7 @@ def test_a_prefix_is_found_by_its_very_tokens_and_by_its_tenant_alone() -> None:
 
 
 def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() -> None:
-    world = World(num_device=16, config=CoreConfig(watermark=0.0, max_retained_share=0.125))
+    world = World(num_device=16, max_retained_share=0.125)
     owners = [("tenant", ""), ("tenant", "lora"), ("other", "")]
     for owner in owners:
         world.engine(*owner).cache(range(17))
@@ -91,7 +90,7 @@ def test_nothing_is_forgotten_before_all_shards_have_reported(scope: ForgetScope
 
 def cached_world(num_shards: int = 1) -> World:
     """Two blocks of one prompt are cached, and every data plane knows it."""
-    world = World(num_shards=num_shards, config=CoreConfig(watermark=0.0))
+    world = World(num_shards)
     world.engine().cache(range(17))
     world.pump()
     assert [len(shard.published) for shard in world.shards] == [2] * num_shards

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import news_of, sequence_states
@@ -162,7 +161,7 @@ def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
 
 
 def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
-    world = World(num_device=8, num_host=0, config=CoreConfig(watermark=0.0, max_sequences=2))
+    world = World(num_device=8, num_host=0, max_sequences=2)
     one, other = world.engine(), world.engine()
     one.admit(1, prompt(6))
     other.admit(1, prompt(1, 1))
