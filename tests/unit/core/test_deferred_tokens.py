@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
 from kvplane.wire.v1 import session_pb2 as cpb
-from tests.helpers.core.core_messages import POOL, pack
+from tests.helpers.core.core_messages import pack
 from tests.helpers.core.core_model import Engine, World
 
 
@@ -37,7 +38,7 @@ def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behi
     engine.run_all()
     one = ops.deferred_tokens([1], [1], [10], [6], pack([50] * 6))
     engine.submit(engine.receipts, deferred=one)
-    native = engine.world.core._pools[POOL].groups[0]
+    native = engine.world.pool.groups[0]
     *_, num_entries = native.memory()
     other = ops.deferred_tokens([2], [engine.state(2).admitted_by], [10], [6], pack([60] * 6))
     engine.submit(deferred=other)
@@ -102,3 +103,21 @@ def test_wrong_deferred_tokens_fail_the_request_and_name_their_column(
         engine.submit(deferred=deferred)
     assert refused.value.field == f"deferred_tokens.{field}"
     assert engine.everything() == before
+
+
+def test_one_wrong_item_spoils_the_others_and_nothing_is_known() -> None:
+    engine = World().engine()
+    engine.admit(1, range(6))
+    second = engine.number + 1
+    engine.admit(2, range(6))
+    engine.send(engine.growth(1, num_slots=2), engine.growth(2, num_slots=2))
+    session = engine.session
+    message = ops.deferred_tokens([1, 2], [1, 9], [6, 6], [1, 1], [6, 6])
+    with pytest.raises(SequenceNotFoundError):
+        take_deferred_tokens(session, message, max_items=2)
+    assert engine.state(1).num_tokens == 6
+    message = ops.deferred_tokens([1, 1], [1, 1], [6, 7], [1, 1], [6, 7])
+    take_deferred_tokens(session, message, max_items=2)
+    assert engine.state(1).num_tokens == 8, "an item may follow an earlier one of its request"
+    take_deferred_tokens(session, ops.deferred_tokens([2], [second], [6], [1], [6]), max_items=2)
+    assert engine.state(2).num_tokens == 7

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.config import CoreConfig
 from control_plane.steps.operations import read_operations
 from kvplane import ops
 from kvplane.errors import (
@@ -79,6 +78,16 @@ FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
             InvalidRequestError,
             "admit.max_total_tokens",
         ),
+        *(
+            (ops.admit(2, [1], fork_sequence_ids=ids), error, f"admit.fork_sequence_ids{at}")
+            for ids, error, at in (
+                ([4, 0], InvalidRequestError, "[1]"),
+                ([4, 1], SequenceExistsError, "[1]"),
+                ([4, 2], SequenceExistsError, "[1]"),
+                ([4, 4], SequenceExistsError, "[1]"),
+                (bytes(7), InvalidRequestError, ""),
+            )
+        ),
         (ops.append(9, first_positions=0), SequenceNotFoundError, "append.sequence_ids[0]"),
         (ops.append(3, [1], first_positions=4), SequenceSwappedError, "append.sequence_ids[0]"),
         (
@@ -119,6 +128,9 @@ FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
         (ops.fork([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
         (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
         (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
+        (ops.truncate(1, 0), InvalidRequestError, "truncate.num_tokens[0]"),
+        (ops.truncate(1, 5), InvalidRequestError, "truncate.num_tokens[0]"),
+        (ops.truncate(9, 1), SequenceNotFoundError, "truncate.sequence_ids[0]"),
         (ops.swap([], "host"), InvalidRequestError, "swap.sequence_ids"),
         (ops.swap([1, 1], "host"), InvalidRequestError, "swap.sequence_ids[1]"),
         (ops.swap([1, 9], "host"), SequenceNotFoundError, "swap.sequence_ids[1]"),
@@ -154,15 +166,16 @@ def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None
         ops.admit(1, range(4)),
         ops.fork(1, 2),
         ops.free([1]),
+        ops.truncate(1, 2),
         ops.swap([1], "host"),
         ops.append(1, [5], 1, first_positions=4),
     )
     errors = [type(error_in(operation)) for operation in result.results[1:]]
-    assert errors == [SequenceBusyError] * 3 + [InvalidRequestError]
+    assert errors == [SequenceBusyError] * 4 + [InvalidRequestError]
 
 
 def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
-    engine = World(config=CoreConfig(watermark=0.0, max_sequences=7)).engine()
+    engine = World(max_sequences=7).engine()
     for i in range(1, 6):
         engine.admit(i, [i] * 6)
     append = ops.append(
@@ -219,7 +232,7 @@ def test_items_are_counted_by_their_columns_and_each_operation_as_one_at_least()
 
 
 def test_a_step_has_a_bounded_number_of_items() -> None:
-    engine = World(config=CoreConfig(watermark=0.0, max_operations=4)).engine()
+    engine = World(max_operations=4).engine()
     engine.admit(1, range(4))
     before = engine.everything()
     with pytest.raises(InvalidRequestError, match="operations: must have at most 4 items"):
@@ -233,7 +246,7 @@ def test_a_step_has_a_bounded_number_of_items() -> None:
 
 
 def test_a_session_has_a_bounded_number_of_table_entries() -> None:
-    engine = World(config=CoreConfig(watermark=0.0, max_table_entries=7)).engine()
+    engine = World(max_table_entries=7).engine()
     engine.admit(1, range(2 * BLOCK))
     forked = only(engine.step(ops.fork(1, [2, 3, 4])))
     assert [failure.item for failure in forked.failures] == [2]
@@ -241,7 +254,7 @@ def test_a_session_has_a_bounded_number_of_table_entries() -> None:
 
 
 def test_plans_in_flight_are_bounded_and_tokens_alone_make_none() -> None:
-    engine = World(config=CoreConfig(max_plans_in_flight=2, watermark=0.0)).engine()
+    engine = World(max_plans_in_flight=2, watermark=0.0).engine()
     assert not engine.step().HasField("plan")
     engine.step(ops.admit(1, [1]))
     engine.step(engine.growth(1, num_slots=1))
@@ -303,7 +316,7 @@ def test_the_revision_counts_publications_and_evictions() -> None:
 
 
 def test_the_watermark_leaves_blocks_free_once_something_is_held() -> None:
-    engine = World(num_device=10, config=CoreConfig(watermark=0.2)).engine()
+    engine = World(num_device=10, watermark=0.2).engine()
     assert status_of(only(engine.admit(1, range(8 * 5)))) == OK
     (later,) = only(engine.step(ops.admit(2, range(100, 132)))).failures
     assert later.status == LATER
