@@ -1,6 +1,6 @@
-"""Data planes as the core sees them: they register, report, sign receipts, and may keep tables.
+"""Data planes as the core sees them: they register, report and sign receipts.
 
-They hold no contents: those of the native core's plans are checked by
+They keep neither tables nor contents: those of the native core's plans are checked by
 ``tests/helpers/native/native_plane.py``, and in real memory by ``tests/helpers/planes``.
 """
 
@@ -16,10 +16,9 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import (
     DEVICE,
     TIERS,
-    Block,
     BlockId,
+    allocated_of,
     allocations_of,
-    changes_of,
     publications_of,
 )
 from tests.helpers.planning.registration_messages import (
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Plane:
-    """A data plane's process that keeps no tables: any plan counts as run."""
+    """A data plane's process that keeps nothing: any plan counts as run."""
 
     def __init__(self, world: World, **fields: Any) -> None:
         """``fields``: of its Hello."""
@@ -140,7 +139,7 @@ class Plane:
 
 
 class DataPlane(Plane):
-    """One shard's blocks, tables and publications."""
+    """One shard's blocks and publications."""
 
     def __init__(self, world: World, **fields: Any) -> None:
         super().__init__(world, **fields)
@@ -155,21 +154,9 @@ class DataPlane(Plane):
         self.hello.incarnation, self.hello.key_id, self.pool_key = 0, b"", b""
         self.generation: dict[BlockId, int] = {}
         self.published: dict[int, tuple[tuple[str, str], Prefix]] = {}
-        self.quit_all()
-
-    def quit_all(self) -> None:
-        """Drop every table, as for a new incarnation."""
-        self.tables: dict[int, dict[int, list[BlockId]]] = {}
-        self.finished: dict[int, int] = {}
-        self.quit: set[int] = set()
+        self.fenced: set[int] = set()
 
     # Registration
-
-    def come(self) -> bool:
-        if not self.register().resumed:
-            self.quit_all()
-            self.report_all()
-        return self.welcome.resumed
 
     def report_all(self) -> None:
         """Report what every block holds, in two parts."""
@@ -195,9 +182,7 @@ class DataPlane(Plane):
         super().obey(message)
         kind = message.WhichOneof("message")
         if kind == "fence":
-            session_id = message.fence.session.session_id
-            self.tables.pop(session_id, None)
-            self.quit.add(session_id)
+            self.fenced.add(message.fence.session.session_id)
         elif kind == "publish":
             for owner, prefix in publications_of(message.publish.publications):
                 index, generation = prefix.block
@@ -220,55 +205,20 @@ class DataPlane(Plane):
     # Plans
 
     def run(self, signed: tpb.SignedPayload) -> bool:
-        """Run a plan; return False when it was refused."""
         if signed.signature != signing.sign(self.pool_key, signed.type, signed.payload):
             return False
         plan = plan_pb2.Plan.FromString(signed.payload)
         assert (signed.type, plan.version) == (signing.PLAN, protocol.NEWEST_PAYLOAD_VERSION)
-        session_id = plan.session.session_id
         if (
             plan.shard_epochs[self.index] != self.epoch
             or plan.session.incarnation != self.hello.incarnation
-            or session_id in self.quit
+            or plan.session.session_id in self.fenced
         ):
             return False
-        last = self.finished.get(session_id, 0)
-        if plan.number <= last:
-            return plan.number == last
-        if not plan.resync and plan.previous != last:
-            return False
-        self._change_tables(plan)
-        self.finished[session_id] = plan.number
+        for block in allocated_of(plan) + allocations_of(plan):
+            known = self.generation.get(block.block_id, 0)
+            assert block.generation > known, f"{block} is not new: its generation is {known}"
+            self.generation[block.block_id] = block.generation
+            if block.tier == DEVICE:
+                self.published.pop(block.index, None)
         return True
-
-    def _change_tables(self, plan: plan_pb2.Plan) -> None:
-        before = self.tables.get(plan.session.session_id, {})
-        tables = {} if plan.resync else {i: list(table) for i, table in before.items()}
-        for change in changes_of(plan):
-            i = change.sequence_id
-            if change.kind == plan_pb2.TABLE_CHANGE_KIND_FORK:
-                tables[i] = tables[change.parent_id][: change.num_blocks]
-            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_KEEP:
-                tables[i] = before[i][: change.num_blocks]
-            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_DROP:
-                del tables[i]
-            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_TRUNCATE:
-                del tables[i][change.num_blocks :]
-            else:
-                replace = change.kind == plan_pb2.TABLE_CHANGE_KIND_REPLACE
-                table = [] if replace else tables.setdefault(i, [])
-                table[change.first_block :] = [block.block_id for block in change.blocks]
-                tables[i] = table
-                for block, allocated in zip(change.blocks, change.allocated, strict=True):
-                    if allocated:
-                        self._allocate(block)
-        for block in allocations_of(plan):
-            self._allocate(block)
-        self.tables[plan.session.session_id] = tables
-
-    def _allocate(self, block: Block) -> None:
-        known = self.generation.get(block.block_id, 0)
-        assert block.generation > known, f"{block} is not new: its generation is {known}"
-        self.generation[block.block_id] = block.generation
-        if block.tier == DEVICE:
-            self.published.pop(block.index, None)

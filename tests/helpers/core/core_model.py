@@ -414,18 +414,6 @@ class Engine:
                 self.run_next(shard)
         self.queue = [m for m in self.queue if len(m.ran_on) < len(self.world.shards)]
 
-    def check(self) -> None:
-        """Check the core, and that shards which have run every plan have its tables."""
-        self.world.core.check_integrity()
-        session = self.session
-        if session.resync_due or session.is_drafted:
-            return
-        live = columns.read(INT64, queries.states(session).sequence_ids, "sequence_ids")
-        tables = {i: self.table(i) for i in live if self.table(i)}
-        for plane in self.world.shards:
-            if plane.finished.get(self.id) == session.last_plan:
-                assert plane.tables[self.id] == tables
-
 
 def only(answer: cpb.StepResponse) -> cpb.OperationResult:
     """Return the result of a step's only operation."""

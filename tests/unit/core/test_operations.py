@@ -206,7 +206,6 @@ def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
     assert engine.state(1).num_tokens == 7
     engine.run_all()
     engine.settle()
-    engine.check()
     engine.world.core.check_integrity()
 
 

@@ -9,6 +9,7 @@ from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import news_of, sequence_states
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import BLOCK
 from tests.helpers.core.core_model import (
@@ -196,11 +197,12 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
     other.step(ops.append(5, [], 24, first_positions=0))
     assert held & set(other.table(5))
     other.run_all()
-    (plane,) = world.shards
-    assert 1 in plane.tables[one.id]
     one.step(ops.free([]))
-    one.run_all()
-    assert not plane.tables[one.id]
+    changes = one.queue[-1].plan.changes
+    assert (changes.kinds, changes.sequence_ids) == (
+        bytes([plan_pb2.TABLE_CHANGE_KIND_DROP]),
+        columns.pack(INT64, [1]),
+    )
 
 
 # What metrics tell of it
