@@ -6,6 +6,7 @@ receipt for every plan, and runs none.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from control_plane.steps.operations import OPERATIONS
 from kvplane import ControlClient, Layout, Session, ops
+from kvplane.clients.prefix_feed import BlocksStored, CaughtUp, StoredBlock, read_events
 from kvplane.errors import KvplaneError
 from kvplane.prefixes import ForgetScope
 from kvplane.results import (
@@ -25,15 +27,16 @@ from kvplane.results import (
     SequenceState,
     StepResult,
     error_of,
+    pool_match,
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import prefix_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.outcomes import is_refused, outcomes
-from tests.helpers.planning.cached_prefixes import CachedPrefixes, cached_prefixes
-from tests.helpers.planning.control_wire import RawShard, Stub
+from tests.helpers.planning.control_wire import PATIENCE_S, RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
 
 POOL = "pool"
@@ -44,6 +47,21 @@ CACHING_ID = 12
 
 Block = tuple[int, int, int]
 """Tier, index and generation."""
+
+
+Kept = tuple[int, int, int, int, int, int]
+"""Tier, index, generation, references, hits and the priority of a retention."""
+
+
+@dataclass(frozen=True)
+class CachedPrefixes:
+    """``blocks``: the hash and the tier of each that is found. ``kept``: by the longest prefixes,
+    how each of their blocks is kept. The time that a retention still lasts is not shown.
+    """
+
+    revision: int
+    blocks: frozenset[tuple[bytes, int]]
+    kept: frozenset[tuple[bytes, tuple[Kept, ...]]]
 
 
 @dataclass(frozen=True)
@@ -271,3 +289,50 @@ def plan_of(result: StepResult) -> plan_pb2.Plan:
 
 def int32(column: bytes) -> list[int]:
     return columns.read(INT32, column, "column").tolist()
+
+
+async def cached_prefixes(stub: Stub, pool_id: str, namespace: str) -> CachedPrefixes:
+    """Return all that is cached in the namespace. Asking counts as no use of it."""
+    stored, revision = await snapshot(stub, pool_id, namespace)
+    kept = set()
+    by_hash = {block.block_hash: block for block in stored}
+    parents = {block.parent_hash for block in stored}
+    for block_hash in by_hash.keys() - parents:
+        request = prefix_pb2.FindPrefixRequest(
+            token_ids=ops.pack_tokens(prompt_of(block_hash, by_hash)),
+            namespace=namespace,
+            pool_ids=[pool_id],
+            with_blocks=True,
+        )
+        (match,) = (await stub.FindPrefix(request)).matches
+        described = tuple(
+            (b.tier, b.index, b.generation, b.ref_count, b.num_hits, b.priority)
+            for b in pool_match(match).blocks
+        )
+        kept.add((block_hash, described))
+    found = frozenset((block.block_hash, block.tier) for block in stored)
+    return CachedPrefixes(revision, found, frozenset(kept))
+
+
+async def snapshot(stub: Stub, pool_id: str, namespace: str) -> tuple[list[StoredBlock], int]:
+    """Return the blocks of a new follower's snapshot, and their revision."""
+    call = stub.WatchPrefixes(prefix_pb2.WatchPrefixesRequest(pool_id=pool_id, namespace=namespace))
+    stored: list[StoredBlock] = []
+    try:
+        while True:
+            for event in read_events(await asyncio.wait_for(call.read(), PATIENCE_S)):
+                if isinstance(event, BlocksStored):
+                    stored += event.blocks
+                elif isinstance(event, CaughtUp):
+                    return stored, event.revision
+    finally:
+        call.cancel()
+
+
+def prompt_of(block_hash: bytes, by_hash: dict[bytes, StoredBlock]) -> list[int]:
+    """Return the tokens of the prefix that ends with this block, from its first known block on."""
+    blocks: list[StoredBlock] = []
+    while (block := by_hash.get(block_hash)) is not None:
+        blocks.append(block)
+        block_hash = block.parent_hash
+    return [token_id for block in reversed(blocks) for token_id in block.token_ids]
