@@ -265,26 +265,6 @@ def test_a_group_with_a_window_gives_back_what_lies_behind_it() -> None:
     assert caller.held() == [0, 0]
 
 
-def test_a_hit_needs_of_a_window_group_only_what_its_window_sees() -> None:
-    caller = Caller.of((30, 5))
-    prompt = list(range(33))
-    caller.do(ops.admit(1, prompt))
-    caller.do(ops.free([1]))
-    caller.do()  # all four full blocks are published in both groups
-    caller.do(ops.admit(2, range(500, 513)))
-    caller.do(ops.free([2]))
-    caller.do()
-    kept = [core.usage(1)[2] for core in caller.world.pool.groups]
-    assert kept == [5, 4] or kept[1] < kept[0], kept  # the window group had to evict
-    found = caller.do(ops.admit(3, prompt)).results[0].admit.num_cached_tokens
-    lengths = [
-        len(Pool([core]).match(caller.session.root, columns.pack(INT32, prompt))[2]) // 16
-        for core in caller.world.pool.groups
-    ]
-    assert found == BLOCK * min(lengths)
-    caller.check()
-
-
 def test_a_quota_holds_in_each_group() -> None:
     caller = Caller.of((16, 12), max_tenant_blocks=6)
     caller.do(ops.admit(1, range(33)))
@@ -303,19 +283,6 @@ def test_a_quota_holds_in_each_group() -> None:
     assert grown.status == cpb.ITEM_STATUS_NEVER
     assert grown.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     assert caller.usages() == before
-    caller.check()
-
-
-def test_what_has_no_room_in_one_group_is_done_in_none() -> None:
-    caller = Caller.of((16, 4))
-    caller.do(ops.admit(1, range(17)))
-    before = caller.usages()
-    refused = caller.do(ops.admit(2, range(300, 320))).results[0]
-    assert refused.failures[0].status == cpb.ITEM_STATUS_LATER
-    assert refused.failures[0].shortage.num_blocks_needed == 3  # of the smallest group
-    assert caller.usages() == before
-    never = caller.do(ops.admit(2, range(300, 340))).results[0]
-    assert never.failures[0].status == cpb.ITEM_STATUS_NEVER
     caller.check()
 
 
