@@ -29,7 +29,6 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import DataPlane, Plane
 from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
 from tests.helpers.core.core_prefixes import forget, num_cached
-from tests.helpers.core.random_operations import deferred_of
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT, half
 
 INCARNATION = 7  # of a world's first control plane
@@ -413,6 +412,26 @@ class Engine:
             for _ in range(len(self.queue)):
                 self.run_next(shard)
         self.queue = [m for m in self.queue if len(m.ran_on) < len(self.world.shards)]
+
+
+def deferred_of(states: Sequence[SequenceState]) -> cpb.DeferredTokens:
+    """Return the tokens of all positions that were scheduled without them."""
+    late = [state for state in states if state.num_tokens < state.num_scheduled_tokens]
+    tokens = [tokens_written(state) for state in late]
+    return ops.deferred_tokens(
+        [state.sequence_id for state in late],
+        [state.admitted_by for state in late],
+        [state.num_tokens for state in late],
+        [len(each) for each in tokens],
+        [token for each in tokens for token in each],
+    )
+
+
+def tokens_written(state: SequenceState) -> list[int]:
+    """Return the tokens of slots that were scheduled without them: alike for all forks, because
+    they may share the slots.
+    """
+    return [at % 2 for at in range(state.num_tokens, state.num_scheduled_tokens)]
 
 
 def only(answer: cpb.StepResponse) -> cpb.OperationResult:
