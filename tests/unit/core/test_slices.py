@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from control_plane import queries
-from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.steps import abort, operations, plans, receipts, requests, slices
 from control_plane.steps.answers import StepAnswer
@@ -212,7 +211,7 @@ def test_others_step_between_the_slices() -> None:
     in_slices(world.core, between)(request, "tenant")
     assert other.number - before == 6 + 2 + 5, "around the states, between sequences that are cut"
     other.settle()
-    other.check()
+    world.core.check_integrity()
 
 
 @pytest.mark.usefixtures("small")
@@ -256,7 +255,7 @@ def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("is_fenced_first", [True, False])
 def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool) -> None:
-    world = World(num_device=64, config=CoreConfig(watermark=0.0, lease_s=10.0))
+    world = World(num_device=64, lease_s=10.0)
     engine, other = world.engine(), world.engine()
     engine.admit(1, range(20))
     engine.send(*(ops.fork(1, i) for i in range(2, 9)))
