@@ -20,6 +20,7 @@ from kvplane.results import (
     SequenceState,
     SessionNews,
     StepResult,
+    total_of,
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
@@ -56,8 +57,9 @@ def test_an_admission_that_waits_says_where_in_line() -> None:
 
 
 def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
-    failure = pb.ItemFailure(status=pb.ITEM_STATUS_NEVER, shortage=SHORTAGE)
-    error = ItemFailure.from_proto(failure).error
+    error = ItemFailure.from_proto(
+        pb.ItemFailure(status=pb.ITEM_STATUS_NEVER, shortage=SHORTAGE)
+    ).error
     assert type(error) is NeverFitsError
     assert error.retry_delay_s is None
     assert "9 blocks" in error.message
@@ -66,8 +68,7 @@ def test_never_does_not_fit_and_does_not_say_to_wait() -> None:
 def test_failed_is_the_error_that_the_control_plane_gave() -> None:
     field = "operations[0].append.first_positions[3]"
     given = to_wire(PositionMismatchError("7 positions are scheduled", field=field))
-    failure = pb.ItemFailure(status=pb.ITEM_STATUS_FAILED, error=given)
-    error = ItemFailure.from_proto(failure).error
+    error = ItemFailure.from_proto(pb.ItemFailure(status=pb.ITEM_STATUS_FAILED, error=given)).error
     assert type(error) is PositionMismatchError
     assert error.field == field
 
@@ -190,3 +191,12 @@ def test_news_say_what_was_granted_cut_and_asked_for() -> None:
 
 def test_an_answer_without_news_says_that_nothing_happened() -> None:
     assert SessionNews.from_proto(pb.News()) == SessionNews((), {}, 0, 0.0, ())
+
+
+def test_a_counter_is_summed_over_its_labels() -> None:
+    counters = {
+        'hits_total{tier="device"}': 2,
+        'hits_total{tier="host"}': 3,
+        "hits_total_of_all": 9,
+    }
+    assert (total_of(counters, "hits_total"), total_of(counters, "hits")) == (5, 0)
