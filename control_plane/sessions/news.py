@@ -22,13 +22,20 @@ class PoolNews:
 
     def take_notices(self) -> list[tuple[int, cpb.News]]:
         """Return the sessions with news that neither this call nor an answer has taken."""
-        notices = [(session.id, session.news) for session in self._untold]
+        notices: list[tuple[int, cpb.News]] = []
+        for session in self._untold:
+            if session.news is not None:
+                # A request that runs now may be an abort, which voids what was granted before.
+                session.news.as_of_number = session.numbers.answered
+                notices.append((session.id, session.news))
         self._untold.clear()
-        return [(i, news) for i, news in notices if news is not None]
+        return notices
 
     def take(self, session: Session) -> cpb.News | None:
-        """Return a session's news for its next answer, and clear them."""
+        """Return a session's news for the answer to its last number, and clear them."""
         news, session.news = session.news, None
+        if news is not None:
+            news.as_of_number = session.numbers.last
         self._untold.discard(session)
         return news
 
@@ -44,7 +51,7 @@ class PoolNews:
     def drop_grants(self, session: Session) -> None:
         """Drop the news of grants, which say what sequences were before an abort."""
         if session.news is not None:
-            for field in _GRANTS:
+            for field in (*_GRANTS, "as_of_number"):
                 session.news.ClearField(field)
             if not session.news.ListFields():
                 self.take(session)

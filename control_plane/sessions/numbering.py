@@ -56,12 +56,13 @@ class Answer:
 
 
 class Numbering:
-    """The last number used, and the answers that are still remembered."""
+    """The ``last`` number used, the last one ``answered``, and the answers still remembered."""
 
-    __slots__ = ("_answers", "_latest", "_num_kept", "last")
+    __slots__ = ("_answers", "_latest", "_num_kept", "answered", "last")
 
     def __init__(self, num_kept: int) -> None:
         self.last = 0
+        self.answered = 0
         self._num_kept = num_kept
         self._answers: OrderedDict[int, Answer] = OrderedDict()
         self._latest: Answer | None = None
@@ -100,6 +101,7 @@ class Numbering:
         self._latest = self._answers[self.last] = Answer(request, message, error)
         while len(self._answers) > self._num_kept:
             self._answers.popitem(last=False)
+        self.answered = self.last
 
     def settle(self) -> None:
         """Let go of the last request, of which a digest is enough. It is taken here so that the

@@ -259,9 +259,7 @@ class Session:
             session=self._ref, plan_number=plan_number, whole_tables=whole_tables
         )
         deadline = self._connection.deadline(timeout_s)
-        result: AbortResult = await self._call(request, self._send_abort, deadline)
-        self._steps.forget_grants()
-        return result
+        return cast(AbortResult, await self._call(request, self._send_abort, deadline))
 
     async def submit_receipts(
         self, deferred_tokens: ops.DeferredTokens | None = None, *, timeout_s: float | None = None
@@ -424,7 +422,7 @@ class Session:
         while response.number == 0:
             if response.HasField("error"):  # the control plane could not read the request
                 raise from_wire(response.error)
-            if response.HasField("news"):
+            if response.HasField("news") and self._steps.are_new(response.news):
                 self._was_told = True
             response = await self._stream.receive()
         if response.number != request.number:

@@ -75,6 +75,7 @@ class Steps:
         self.changed = asyncio.Event()
         self._unread: SessionNews | None = None
         self._next_number = 1
+        self._aborted_by = 0
         self._pending: _Pending | None = None
         self._lock = asyncio.Lock()
 
@@ -121,8 +122,14 @@ class Steps:
         unread, self._unread = self._unread, None
         return answer if unread is None else answer.after(unread)
 
-    def forget_grants(self) -> None:
-        """Drop kept news of grants, which say what sequences were before an abort."""
+    def are_new(self, news: session_pb2.News) -> bool:
+        """Return whether pushed news have more than grants that an answered abort has voided."""
+        is_late = 0 < news.as_of_number < self._aborted_by
+        return not is_late or bool(news.cut_sequence_ids or news.num_blocks_asked)
+
+    def _forget_grants(self, aborted_by: int) -> None:
+        """Drop kept news of grants: the answer to this abort says what all sequences are."""
+        self._aborted_by = aborted_by
         if self._unread is not None:
             self._unread = replace(self._unread, granted=())
 
@@ -168,6 +175,8 @@ class Steps:
             raise
         self._settled(pending, request.number + 1)
         self._drop(request.receipts)
+        if isinstance(request, session_pb2.AbortPlansRequest):
+            self._forget_grants(request.number)
         return answer
 
     def _settled(self, pending: _Pending, next_number: int) -> None:

@@ -153,7 +153,7 @@ class StreamStepsResponse(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[_Union[StepResponse, _Mapping]] = ..., abort: _Optional[_Union[AbortPlansResponse, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_num_blocks", "cut_sequence_ids", "cut_reasons", "num_blocks_asked", "asked_within", "asked_sequence_ids")
+    __slots__ = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_num_blocks", "cut_sequence_ids", "cut_reasons", "num_blocks_asked", "asked_within", "asked_sequence_ids", "as_of_number")
     GRANTED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     GRANTED_NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRANTED_NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class News(_message.Message):
     NUM_BLOCKS_ASKED_FIELD_NUMBER: _ClassVar[int]
     ASKED_WITHIN_FIELD_NUMBER: _ClassVar[int]
     ASKED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    AS_OF_NUMBER_FIELD_NUMBER: _ClassVar[int]
     granted_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     granted_num_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
     granted_num_blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -170,7 +171,8 @@ class News(_message.Message):
     num_blocks_asked: int
     asked_within: _duration_pb2.Duration
     asked_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, granted_sequence_ids: _Optional[_Iterable[int]] = ..., granted_num_cached_tokens: _Optional[_Iterable[int]] = ..., granted_num_blocks: _Optional[_Iterable[int]] = ..., cut_sequence_ids: _Optional[_Iterable[int]] = ..., cut_reasons: _Optional[_Iterable[_Union[CutReason, str]]] = ..., num_blocks_asked: _Optional[int] = ..., asked_within: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., asked_sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    as_of_number: int
+    def __init__(self, granted_sequence_ids: _Optional[_Iterable[int]] = ..., granted_num_cached_tokens: _Optional[_Iterable[int]] = ..., granted_num_blocks: _Optional[_Iterable[int]] = ..., cut_sequence_ids: _Optional[_Iterable[int]] = ..., cut_reasons: _Optional[_Iterable[_Union[CutReason, str]]] = ..., num_blocks_asked: _Optional[int] = ..., asked_within: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., asked_sequence_ids: _Optional[_Iterable[int]] = ..., as_of_number: _Optional[int] = ...) -> None: ...
 
 class DeferredTokens(_message.Message):
     __slots__ = ("sequence_ids", "admitted_by", "first_positions", "num_tokens", "token_ids")

@@ -73,6 +73,14 @@ FAULTS = (
         FAILING,
     ),
     Fault(
+        "news_hold_as_of_the_request_that_runs",
+        "control_plane/sessions/news.py",
+        "session.news.as_of_number = session.numbers.answered",
+        "session.news.as_of_number = session.numbers.last",
+        "tests/unit/core/test_slices.py::"
+        "test_news_that_an_abort_is_about_to_void_hold_as_of_the_request_before_it",
+    ),
+    Fault(
         "errors_do_not_say_the_next_number",
         "kvplane/errors.py",
         "    next_number = 0\n",

@@ -48,8 +48,10 @@ def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     assert (later.status, later.shortage.queue_position) == (LATER, 1)
     assert later.shortage.num_blocks_needed == 3
     free(one, 1)
-    assert other.world.core.take_notices()[0][0] == other.id
+    ((session_id, pushed),) = other.world.core.take_notices()
+    assert (session_id, pushed.as_of_number) == (other.id, other.number)
     result = other.step()
+    assert result.news.as_of_number == other.number, "the answer's own"
     (granted,) = SessionNews.from_proto(result.news).granted
     assert (granted.sequence_id, granted.num_cached_tokens, granted.num_blocks) == (5, 0, 3)
     assert world.observed().statistics.num_granted_admissions == 1

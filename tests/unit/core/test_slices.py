@@ -236,6 +236,26 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_news_that_an_abort_is_about_to_void_hold_as_of_the_request_before_it() -> None:
+    world, told = World(num_device=16, num_host=0), list[int]()
+    engine, other = world.engine(), world.engine()
+    other.admit(1, range(40))
+    engine.step(*(ops.admit(i, range(20 * i, 20 * i + 16)) for i in range(2, 6)))
+    engine.step(ops.admit(1, range(500, 540), wait=True))
+    other.send(ops.free([1]))
+    other.settle()
+    request = cpb.AbortPlansRequest(session=engine.ref, number=engine.number + 1)
+
+    def between() -> None:
+        for _, news in world.core.take_notices():
+            assert news.granted_sequence_ids
+            told.append(news.as_of_number)
+
+    in_slices(world.core, between)(request, "tenant")
+    assert told == [engine.number]
+
+
+@pytest.mark.usefixtures("small")
 def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
     world = World(num_device=8, num_host=0)
     engine, other = world.engine(), world.engine()
