@@ -108,7 +108,7 @@ class SessionServiceServicer(object):
 
     def OpenSession(self, request, context):
         """Opens a session. UNAVAILABLE (POOL_NOT_READY) until all shards of the pool have registered and reported; FAILED_PRECONDITION (LAYOUT_MISMATCH)
-        when the layouts differ. A repeat opens another session; an unused one ends by its lease.
+        when the layouts differ. A repeat, or a copy that arrives late, opens another session; an unused one ends by its lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
