@@ -109,6 +109,17 @@ def uncommented(file: FileDescriptorProto) -> list[tuple[int, ...]]:
     return [path for path in wanted if path not in commented]
 
 
+def without_repeat_rule(file: FileDescriptorProto) -> list[str]:
+    """Methods of which neither their comment nor their service's says what a repeat does."""
+    comments = {tuple(p.path): p.leading_comments for p in file.source_code_info.location}
+    return [
+        method.name
+        for i, service in enumerate(file.service)
+        for j, method in enumerate(service.method)
+        if "repeat" not in (comments[6, i] + comments[6, i, 2, j]).lower()
+    ]
+
+
 def without_units(file: FileDescriptorProto) -> list[str]:
     """Number fields that are named like a size or a time and say no unit."""
     numbers = {
@@ -166,6 +177,13 @@ def test_the_package_is_the_folder_and_has_a_version(files: dict[str, FileDescri
 
 def test_everything_in_the_contract_has_a_comment(files: dict[str, FileDescriptorProto]) -> None:
     assert {name: uncommented(files[name]) for name in PROTOS} == {name: [] for name in PROTOS}
+
+
+def test_every_method_says_what_a_repeat_does(files: dict[str, FileDescriptorProto]) -> None:
+    names = (*CALLERS, *PLANES)
+    assert {name: without_repeat_rule(files[name]) for name in names} == {
+        name: [] for name in names
+    }
 
 
 def test_every_measure_in_the_contract_says_its_unit(
@@ -252,3 +270,4 @@ def test_a_field_with_no_comment_or_no_unit_is_found(tmp_path: Path) -> None:
         (4, 3, 3, 0, 2, 0),
     ]
     assert without_units(file) == ["Planted.buffer_size"]
+    assert without_repeat_rule(file) == ["Plant"]

@@ -92,16 +92,16 @@ class ExecutionServiceServicer(object):
         """Runs plans layer by layer on a long-lived stream. The first request opens it; then, for each plan, the plan itself and one layer for each layer
         held, ascending. Each request is answered once, in order; a client may send a layer before the plan is answered. The receipt comes with the last
         layer, or with the start of a plan without spans. A layer of a plan that has run is answered with its output and the receipt, and writes nothing.
-        A request that fails is answered with an Error and writes nothing; the stream stays open. A client on the same machine may send the same messages
-        by a Unix socket, with the tensors in memory that both have mapped: see LocalOffer.
+        A request that fails is answered with an Error and writes nothing; the stream stays open. Safe to repeat: after a stream was lost, present the
+        plan on another, then send the layer again; it writes the same bytes. A client on the same machine may send the same messages by a Unix socket,
+        with the tensors in memory that both have mapped: see LocalOffer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReshapeAndCache(self, request, context):
-        """Starts a plan, and writes the keys and values of one layer of it; `query`, `options` and `output` are refused. Layers come in ascending order.
-        Safe to repeat.
+        """Starts a plan, and writes keys and values of one layer; `query`, `options`, `output` are refused. Layers come ascending. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -357,7 +357,7 @@ class BlockServiceServicer(object):
     """
 
     def ReadBlocks(self, request, context):
-        """Reads whole blocks of a sequence's table. Changes nothing.
+        """Reads whole blocks of a sequence's table. Changes nothing; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -94,7 +94,7 @@ class PrefixServiceServicer(object):
     def RetainPrefix(self, request, context):
         """Retains the cached prefix of a prompt, or ends its retention. Retention is soft: retained blocks are evicted after all other idle ones, lowest
         priority first, and never withheld from a sequence. RESOURCE_EXHAUSTED (QUOTA_EXCEEDED) when the tenant would retain more than it may.
-        UNAVAILABLE (POOL_NOT_READY) until all shards have reported their blocks.
+        UNAVAILABLE (POOL_NOT_READY) until all shards have reported.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,8 +102,7 @@ class PrefixServiceServicer(object):
 
     def ForgetPrefixes(self, request, context):
         """Takes prefixes out of the index, files included, so that nobody finds them again, and frees their blocks. FAILED_PRECONDITION (BLOCK_IN_USE),
-        with nothing forgotten, when a sequence refers to one of the blocks and `force` is not set. UNAVAILABLE (POOL_NOT_READY) until all shards have
-        reported their blocks.
+        and nothing is forgotten, when a sequence refers to a block and `force` is not set. UNAVAILABLE (POOL_NOT_READY) until all shards have reported.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

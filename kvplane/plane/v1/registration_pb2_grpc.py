@@ -48,7 +48,11 @@ class RegistrationServiceServicer(object):
 
     def Register(self, request_iterator, context):
         """A data plane's connection. It opens with Hello, is answered with Welcome, reports its blocks unless it was resumed, and then stays open:
-        publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other.
+        publications, withdrawals, fences and requests to report again one way, heartbeats, finished fences and reports the other. Safe to repeat: when
+        the stream ends, register again after a random, growing delay, except after STALE_EPOCH of `hello.epoch`: a later process has the shard.
+
+        Errors: ABORTED (STALE_EPOCH, STALE_INCARNATION); FAILED_PRECONDITION (LAYOUT_MISMATCH, PROTOCOL_MISMATCH); RESOURCE_EXHAUSTED (QUOTA_EXCEEDED);
+        UNAVAILABLE (POOL_NOT_READY); INVALID_ARGUMENT naming the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

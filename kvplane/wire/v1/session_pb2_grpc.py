@@ -107,8 +107,9 @@ class SessionServiceServicer(object):
     """
 
     def OpenSession(self, request, context):
-        """Opens a session. UNAVAILABLE (POOL_NOT_READY) until all shards of the pool have registered and reported; FAILED_PRECONDITION (LAYOUT_MISMATCH)
-        when the layouts differ. A repeat, or a copy that arrives late, opens another session; an unused one ends by its lease.
+        """Opens a session. NOT_FOUND (POOL_NOT_FOUND) when no shard of the pool has registered; UNAVAILABLE (POOL_NOT_READY) until all have, and have
+        reported; FAILED_PRECONDITION (LAYOUT_MISMATCH) when the layouts differ; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED) when as many sessions are open as
+        may be. A repeat, or a copy that arrives late, opens another session; an unused one ends by its lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
