@@ -15,7 +15,7 @@ FAULTS = (
             TWIN,
             "if message.SerializeToString() == data:",
             "if True:",
-            f"{TESTS}::test_every_encoding_of_a_message_is_read_whole[{encoding}]",
+            f"{TESTS}::test_every_encoding_of_a_request_is_read_whole[StepRequest-{encoding}]",
         )
         for encoding in ("unpacked", "chunks")
     ),
