@@ -185,7 +185,7 @@ class PlanOutOfOrderError(ConflictError):
 
 
 class PlanReceiptedError(ConflictError):
-    """The plan has run and cannot be aborted."""
+    """The plan, or one after it, has run: it cannot be aborted."""
 
 
 class PositionMismatchError(ConflictError):

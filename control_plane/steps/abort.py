@@ -20,8 +20,8 @@ def abort_plans(session: Session, request: cpb.AbortPlansRequest) -> Slices[None
     """Cut every sequence to its written tokens, some blocks at a time. The next plan says what all
     tables are; with ``whole_tables`` it is this request's, and contains all of them whole.
 
-    Raises PlanReceiptedError when the plan that the request names has run, InvalidRequestError when
-    no plan has that number.
+    Raises PlanReceiptedError when the request names no plan after the last that ran, and
+    InvalidRequestError when it names a later number that made no plan.
     """
     plan_number, keeps_tables = request.plan_number, not request.whole_tables
     if session.is_voided(plan_number):
@@ -30,7 +30,9 @@ def abort_plans(session: Session, request: cpb.AbortPlansRequest) -> Slices[None
     elif plan_number:
         if 0 < plan_number <= session.done:
             raise PlanReceiptedError(
-                f"plan {plan_number} has run: what it wrote stays", field="plan_number"
+                f"{plan_number} is not after plan {session.done}, the last that ran: what was "
+                "written stays",
+                field="plan_number",
             )
         if plan_number not in session.plans:
             raise InvalidRequestError("is not the number of a plan", field="plan_number")

@@ -253,7 +253,7 @@ class Session:
         """Submit pending receipts, then abort every plan that has none. ``plan_number``: the plan
         to give up; 0 for whatever is in flight. ``whole_tables``: whether to get a plan of them.
 
-        Raises PlanReceiptedError if the plan has run.
+        Raises PlanReceiptedError if the plan, or one after it, has run.
         """
         request = pb.AbortPlansRequest(
             session=self._ref, plan_number=plan_number, whole_tables=whole_tables

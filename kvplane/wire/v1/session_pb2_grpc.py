@@ -147,7 +147,7 @@ class SessionServiceServicer(object):
 
     def AbortPlans(self, request, context):
         """Aborts every plan without a receipt: cuts each sequence to the tokens that receipted plans wrote; the next plan says what all tables are.
-        FAILED_PRECONDITION (PLAN_RECEIPTED) when `plan_number` has run; INVALID_ARGUMENT when it made no plan.
+        FAILED_PRECONDITION (PLAN_RECEIPTED) when `plan_number` is not after the last plan that ran; INVALID_ARGUMENT when it is and made no plan.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

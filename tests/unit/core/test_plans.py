@@ -66,6 +66,15 @@ def test_an_answer_is_encoded_as_its_message_would_be() -> None:
 # Aborts
 
 
+def test_a_number_without_a_plan_is_not_called_a_plan_that_ran() -> None:
+    engine = World().engine()
+    engine.admit(1, range(8))  # number 2 submits its receipt
+    engine.send(engine.growth(1, [8], 1))
+    engine.settle()
+    with pytest.raises(PlanReceiptedError, match="2 is not after plan 3, the last that ran"):
+        engine.abort(2)
+
+
 def test_the_first_operation_after_an_abort_brings_a_plan_of_all_tables() -> None:
     engine = World().engine()
     engine.admit(1, range(12))
@@ -112,7 +121,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
     for number in (-1, made + 1, 99):
         with pytest.raises(InvalidRequestError, match="plan_number: is not the number of a plan"):
             engine.abort(number)
-    with pytest.raises(PlanReceiptedError, match="plan 1 has run"):
+    with pytest.raises(PlanReceiptedError, match="1 is not after plan 1, the last that ran"):
         engine.abort(1)
     assert (list(session.plans), session.resync_due) == ([made], False)
     engine.abort(made)
