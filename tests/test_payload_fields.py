@@ -10,74 +10,105 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 
 from kvplane.plane.v1 import plan_pb2
 from kvplane.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 
-# What each payload version added: numbers of fields by message, and of values by enum.
-FIELDS: dict[int, dict[str, Iterable[int]]] = {
+# What each payload version added: the number and type of each field by message, and the numbers of
+# values by enum.
+FIELDS: dict[int, dict[str, str]] = {
     1: {
         # Signed.
-        "Plan": range(1, 14),
-        "SessionGrant": range(1, 10),
-        "Receipt": range(1, 8),
+        "Plan": (
+            "1:int32 2:SessionRef 3:string 4:fixed64[] 5:int64 6:int64 7:bool 8:TableChanges "
+            "9:Transfers 10:Spans 11:Allocations 12:string 13:int64"
+        ),
+        "SessionGrant": (
+            "1:int32 2:SessionRef 3:int64 4:string 5:fixed64[] 6:string 7:bytes 8:int32 9:string"
+        ),
+        "Receipt": "1:int32 2:SessionRef 3:string 4:int32 5:fixed64 6:int64 7:bytes",
+        "PinGrant": "1:int32 2:SessionRef 3:string 4:fixed64[] 5:Blocks[]",
         # On registration streams, after Hello and Welcome.
-        "RegisterRequest": range(1, 6),
-        "RegisterResponse": range(1, 8),
+        "RegisterRequest": "1:Hello 2:BlockReport 3:Heartbeat 4:FenceDone 5:FilesForgotten",
+        "RegisterResponse": (
+            "1:Welcome 2:ReportAccepted 3:PublishBlocks 4:Fence 5:ReportRequest "
+            "6:WithdrawBlocks 7:ForgetFiles"
+        ),
         # In these.
-        "Allocations": range(1, 5),
-        "BlockReport": range(1, 4),
-        "Blocks": range(1, 5),
-        "Fence": range(1, 3),
-        "FenceDone": (1,),
-        "FilesForgotten": (1,),
-        "ForgetFiles": range(1, 7),
-        "Heartbeat": (),
-        "Publications": range(1, 11),
-        "PublishBlocks": (1,),
-        "ReportAccepted": (),
-        "ReportRequest": (),
-        "SessionRef": range(1, 3),
-        "Spans": range(1, 4),
-        "TableChangeKind": range(8),
-        "TableChanges": range(1, 11),
-        "Tier": range(3),
-        "Transfers": range(1, 8),
-        "WithdrawBlocks": range(1, 4),
+        "Allocations": "1:Tier[] 2:sfixed32[] 3:sfixed64[] 4:uint32[]",
+        "BlockReport": "1:Blocks[] 2:Publications[] 3:bool",
+        "Blocks": "1:int32 2:Tier 3:sfixed32[] 4:sfixed64[]",
+        "Fence": "1:SessionRef 2:int64",
+        "FenceDone": "1:SessionRef",
+        "FilesForgotten": "1:int64",
+        "ForgetFiles": "1:int64 2:string 3:string 4:sfixed32[] 5:bool 6:bool",
+        "Heartbeat": "",
+        "Publications": (
+            "1:int32 2:string 3:string 4:string 5:sfixed32[] 6:sfixed64[] 7:sfixed32[] "
+            "8:sfixed64[] 9:bytes 10:sfixed32[]"
+        ),
+        "PublishBlocks": "1:Publications",
+        "ReportAccepted": "",
+        "ReportRequest": "",
+        "SessionRef": "1:fixed64 2:int64",
+        "Spans": "1:sfixed64[] 2:sfixed32[] 3:sfixed32[]",
+        "TableChangeKind": "0 1 2 3 4 5 6 7",
+        "TableChanges": (
+            "1:TableChangeKind[] 2:sfixed64[] 3:uint32[] 4:Tier[] 5:sfixed32[] 6:sfixed32[] "
+            "7:sfixed64[] 8:sfixed32[] 9:sfixed64[] 10:bool[]"
+        ),
+        "Tier": "0 1 2",
+        "Transfers": (
+            "1:uint32[] 2:Tier[] 3:sfixed32[] 4:sfixed64[] 5:Tier[] 6:sfixed32[] 7:sfixed64[]"
+        ),
+        "WithdrawBlocks": "1:sfixed32[] 2:sfixed64[] 3:int32",
     },
 }
-SIGNED = [getattr(plan_pb2, name).DESCRIPTOR for name in ("Plan", "SessionGrant", "Receipt")]
+SIGNED = [
+    getattr(plan_pb2, name).DESCRIPTOR for name in ("Plan", "SessionGrant", "Receipt", "PinGrant")
+]
 STREAM = [rpb.RegisterRequest.DESCRIPTOR, rpb.RegisterResponse.DESCRIPTOR]
 COLUMNS = [plan_pb2.TableChangeKind.DESCRIPTOR]
+SCALARS = {
+    number: name.removeprefix("TYPE_").lower()
+    for name, number in vars(FieldDescriptor).items()
+    if name.startswith("TYPE_")
+}
 # Said before a version is agreed on: readers ignore what they do not know.
 FIRST = {"Hello", "Welcome"}
 
 
-def declared(roots: Iterable[Descriptor | EnumDescriptor]) -> dict[str, set[int]]:
-    """Numbers in these messages and in all that they hold, by the name of the message or enum."""
-    found: dict[str, set[int]] = {}
+def declared(roots: Iterable[Descriptor | EnumDescriptor]) -> dict[str, set[str]]:
+    """Fields of these messages and of all that they hold, by the name of the message or enum."""
+    found: dict[str, set[str]] = {}
     pending: list[Descriptor | EnumDescriptor] = [*roots]
     while pending:
         what = pending.pop()
         if what.name in found or what.name in FIRST:
             continue
         if isinstance(what, EnumDescriptor):
-            found[what.name] = {value.number for value in what.values}
+            found[what.name] = {str(value.number) for value in what.values}
             continue
-        found[what.name] = {field.number for field in what.fields}
+        found[what.name] = {f"{field.number}:{type_of(field)}" for field in what.fields}
         pending += (field.message_type for field in what.fields if field.message_type)
         pending += (field.enum_type for field in what.fields if field.enum_type)
     return found
 
 
-def listed(history: Mapping[int, Mapping[str, Iterable[int]]]) -> dict[str, set[int]]:
-    """All numbers of a history, by the name of the message or enum."""
-    found: dict[str, set[int]] = {}
+def type_of(field: FieldDescriptor) -> str:
+    """Return a field's type as the proto names it, with [] if it is repeated."""
+    holds = field.message_type or field.enum_type
+    return (holds.name if holds else SCALARS[field.type]) + "[]" * field.is_repeated
+
+
+def listed(history: Mapping[int, Mapping[str, str]]) -> dict[str, set[str]]:
+    """All fields of a history, by the name of the message or enum."""
+    found: dict[str, set[str]] = {}
     for added in history.values():
-        for name, numbers in added.items():
-            found.setdefault(name, set()).update(numbers)
+        for name, fields in added.items():
+            found.setdefault(name, set()).update(fields.split())
     return found
 
 
