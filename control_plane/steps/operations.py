@@ -471,7 +471,10 @@ OPERATIONS: Final[dict[str, Operation]] = {
         Swap(),
     )
 }
-"""Every operation, by its field in ``kvplane.v1.Operation``."""
+"""Every operation, by its field in ``kvplane.v1.Operation``. One more is a message there, a class
+here, a builder in ``kvplane.ops``, and in tests a row of ``ROWS`` (``test_operations_table``) and a
+function of ``_MAKERS`` (``test_checked_walk``).
+"""
 DEFERRED_TOKENS: Final = _DeferredTokens()
 _UNKNOWN: Final = _Unknown()
 

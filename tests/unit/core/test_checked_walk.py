@@ -401,6 +401,10 @@ _MAKERS: Final[dict[str, Callable[[Random, Known], cpb.Operation]]] = {
 }
 
 
+def test_each_operation_is_made() -> None:
+    assert _MAKERS.keys() == OPERATIONS.keys()
+
+
 # What must have been seen
 
 OFTEN_SEEN = (
