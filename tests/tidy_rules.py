@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Container, Iterator
@@ -60,13 +61,19 @@ def modules(root: Path, *packages: str) -> Iterator[tuple[Path, ast.Module]]:
     for path in code_files(root, ".py"):
         folders = path.relative_to(root).parent.parts
         if ("tests" if "tests" in folders else folders[0]) in (packages or FOLDERS):
-            tree = ast.parse(path.read_text(), str(path))
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ImportFrom) and node.level:
-                    parent = folders[: len(folders) + 1 - node.level]
-                    node.module = ".".join((*parent, *filter(None, [node.module])))
-                    node.level = 0
-            yield path, tree
+            yield path, _parsed(path, folders)
+
+
+@functools.cache
+def _parsed(path: Path, folders: tuple[str, ...]) -> ast.Module:
+    """Most rules read each file, which is parsed once."""
+    tree = ast.parse(path.read_text(), str(path))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parent = folders[: len(folders) + 1 - node.level]
+            node.module = ".".join((*parent, *filter(None, [node.module])))
+            node.level = 0
+    return tree
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
