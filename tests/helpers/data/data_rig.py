@@ -42,6 +42,18 @@ def stored(executor: Executor, session_id: int, sequence_id: int, num_blocks: in
     return executor._compute._gather(table.tier_key, table.blocks, layers)
 
 
+made: list[Rig] = []
+"""The rigs of the present test; the fixture ``sound_rigs`` checks them at its end."""
+
+
+def sound_rigs() -> Iterator[None]:
+    """Body of a fixture: check the integrity of all rigs that a test has made."""
+    yield
+    for rig in made:
+        rig.executor.check_integrity()
+    made.clear()
+
+
 class Rig:
     """Session 1 is open; pools are zeroed so that they can be compared."""
 
@@ -56,9 +68,13 @@ class Rig:
         self.executor = Executor(**{**values, **settings})
         for tier in (self.executor.pools.device_tier, self.executor.pools.host_tier):
             tier.view(torch.uint8).zero_()
-        self.author = PlanAuthor(self.executor.epoch, layout=self.executor.layout)
+        num_shards = self.executor.shard.num_shards
+        self.author = PlanAuthor(
+            self.executor.epoch, layout=self.executor.layout, num_shards=num_shards
+        )
         self.executor.install(self.author.incarnation, self.author.key)
         self.session = self.open(1)
+        made.append(self)
 
     def open(self, session_id: int, **fields: Any) -> int:
         return self.executor.open(self.author.grant(session_id, **fields))
@@ -68,6 +84,11 @@ class Rig:
 
     def start(self, number: int, session_id: int = 1, **fields: Any) -> StartedPlan:
         return self.executor.start(session_id, self.author.plan(number, session_id, **fields))
+
+    def run_layers(self, num_tokens: int) -> None:
+        """Run all layers of the latest plan."""
+        for layer in self.executor.layers:
+            self.layer(layer, num_tokens)
 
     def run_layer(
         self,

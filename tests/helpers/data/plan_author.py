@@ -35,6 +35,7 @@ class PlanAuthor:
     incarnation: int = 1
     key: bytes = field(default_factory=signing.new_key)
     layout: Layout = LAYOUT
+    num_shards: int = 1  # all of one epoch
 
     def sign(self, tag: str, payload: bytes) -> pb.SignedPayload:
         signature = signing.sign(self.key, tag, payload)
@@ -50,7 +51,7 @@ class PlanAuthor:
             "session": self.session(session_id),
             "ordinal": session_id,
             "pool_id": POOL_ID,
-            "shard_epochs": [self.epoch],
+            "shard_epochs": [self.epoch] * self.num_shards,
             "tenant": "default",
             "layout_fingerprint": self.layout.fingerprint,
             "max_plans_in_flight": 2,
@@ -74,7 +75,7 @@ class PlanAuthor:
             "version": NEWEST_PAYLOAD_VERSION,
             "session": self.session(session_id),
             "pool_id": POOL_ID,
-            "shard_epochs": [self.epoch],
+            "shard_epochs": [self.epoch] * self.num_shards,
             "number": number,
             "previous": number - 1,
             "changes": changes
@@ -197,6 +198,16 @@ def ref(index: int, generation: int = 1, tier: pb.Tier = DEVICE) -> BlockRef:
 
 def transfer(source: BlockRef, destination: BlockRef) -> Transfer:
     return Transfer(source, destination)
+
+
+def moved(
+    sequence_id: int, sources: Sequence[BlockRef], destinations: Sequence[BlockRef]
+) -> dict[str, Any]:
+    """Return fields of a plan that moves a whole table to new blocks, all of one tier."""
+    entries = [(block.index, block.generation) for block in destinations]
+    table = set_blocks(sequence_id, entries, tier=destinations[0].tier, replace=True)
+    transfers = list(map(transfer, sources, destinations))
+    return {"changes": [table], "transfers": transfers}
 
 
 def span(sequence_id: int, first_position: int, num_tokens: int) -> Span:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from data_plane import Executor
 from kvplane.errors import (
     InvalidRequestError,
     PlanOutOfOrderError,
@@ -24,25 +23,17 @@ from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     LAYOUT,
-    POOL_ID,
-    PlanAuthor,
     blocks_of,
     dense_attention,
     drop,
     fork,
+    moved,
     ref,
     set_blocks,
     span,
     tokens,
     transfer,
 )
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.executor.check_integrity()
 
 
 def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
@@ -66,6 +57,8 @@ def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
         outputs.append(output)
     want = dense_attention(queries, keys, values)
     torch.testing.assert_close(torch.cat(outputs), want, atol=1e-5, rtol=1e-5)
+    counters = rig.executor.counters
+    assert counters.num_written_tokens == counters.num_attention_tokens == 2 * num_tokens
 
 
 def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) -> None:
@@ -134,24 +127,19 @@ def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
 def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
     rig.admit(1)
     before, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.run(
-        2,
-        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-    )
+    there = [ref(3, 1, HOST), ref(0, 1, HOST)]
+    rig.run(2, **moved(1, [ref(0), ref(1)], there))
     rig.executor.pools.device_tier.fill_(7.0)
     swapped, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(swapped, before)
     assert (names.tier, blocks_of(names)) == (HOST, [(3, 1), (0, 1)])
-    rig.run(
-        3,
-        changes=[set_blocks(1, [(5, 1), (6, 1)], replace=True)],
-        transfers=[transfer(ref(3, 1, HOST), ref(5)), transfer(ref(0, 1, HOST), ref(6))],
-    )
+    rig.run(3, **moved(1, there, [ref(5), ref(6)]))
     back, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(back, before)
     assert (names.tier, blocks_of(names)) == (DEVICE, [(5, 1), (6, 1)])
-    assert rig.executor.counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
+    counters, num_bytes = rig.executor.counters, 2 * rig.executor.layout.block_bytes()
+    assert counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
+    assert counters.transfer_bytes == {"swap_out": num_bytes, "swap_in": num_bytes}
 
 
 def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(rig: Rig) -> None:
@@ -191,26 +179,40 @@ def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> No
     assert rig.run(7, previous=5, spans=[span(9, 13, 1)]).plan_number == 7
 
 
-def test_blocks_written_whole_hold_what_blocks_read_gave(rig: Rig) -> None:
-    rig.admit(1)
-    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
-    receipt = rig.executor.write_blocks(1, 2, 0, blocks)
-    assert rig.author.read_receipt(receipt).plan_number == 2
-    copied, _ = rig.executor.read_blocks(1, 2, range(2))
-    assert torch.equal(copied, blocks)
+@given(st.integers(0, 23), st.integers(1, 24), st.integers(-1, 3), st.integers(1, 3))
+def test_blocks_are_written_to_the_slots_of_the_span_and_to_no_other(
+    first: int, num: int, first_block: int, num_blocks: int
+) -> None:
+    rig, table, num = Rig(), (3, 0, 5), min(num, 24 - first)
+    rig.start(1, changes=[set_blocks(1, [(i, 1) for i in table])], spans=[span(1, first, num)])
+    device = rig.executor.pools.device_tier
+    blocks = torch.rand(2, num_blocks, *device.shape[2:]) + 1
+    given_positions = range(first_block * BLOCK_SIZE, (first_block + num_blocks) * BLOCK_SIZE)
+    inside = [p for p in range(first, first + num) if p in given_positions]
+    if first_block < 0 or inside[:1] != [first]:  # a gap is left before them, or all are outside
+        with rig.refuses(InvalidRequestError, "entries"):
+            rig.executor.write_blocks(1, 1, first_block, blocks)
+        return
+    receipt = rig.executor.write_blocks(1, 1, first_block, blocks)
+    assert (receipt is None) == (len(inside) < num)
+    want = torch.zeros_like(device)
+    for p in inside:
+        given = blocks[:, p // BLOCK_SIZE - first_block, :, :, p % BLOCK_SIZE]
+        want[table[p // BLOCK_SIZE], :, :, :, p % BLOCK_SIZE] = given
+    assert torch.equal(device, want)
+    assert rig.executor.counters.num_written_tokens == 2 * len(inside)
 
 
-def test_blocks_written_whole_touch_no_slot_outside_the_span(rig: Rig) -> None:
-    rig.admit(1)
-    before, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, spans=[span(1, 12, 2)])
-    rig.executor.write_blocks(1, 1, 1, torch.full_like(before[:, 1:], 3.0))
-    after, _ = rig.executor.read_blocks(1, 1, range(2))
-    offset = 12 - BLOCK_SIZE
-    assert torch.all(after[:, 1, :, :, offset : offset + 2] == 3.0)
-    after[:, 1, :, :, offset : offset + 2] = before[:, 1, :, :, offset : offset + 2]
-    assert torch.equal(after, before)
+def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
+    rig.start(1, changes=[set_blocks(1, [(4, 1), (5, 1)])], spans=[span(1, 3, 9)])
+    blocks = torch.ones(2, 2, 2, 2, BLOCK_SIZE, 16)
+    rig.executor.write_blocks(1, 1, 0, blocks[1:, :1], first_layer=1, num_layers=1)
+    with rig.refuses(InvalidRequestError, "entries"):
+        rig.executor.write_blocks(1, 1, 1, blocks[:, 1:])
+    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
+    assert rig.executor.write_blocks(1, 1, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None
+    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
+    assert rig.executor.write_blocks(1, 1, 1, blocks[:1, 1:], first_layer=0, num_layers=1)
 
 
 def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> None:
@@ -235,40 +237,23 @@ def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
         assert rig.author.read_receipt(started.receipt).plan_number == 2
 
 
-def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:
-    shard = Shard(
-        index=1, num_shards=2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1
-    )
-    executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2, shard=shard)
-    assert executor.layers == (1,)
-    assert executor.pools.device_tier.shape == (2, 1, 2, 1, BLOCK_SIZE, 16)
-    author = PlanAuthor(executor.epoch)
-    executor.install(1, author.key)
-    epochs = {"shard_epochs": [99, executor.epoch]}
-    session = executor.open(author.grant(**epochs))
-    plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)], **epochs)
-    executor.start(session, plan)
-    executor.layer(
-        session, 1, tokens(2, 1), tokens(2, 1), tokens(2, 1), **of_latest(executor, session)
-    )
-    receipt = author.read_receipt(executor.receipt(session))
-    assert receipt.shard_index == 1
+def test_a_shard_holds_its_own_layers_and_heads() -> None:
+    rig = Rig(shard=Shard(1, 2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1))
+    assert rig.executor.layers == (1,)
+    assert rig.executor.pools.device_tier.shape == (8, 1, 2, 1, BLOCK_SIZE, 16)
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    rig.run_layer(1, tokens(2, 1), tokens(2, 1), tokens(2, 1))
+    assert rig.author.read_receipt(rig.executor.receipt(1)).shard_index == 1
 
 
 def test_half_precision_pools_hold_rounded_keys() -> None:
-    layout = replace(LAYOUT, kv_dtype="bfloat16")
-    executor = Executor(layout, pool_id=POOL_ID, num_device_blocks=2)
-    author = PlanAuthor(executor.epoch, layout=layout)
-    executor.install(1, author.key)
-    executor.open(author.grant())
-    executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)]))
-    key, value = tokens(8, seed=1), tokens(8, seed=2)
-    output = executor.layer(1, 0, tokens(8, 4), key, value, **of_latest(executor))
-    assert output is not None
+    rig = Rig(layout=replace(LAYOUT, kv_dtype="bfloat16"))
+    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)])
+    output = rig.layer(0, 8)
     assert output.dtype == torch.float32
-    blocks, _ = executor.read_blocks(1, 1, [0], num_layers=1)
+    blocks, _ = rig.executor.read_blocks(1, 1, [0], num_layers=1)
     assert blocks.dtype == torch.bfloat16
-    assert torch.equal(blocks[0, 0, 0].transpose(0, 1), key.to(torch.bfloat16))
+    assert torch.equal(blocks[0, 0, 0].transpose(0, 1), tokens(8, seed=1).to(torch.bfloat16))
 
 
 def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig) -> None:
@@ -313,21 +298,6 @@ def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) ->
     assert rig.author.read_receipt(receipt).plan_number == 2
     copied, _ = rig.executor.read_blocks(1, 2, range(2))
     assert torch.equal(copied, whole)
-
-
-def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
-    rig.admit(1)
-    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 3, 9)])
-    with rig.refuses(InvalidRequestError, "entries"):
-        rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
-    rig.executor.write_blocks(1, 2, 0, blocks[1:, :1], first_layer=1, num_layers=1)
-    with rig.refuses(InvalidRequestError, "entries"):
-        rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
-    rig.executor.write_blocks(1, 2, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 2, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None
-    rig.executor.write_blocks(1, 2, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 2, 1, blocks[:1, 1:], first_layer=0, num_layers=1)
 
 
 def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,13 +27,6 @@ from tests.helpers.data.plan_author import (
     set_blocks,
     span,
 )
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.executor.check_integrity()
 
 
 def test_a_grant_for_another_layout_is_refused(rig: Rig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -35,13 +34,6 @@ from tests.helpers.data.plan_author import (
     trim,
     truncate,
 )
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.executor.check_integrity()
 
 
 def test_2_nobody_writes_a_published_block(rig: Rig) -> None:

@@ -129,7 +129,6 @@ def test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time(hurried: Rig)
         hurried.served.serve(hurried.ready.fileno(), True)
         assert [ran for ran, *_ in hurried.served.take_ran()] == [number]
         assert hurried.client.recv(16) == packets.head_of(packets.LAYER, number)
-    executor.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -175,4 +174,3 @@ def test_other_packets_are_left_to_the_caller(rig: Rig, what: str, packet: bytes
     rig.served.serve(rig.ready.fileno(), True)
     assert rig.served.take_ran() == []
     assert rig.served.take() == packet
-    executor.check_integrity()
