@@ -21,17 +21,24 @@ from engine.request import CompletionOutput
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.models.hf import layout_from_hf
 from kvplane.sync.loop_thread import LoopThread
-from tests.helpers.sharded_pool import BY_LAYERS, POOL, Ranges, ShardedPool, by_heads
+from tests.helpers.planes_in_process import (
+    BY_LAYERS,
+    SHARDED_POOL,
+    Planes,
+    Ranges,
+    by_heads,
+    sharded,
+)
 
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, record_logits=True)
 
 
 @contextmanager
-def pool_of(model: Path, folder: Path, shards: list[Ranges]) -> Iterator[ShardedPool]:
+def pool_of(model: Path, folder: Path, shards: list[Ranges]) -> Iterator[Planes]:
     layout = layout_from_hf(model, block_size_tokens=16, dtype="float32")
     loop = LoopThread("pool")
-    pool = ShardedPool(folder, shards, layout)
+    pool = sharded(folder, shards, layout)
     loop.run(pool.__aenter__())
     try:
         yield pool
@@ -41,7 +48,7 @@ def pool_of(model: Path, folder: Path, shards: list[Ranges]) -> Iterator[Sharded
 
 
 def engine_on(model: Path, address: str, **settings: object) -> LLM:
-    defaults = {"num_threads": 1, "probe": False, "pool_id": POOL, "control_plane": address}
+    defaults = {"num_threads": 1, "probe": False, "pool_id": SHARDED_POOL, "control_plane": address}
     return LLM(model, **{**defaults, **settings})
 
 
@@ -129,7 +136,7 @@ def test_a_killed_shard_comes_back_and_the_answers_are_the_same(model, tmp_path,
     shards = [
         Process(
             "data_plane", tmp_path / f"data{i}.log", "--control-plane", control.address,
-            "--model", str(model), "--pool-id", POOL, "--num-device-blocks", "64",
+            "--model", str(model), "--pool-id", SHARDED_POOL, "--num-device-blocks", "64",
             "--num-shards", "2", "--shard-index", str(i), "--num-threads", "1",
         ).start()
         for i in range(2)

@@ -12,13 +12,11 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Layout
-from tests.helpers.both_planes import POOL, Planes
-from tests.helpers.planes_in_process import control_config
+from tests.helpers.planes_in_process import POOL, Planes, StartServer, control_config
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.operations_world import World
 from tests.helpers.planning.registration_messages import LAYOUT
 
-StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 StartWorld = Callable[..., Awaitable[World]]
 
 
@@ -122,11 +120,9 @@ async def start_world(
 
 
 @pytest.fixture
-async def planes(start_control_plane: StartServer, tmp_path: Path) -> AsyncIterator[Planes]:
-    planes = Planes(start_control_plane, tmp_path)
-    await planes.start()
-    yield planes
-    await planes.data.stop()
+async def planes(tmp_path: Path) -> AsyncIterator[Planes]:
+    async with Planes(tmp_path) as planes:
+        yield planes
 
 
 @pytest.fixture

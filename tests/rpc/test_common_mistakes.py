@@ -31,7 +31,7 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.v1 import execution_pb2, pool_pb2, session_pb2
-from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step, zeros
+from tests.helpers.planes_in_process import LAYOUT, POOL, Planes, run_step, zeros
 
 
 @dataclass

@@ -20,9 +20,9 @@ from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from scripts.metrics_page import page
-from tests.helpers.both_planes import StartServer
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
+from tests.helpers.planes_in_process import StartServer
 from tests.helpers.scrapes import checked
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -21,15 +21,23 @@ from kvplane.execution.execution import shards_of
 from kvplane.results import ShardBlocks
 from kvplane.transport.connection import Connection
 from kvplane.wire.v1.types_pb2 import SignedPayload
-from tests.helpers.both_planes import LAYOUT, POOL, Planes, StartServer, zeros
 from tests.helpers.data.plan_author import LAYOUT as LISTED_LAYOUT
 from tests.helpers.data.plan_author import POOL_ID as LISTED_POOL
 from tests.helpers.listed_peers import listed_peers
+from tests.helpers.planes_in_process import (
+    BY_BOTH,
+    BY_LAYERS,
+    LAYOUT,
+    POOL,
+    SHARDED_LAYOUT,
+    SHARDED_POOL,
+    Planes,
+    by_heads,
+    sharded,
+    zeros,
+)
 from tests.helpers.sharded_engine import layer_input, prompt
 from tests.helpers.sharded_engine import run as run_on_shards
-from tests.helpers.sharded_pool import BY_BOTH, BY_LAYERS, ShardedPool, by_heads
-from tests.helpers.sharded_pool import LAYOUT as SHARDED_LAYOUT
-from tests.helpers.sharded_pool import POOL as SHARDED_POOL
 
 PROMPT = [5] * 12
 
@@ -98,23 +106,18 @@ async def test_executions_have_the_certificates_of_the_control_client(tmp_path: 
         assert execution.num_tokens == len(PROMPT)
 
 
-async def test_a_session_waits_for_its_pool_and_takes_its_layout(
-    start_control_plane: StartServer, tmp_path: Path
-) -> None:
-    planes = Planes(start_control_plane, tmp_path)
-    planes.control = await start_control_plane()
-    async with ControlClient(planes.control.address) as control:
+async def test_a_session_waits_for_its_pool_and_takes_its_layout(tmp_path: Path) -> None:
+    async with Planes(tmp_path, shards=()) as planes, ControlClient(planes.address) as control:
         with pytest.raises(PoolNotReadyError):
             await control.open_session(POOL, timeout_s=0.3)
         opening = asyncio.ensure_future(control.open_session(POOL))
         await asyncio.sleep(0.3)
         assert not opening.done()
-        await planes.start_data("127.0.0.1:0")
+        await planes.start()
         async with await opening as session:
             assert session.layout == LAYOUT
         with pytest.raises(LayoutMismatchError):
             await control.open_session(POOL, SHARDED_LAYOUT)
-    await planes.data.stop()
 
 
 async def test_what_is_not_entered_opens_nothing(control: ControlClient) -> None:
@@ -145,7 +148,7 @@ async def test_the_shape_of_keys_is_the_layouts(planes: Planes, control: Control
 async def test_blocks_that_are_read_are_written_elsewhere(tmp_path: Path, shards: list) -> None:
     """Of all shards, to another sequence, whose prompt is cached then."""
     async with (
-        ShardedPool(tmp_path, shards) as pool,
+        sharded(tmp_path, shards) as pool,
         ControlClient(pool.address) as control,
         control.open_session(SHARDED_POOL) as session,
         session.open_execution() as execution,
@@ -171,7 +174,7 @@ async def test_blocks_that_are_read_are_written_elsewhere(tmp_path: Path, shards
 
 async def test_a_plan_has_run_when_all_shards_have(tmp_path: Path) -> None:
     async with (
-        ShardedPool(tmp_path, BY_LAYERS) as pool,
+        sharded(tmp_path, BY_LAYERS) as pool,
         ControlClient(pool.address) as control,
         control.open_session(SHARDED_POOL) as session,
         session.open_execution() as execution,

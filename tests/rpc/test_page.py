@@ -20,19 +20,17 @@ from control_plane.server.server import ControlPlaneServer
 from control_plane.views import STATES
 from kvplane import ControlClient, DataClient, Execution, Session, ops
 from kvplane.results import total_of
-from tests.helpers.both_planes import LAYOUT, POOL, Planes, StartServer, run_step
 from tests.helpers.browser import Browser
+from tests.helpers.planes_in_process import LAYOUT, POOL, Planes, StartServer, run_step
 from tests.helpers.tools import needs
 
 TLS = Path(__file__).parent / "tls"
 
 
 @pytest.fixture
-async def planes(start_control_plane: StartServer, tmp_path: Path) -> AsyncIterator[Planes]:
-    planes = Planes(start_control_plane, tmp_path, page_port=0)
-    await planes.start()
-    yield planes
-    await planes.data.stop()
+async def planes(tmp_path: Path) -> AsyncIterator[Planes]:
+    async with Planes(tmp_path, page_port=0) as planes:
+        yield planes
 
 
 @asynccontextmanager

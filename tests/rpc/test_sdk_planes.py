@@ -17,8 +17,8 @@ from kvplane.errors import (
 )
 from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
-from tests.helpers.both_planes import LAYOUT, POOL, Planes
 from tests.helpers.lossy_link import LossyLink
+from tests.helpers.planes_in_process import LAYOUT, POOL, Planes
 
 
 @pytest.fixture

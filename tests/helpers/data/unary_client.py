@@ -22,6 +22,9 @@ class UnaryClient(DataClient):
         self._executions_stub = execution_pb2_grpc.ExecutionServiceStub(channel)
         self._blocks_stub = execution_pb2_grpc.BlockServiceStub(channel)
 
+    async def _call(self, method: Any, request: Any) -> Any:
+        return await self._connection.call(method, request, None)
+
     async def reshape_and_cache(
         self,
         grant: SignedPayload,
@@ -29,21 +32,14 @@ class UnaryClient(DataClient):
         layer: int,
         key: Tensor,
         value: Tensor | None,
-        *,
-        timeout_s: float | None = None,
     ) -> pb.RunLayerResponse:
-        """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]; values may have
-        a size of their own, and there are none where the layer keeps latents.
+        """Write one layer's keys and values [num_tokens, num_kv_heads, head_size]; there are no
+        values where the layer keeps latents.
         """
-        request = pb.RunLayerRequest(
-            grant=grant,
-            plan=plan,
-            layer=layer,
-            key=key.to_proto(),
-            value=None if value is None else value.to_proto(),
-        )
-        response: pb.RunLayerResponse = await self._connection.call(
-            self._executions_stub.ReshapeAndCache, request, timeout_s
+        parts = {"key": key.to_proto(), "value": None if value is None else value.to_proto()}
+        request = pb.RunLayerRequest(grant=grant, plan=plan, layer=layer, **parts)
+        response: pb.RunLayerResponse = await self._call(
+            self._executions_stub.ReshapeAndCache, request
         )
         return response
 
@@ -55,41 +51,25 @@ class UnaryClient(DataClient):
         query: Tensor,
         *,
         options: AttentionOptions = AttentionOptions(),
-        timeout_s: float | None = None,
     ) -> pb.RunLayerResponse:
-        """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written.
-        Returns [num_tokens, num_heads, value_head_size].
-        """
-        request = pb.RunLayerRequest(
-            grant=grant,
-            plan=plan,
-            layer=layer,
-            query=query.to_proto(),
-            options=options.to_proto(),
-        )
-        response: pb.RunLayerResponse = await self._connection.call(
-            self._executions_stub.PagedAttention, request, timeout_s
+        """Attend from ``query`` [num_tokens, num_heads, head_size] in a layer that was written."""
+        parts = {"query": query.to_proto(), "options": options.to_proto()}
+        request = pb.RunLayerRequest(grant=grant, plan=plan, layer=layer, **parts)
+        response: pb.RunLayerResponse = await self._call(
+            self._executions_stub.PagedAttention, request
         )
         return response
 
-    async def copy_blocks(
-        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.StartPlanResponse:
+    async def copy_blocks(self, grant: SignedPayload, plan: SignedPayload) -> pb.StartPlanResponse:
         """Start a plan whose transfers are all copies inside the device tier."""
         request = pb.StartPlanRequest(grant=grant, plan=plan)
-        response: pb.StartPlanResponse = await self._connection.call(
-            self._executions_stub.CopyBlocks, request, timeout_s
-        )
+        response: pb.StartPlanResponse = await self._call(self._executions_stub.CopyBlocks, request)
         return response
 
-    async def swap_blocks(
-        self, grant: SignedPayload, plan: SignedPayload, *, timeout_s: float | None = None
-    ) -> pb.StartPlanResponse:
+    async def swap_blocks(self, grant: SignedPayload, plan: SignedPayload) -> pb.StartPlanResponse:
         """Start a plan whose transfers are all swaps between the tiers."""
         request = pb.StartPlanRequest(grant=grant, plan=plan)
-        response: pb.StartPlanResponse = await self._connection.call(
-            self._executions_stub.SwapBlocks, request, timeout_s
-        )
+        response: pb.StartPlanResponse = await self._call(self._executions_stub.SwapBlocks, request)
         return response
 
     async def read_blocks(
@@ -100,85 +80,34 @@ class UnaryClient(DataClient):
         first_block: int = 0,
         num_blocks: int = 1,
         group: int = 0,
-        first_layer: int = 0,
-        num_layers: int = 0,
-        timeout_s: float | None = None,
     ) -> pb.ReadBlocksResponse:
-        """Read table entries [first_block, first_block + num_blocks) of a sequence.
-
-        ``num_layers``: layers read, from the model's layer ``first_layer`` on; 0 means all that the
-        shard holds. Raises SequenceNotFoundError, and BlockNotWrittenError for an entry in which
-        nothing was written.
-        """
+        """Read table entries [first_block, first_block + num_blocks) of a sequence, all layers."""
+        entries = _entries(first_block, num_blocks)
         request = pb.ReadBlocksRequest(
-            grant=grant,
-            sequence_id=sequence_id,
-            entries=_entries(first_block, num_blocks),
-            group=group,
-            first_layer=first_layer,
-            num_layers=num_layers,
+            grant=grant, sequence_id=sequence_id, entries=entries, group=group
         )
-        response: pb.ReadBlocksResponse = await self._connection.call(
-            self._blocks_stub.ReadBlocks, request, timeout_s
-        )
+        response: pb.ReadBlocksResponse = await self._call(self._blocks_stub.ReadBlocks, request)
         return response
 
     async def write_blocks(
-        self,
-        grant: SignedPayload,
-        plan: SignedPayload,
-        sequence_id: int,
-        blocks: Tensor,
-        *,
-        first_block: int = 0,
-        group: int = 0,
-        first_layer: int = 0,
-        num_layers: int = 0,
-        layout_fingerprint: bytes = b"",
-        timeout_s: float | None = None,
+        self, grant: SignedPayload, plan: SignedPayload, sequence_id: int, blocks: Tensor
     ) -> pb.WriteBlocksResponse:
-        """Write the slots of the plan's span for a sequence.
-
-        ``blocks``: [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of kv_dtype, or
-        as ``read_blocks`` returned them. ``first_layer``, ``num_layers``: as of ``read_blocks``.
-        ``layout_fingerprint``: as ``read_blocks`` returned it, empty if unknown. Raises
-        LayoutMismatchError when it is not the pool's.
+        """Write the slots of the plan's span for a sequence from whole blocks, the table's first
+        ones, as ``read_blocks`` returns them.
         """
-        num_blocks = blocks.shape[1] if len(blocks.shape) > 1 else 1
+        num_blocks = blocks.shape[1]
         request = pb.WriteBlocksRequest(
             grant=grant,
             plan=plan,
             sequence_ids=columns.pack(columns.INT64, [sequence_id] * num_blocks),
-            entries=_entries(first_block, num_blocks),
+            entries=_entries(0, num_blocks),
             blocks=blocks.to_proto(),
-            group=group,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            layout_fingerprint=layout_fingerprint,
         )
-        response: pb.WriteBlocksResponse = await self._connection.call(
-            self._blocks_stub.WriteBlocks, request, timeout_s
-        )
+        response: pb.WriteBlocksResponse = await self._call(self._blocks_stub.WriteBlocks, request)
         return response
 
-    async def find_file_blocks(
-        self, grant: SignedPayload, tokens: ops.Tokens, *, timeout_s: float | None = None
-    ) -> int:
-        """Count the leading full blocks of a prompt that this shard has in files."""
-        request = pb.LoadFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(tokens))
-        response: pb.LoadFileBlocksResponse = await self._connection.call(
-            self._blocks_stub.LoadFileBlocks, request, timeout_s
-        )
-        return response.num_blocks
-
     async def load_file_blocks(
-        self,
-        grant: SignedPayload,
-        plan: SignedPayload,
-        sequence_id: int,
-        tokens: ops.Tokens,
-        *,
-        timeout_s: float | None = None,
+        self, grant: SignedPayload, plan: SignedPayload, sequence_id: int, tokens: ops.Tokens
     ) -> pb.LoadFileBlocksResponse:
         """Start a plan, and write its span for a sequence from files. ``tokens``: the sequence's,
         to the span's end. The answer has no receipt when a file could not be used.
@@ -186,8 +115,8 @@ class UnaryClient(DataClient):
         request = pb.LoadFileBlocksRequest(
             grant=grant, plan=plan, sequence_id=sequence_id, token_ids=ops.pack_tokens(tokens)
         )
-        response: pb.LoadFileBlocksResponse = await self._connection.call(
-            self._blocks_stub.LoadFileBlocks, request, timeout_s
+        response: pb.LoadFileBlocksResponse = await self._call(
+            self._blocks_stub.LoadFileBlocks, request
         )
         return response
 
