@@ -20,7 +20,6 @@ from emulated_build import ROOT
 from emulated_build import build as build_program
 from kernel_cases import FLOATS, FP8, Batch, Case, assert_same_bits, build, has_bits_of_its_own
 
-from data_plane.kernels.arguments import HostLengths
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.backends.cuda import CudaKernels
@@ -404,10 +403,8 @@ def test_what_is_shared_is_read_once_for_as_many_sequences_as_a_tile_has(
     def num_bytes(num: int, kernels: CudaKernels, *, tables_may_share: bool = True) -> int:
         case = Case(lens=((1, 1025),) * num, heads=(4, 1), head_size=64, dtype=BF16)
         batch = sharing(case, 64)
-        starts, lens = batch.query_starts.numpy(), batch.context_lens.numpy()
-        lengths = HostLengths(starts, lens, tables_may_share)
         before = device.native.num_copied_bytes()
-        kernels.paged_attention(replace(batch.to_attend(), lengths=lengths))
+        kernels.paged_attention(batch.with_lengths(tables_may_share=tables_may_share))
         return int(device.native.num_copied_bytes() - before)
 
     alone = CudaKernels(device.native, device.torch_device, split_tokens=64, share_reads=False)
@@ -430,8 +427,8 @@ def test_a_bad_entry_that_sequences_share_is_reported(device: DeviceBackend) -> 
 def test_a_sequence_without_room_is_reported_and_the_others_share(device: DeviceBackend) -> None:
     batch = sharing(Case(lens=((1, 200),) * 3, heads=(4, 2), head_size=16, dtype=BF16), 11)
     arguments, kernels = device._all_there(batch.to_attend()), device.kernels
-    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy())
-    room = int(kernels.count_partials(replace(arguments, lengths=lengths))[:2].sum())
+    known = device._all_there(batch.with_lengths(tables_may_share=True))
+    room = int(kernels.count_partials(known)[:2].sum())
     num_bytes = kernels.attention_workspace_bytes(arguments, room)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
     out = kernels.paged_attention(arguments, workspace=workspace)

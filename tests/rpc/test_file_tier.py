@@ -319,7 +319,7 @@ async def test_without_a_plan_blocks_are_counted_and_none_is_written(filled: Mac
         plan = (await second.session.run(ops.admit(9, PROMPT[: 8 * NUM_FULL]))).plan
         assert plan is not None
         await second.execution.start(plan)
-        before = executor.pools.device_tier.clone()
+        before = executor.pools.device_tier.view(torch.uint8).clone()
         request = pb.LoadFileBlocksRequest(grant=grant, token_ids=ops.pack_tokens(PROMPT))
         (shard,) = shards_of(second.execution)
         counted = await shard._blocks.LoadFileBlocks(request)
@@ -328,7 +328,7 @@ async def test_without_a_plan_blocks_are_counted_and_none_is_written(filled: Mac
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await shard._blocks.LoadFileBlocks(request)
         assert from_rpc_error(caught.value).field == "sequence_id"
-        assert torch.equal(executor.pools.device_tier, before)
+        assert torch.equal(executor.pools.device_tier.view(torch.uint8), before)
         assert await second.num_cached() == 0
 
 

@@ -18,11 +18,11 @@ from tests.helpers.data.plan_author import (
     PlanAuthor,
     drop,
     fork,
+    moved,
     ref,
     set_blocks,
     span,
     tokens,
-    transfer,
 )
 
 
@@ -42,12 +42,7 @@ def left_by_ann(**settings: Any) -> Rig:
     for layer in (0, 1):
         part = tokens(12, seed=layer).to(dtype)
         rig.run_layer(layer, None, part, part, session_id=3)
-    rig.run(
-        2,
-        3,
-        changes=[set_blocks(1, [(0, 1), (1, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(i), ref(i, 1, HOST)) for i in (0, 1)],
-    )
+    rig.run(2, 3, **moved(1, [ref(0), ref(1)], [ref(0, 1, HOST), ref(1, 1, HOST)]))
     rig.fence(3)
     rig.open(2, tenant="bob")
     for tier in (rig.executor.pools.device_tier, rig.executor.pools.host_tier):

@@ -22,7 +22,16 @@ from tests.helpers.data.data_rig import LateRig, Rig, stored
 from tests.helpers.data.executor_twins import run_twins
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import late_kernels
-from tests.helpers.data.plan_author import HOST, drop, ref, set_blocks, span, tokens, transfer
+from tests.helpers.data.plan_author import (
+    HOST,
+    drop,
+    moved,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+)
 
 NUM_PLACES = 4
 
@@ -171,6 +180,7 @@ def test_plans_of_two_sessions_do_on_late_streams_what_they_do_at_once(seed: int
 
 
 SEEDS = range(5)
+SWAP_OUT = moved(1, [ref(0), ref(1)], [ref(3, 1, HOST), ref(0, 1, HOST)])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -188,11 +198,7 @@ def test_a_receipt_is_given_only_for_what_is_done(seed: int) -> None:
 def test_a_plan_of_swaps_alone_is_receipted_when_they_are_done(seed: int) -> None:
     rig = LateRig(seed)
     rig.admit(1)
-    started = rig.start(
-        2,
-        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-    )
+    started = rig.start(2, **SWAP_OUT)
     assert started.receipt is not None
     assert rig.runtime.num_waiting == 0
 
@@ -226,11 +232,7 @@ def test_blocks_are_cleared_after_what_was_given_before_and_before_the_transfers
     rig.admit(1)
     device, host = rig.executor.pools.device_tier, rig.executor.pools.host_tier
     before = device[:2].clone()
-    rig.start(
-        2,
-        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-    )
+    rig.start(2, **SWAP_OUT)
     rig.run(3, changes=[drop(1)])
     rig.open(2, tenant="another")
     rig.start(
@@ -257,15 +259,8 @@ def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
     rig = LateRig(seed)
     rig.admit(1)
     before = rig.executor.pools.device_tier[:2].clone()
-    rig.start(
-        2,
-        changes=[
-            set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True),
-            set_blocks(2, [(4, 1)]),
-        ],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-        spans=[span(2, 0, 2)],
-    )
+    changes = [*SWAP_OUT["changes"], set_blocks(2, [(4, 1)])]
+    rig.start(2, **{**SWAP_OUT, "changes": changes}, spans=[span(2, 0, 2)])
     blocks, _ = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(blocks.transpose(0, 1), before)
 
@@ -280,8 +275,8 @@ def test_the_next_plan_a_fence_and_a_new_control_plane_wait_for_what_runs(seed: 
     assert rig.runtime.num_waiting == 0
     assert rig.executor.counters.num_plans_run == 1
     rig.layer(0, 1)
-    rig.start(4, resync=True, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False)],
-              spans=[span(1, 12, 1)])  # fmt: skip
+    whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
+    rig.start(4, resync=True, changes=[whole], spans=[span(1, 12, 1)])
     assert rig.runtime.num_waiting == 0
     rig.layer(0, 1)
     rig.fence(1)

@@ -17,6 +17,7 @@ from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     LAYOUT,
+    dense_attention,
     drop,
     fork,
     set_blocks,
@@ -34,22 +35,6 @@ def rig() -> Rig:
     """A layout with a window."""
     group = replace(LAYOUT.groups[0], sliding_window_tokens=WINDOW)
     return Rig(layout=replace(LAYOUT, groups=(group,)), num_device_blocks=6)
-
-
-def windowed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
-) -> torch.Tensor:
-    """In float64, of the last tokens of a sequence over all of it. query [Q, 4, D], key and value
-    [T, 2, D].
-    """
-    q, k, v = query.double(), key.double(), value.double()
-    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
-    scores = torch.einsum("qhd,thd->hqt", q, k) / q.shape[2] ** 0.5
-    first = len(key) - len(query)
-    behind = first + torch.arange(len(query))[:, None] - torch.arange(len(key))
-    hidden = (behind < 0) | (behind >= window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hqt,thd->qhd", weights, v).to(query.dtype)
 
 
 def poison(rig: Rig, but: list[int]) -> None:
@@ -89,7 +74,7 @@ def test_attention_within_the_window_sees_nothing_of_what_was_trimmed(rig: Rig, 
             part = slice(begin, end)
             output = rig.run_layer(layer, queries[part], keys[part], values[part])
             assert output is not None
-            want = windowed_attention(queries[part], keys[:end], values[:end], WINDOW)
+            want = dense_attention(queries[part], keys[:end], values[:end], WINDOW)
             torch.testing.assert_close(output, want, atol=1e-5, rtol=1e-5)
     assert table[:9] == [-1] * 9
 
