@@ -120,7 +120,7 @@ def test_the_layers_of_a_step_share_one_plan() -> None:
     native, launches = kernels._module, []
     for number in (2, 3):
         start = native.num_launches()
-        rig.start(number, spans=[span(1, 12 if number == 2 else 13, 1)])
+        rig.start(number, span(1, 12 if number == 2 else 13, 1))
         for layer in (0, 1):
             rig.layer(layer, 1)
             launches.append(native.num_launches() - start)

@@ -59,7 +59,7 @@ def test_a_fault_can_be_planted_in_any_kernels(kernels: Kernels, fault: str) -> 
 def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
     rig = Rig(kernels=emulated_kernels())
     rig.admit(1)
-    rig.start(2, spans=[span(1, 12, 1)])
+    rig.start(2, span(1, 12, 1))
     rig.layer(0, 1)
     run = rig.executor._sessions.get(1).latest
     assert run is not None
@@ -69,7 +69,7 @@ def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
         with pytest.raises(InternalError, match="bad argument: slots: must be slots"):
             rig.executor.receipt(1)
     whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
-    again = rig.run(5, previous=0, resync=True, changes=[whole], spans=[span(1, 12, 1)])
+    again = rig.run(5, whole, span(1, 12, 1), previous=0, resync=True)
     assert again.plan_number == 5
 
 
@@ -85,7 +85,7 @@ def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -
     rig = Rig(layout=layout_of(kv_dtype), kernels=kernels)
     executor = rig.executor
     executor.pools.device_tier.view(torch.uint8).fill_(0x33)
-    rig.start(1, changes=[set_blocks(1, [(2, 1), (1, 1)])], spans=[span(1, 3, BLOCK_SIZE)])
+    rig.start(1, set_blocks(1, [(2, 1), (1, 1)]), span(1, 3, BLOCK_SIZE))
     shape = (2, 2, 2, 2, BLOCK_SIZE, 16)
     blocks = torch.empty(shape, dtype=executor.pools.device_tier.dtype)
     bits = blocks.view(torch.uint8)
@@ -103,7 +103,7 @@ def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -
 
 def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: Kernels) -> None:
     rig = Rig(layout=layout_of("float8_e4m3fn"), kernels=kernels)
-    rig.start(1, changes=[set_blocks(1, [(2, 1)])], spans=[span(1, 0, 1)])
+    rig.start(1, set_blocks(1, [(2, 1)]), span(1, 0, 1))
     key, value = tokens(1, seed=1) * 100, tokens(1, seed=2) * 300
     # One token alone attends to itself, so that the answer is its value as it was rounded.
     for layer, scale in ((0, 0.25), (1, 4.0)):

@@ -15,12 +15,15 @@ from data_plane.server.embedded_execution import EmbeddedExecution
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
 from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     LAYOUT,
     POOL_ID,
+    Part,
     PlanAuthor,
+    fields_of,
     publications,
     set_blocks,
     span,
@@ -82,8 +85,15 @@ class Rig:
     def fence(self, session_id: int) -> None:
         self.executor.fence(self.author.session(session_id), session_id)
 
-    def start(self, number: int, session_id: int = 1, **fields: Any) -> StartedPlan:
-        return self.executor.start(session_id, self.author.plan(number, session_id, **fields))
+    def plan(
+        self, number: int, *parts: Part, session_id: int = 1, **fields: Any
+    ) -> pb.SignedPayload:
+        """Sign a plan of these parts. ``fields``: of its message."""
+        return self.author.plan(number, session_id, **{**fields_of(parts), **fields})
+
+    def start(self, number: int, *parts: Part, session_id: int = 1, **fields: Any) -> StartedPlan:
+        plan = self.plan(number, *parts, session_id=session_id, **fields)
+        return self.executor.start(session_id, plan)
 
     def run_layers(self, num_tokens: int) -> None:
         """Run all layers of the latest plan."""
@@ -115,10 +125,10 @@ class Rig:
         return output
 
     def run(
-        self, number: int, session_id: int = 1, *, seed: int = 0, **fields: Any
+        self, number: int, *parts: Part, session_id: int = 1, seed: int = 0, **fields: Any
     ) -> plan_pb2.Receipt:
         """Start a plan and run all its layers."""
-        started = self.start(number, session_id, **fields)
+        started = self.start(number, *parts, session_id=session_id, **fields)
         if started.receipt is None:
             for layer in LAYERS:
                 self.layer(layer, started.num_tokens, session_id=session_id, seed=seed)
@@ -128,11 +138,8 @@ class Rig:
         self, number: int = 1, *, sequence_id: int = 1, num_tokens: int = 12
     ) -> plan_pb2.Receipt:
         """Run a prompt of at most 16 tokens on blocks 0 and 1."""
-        return self.run(
-            number,
-            changes=[set_blocks(sequence_id, [(0, 1), (1, 1)])],
-            spans=[span(sequence_id, 0, num_tokens)],
-        )
+        table = set_blocks(sequence_id, [(0, 1), (1, 1)])
+        return self.run(number, table, span(sequence_id, 0, num_tokens))
 
     def publish(self, index: int, generation: int = 1) -> None:
         assert self.executor.publish(publications((index, generation))) == 1

@@ -272,7 +272,9 @@ def run_twins(
         session = chance.choice(sessions)
         if session.next_layer == len(LAYERS):
             fields = session.next_plan()
-            started = [side.start(session.number, session.id, **fields) for side in sides]
+            started = [
+                side.start(session.number, session_id=session.id, **fields) for side in sides
+            ]
             done = [each.receipt is not None for each in started]
             assert done[0] == done[1]
             if done[0]:

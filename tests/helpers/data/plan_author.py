@@ -202,16 +202,33 @@ def transfer(source: BlockRef, destination: BlockRef) -> Transfer:
 
 def moved(
     sequence_id: int, sources: Sequence[BlockRef], destinations: Sequence[BlockRef]
-) -> dict[str, Any]:
-    """Return fields of a plan that moves a whole table to new blocks, all of one tier."""
+) -> list[Change | Transfer]:
+    """Return parts of a plan that move a whole table to new blocks, all of one tier."""
     entries = [(block.index, block.generation) for block in destinations]
     table = set_blocks(sequence_id, entries, tier=destinations[0].tier, replace=True)
-    transfers = list(map(transfer, sources, destinations))
-    return {"changes": [table], "transfers": transfers}
+    return [table, *map(transfer, sources, destinations)]
 
 
 def span(sequence_id: int, first_position: int, num_tokens: int) -> Span:
     return Span(sequence_id, first_position, num_tokens)
+
+
+Part = Change | BlockRef | Transfer | Span
+"""A part of a plan; a block on its own is one that the plan allocates for no table."""
+_FIELDS: dict[type, str] = {
+    Change: "changes",
+    BlockRef: "allocations",
+    Transfer: "transfers",
+    Span: "spans",
+}
+
+
+def fields_of(parts: Iterable[Part]) -> dict[str, list[Any]]:
+    """Return the fields of a plan that has these parts."""
+    fields: dict[str, list[Any]] = {}
+    for part in parts:
+        fields.setdefault(_FIELDS[type(part)], []).append(part)
+    return fields
 
 
 def pack_changes(changes: Sequence[Change]) -> plans.TableChanges:

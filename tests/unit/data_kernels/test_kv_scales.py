@@ -71,7 +71,7 @@ def run(layout: Layout, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     heads.
     """
     rig = Rig(layout=layout, shard=shard)
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     first, end = shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads
     query = tokens(12, 4)[:, 2 * first : 2 * end]
     key, value = (tokens(12, seed=seed)[:, first:end] for seed in (1, 2))

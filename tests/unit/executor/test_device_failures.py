@@ -14,7 +14,7 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from tests.helpers.data import data_rig
-from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend, stored
+from tests.helpers.data.data_rig import LateRig, Rig, embedded_backend, stored
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime
 from tests.helpers.data.plan_author import (
@@ -32,14 +32,13 @@ from tests.helpers.data.plan_author import (
 def test_a_plan_whose_batch_finds_no_memory_changes_nothing_and_can_be_shown_again() -> None:
     rig = LateRig()
     changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    plan = rig.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
+    plan = rig.plan(1, *changes, span(1, 0, 12))
     rig.runtime.failures.append(torch.OutOfMemoryError("no memory left"))
     with rig.refuses(InternalError):
         rig.executor.start(1, plan)
     assert rig.executor.counters.num_plans_started == 0
     assert rig.executor.start(1, plan).num_tokens == 12
-    rig.layer(0, 12)
-    rig.layer(1, 12)
+    rig.run_layers(12)
     assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
 
 
@@ -54,14 +53,13 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given_once() ->
 
     rig = Rig(kernels=with_operations(CpuKernels(1), swap_blocks=swap))
     rig.admit(1)
-    plan = rig.author.plan(
+    plan = rig.plan(
         2,
-        changes=[
-            *(fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)),
-            set_blocks(3, [(0, 1)], tier=HOST),
-        ],
-        transfers=[transfer(ref(1), ref(2)), transfer(ref(2), ref(0, 1, HOST))],
-        spans=[span(2, 12, 1)],
+        *(fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)),
+        set_blocks(3, [(0, 1)], tier=HOST),
+        transfer(ref(1), ref(2)),
+        transfer(ref(2), ref(0, 1, HOST)),
+        span(2, 12, 1),
     )
     with pytest.raises(InternalError):
         rig.executor.start(1, plan)
@@ -80,8 +78,7 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given_once() ->
     assert rig.executor.counters.num_transferred_blocks == {"copy": 1, "swap_out": 1}
     parent, _ = rig.executor.read_blocks(1, 1, [1])
     assert torch.equal(rig.executor.pools.host_tier[0], rig.executor.pools.device_tier[1])
-    rig.layer(0, 1)
-    rig.layer(1, 1)
+    rig.run_layers(1)
     child, _ = rig.executor.read_blocks(1, 2, [1])
     assert torch.equal(child[:, :, :, :, :4], parent[:, :, :, :, :4]), "the tokens before the fork"
     assert bool(child[:, :, :, :, 4].any()), "the child's own token"
@@ -93,7 +90,7 @@ def test_a_plan_shown_again_gives_the_device_no_work_again() -> None:
     rig.admit(1)
     changes = [fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)]
     copy = [transfer(ref(1), ref(2))]
-    plan = rig.author.plan(2, changes=changes, transfers=copy, spans=[span(2, 12, 1)])
+    plan = rig.plan(2, *changes, *copy, span(2, 12, 1))
     rig.executor.start(1, plan)
     num_given = rig.runtime.num_given
     again = rig.executor.start(1, plan)
@@ -107,10 +104,9 @@ def test_a_plan_shown_again_gives_the_device_no_work_again() -> None:
 def test_a_plan_under_which_the_device_failed_gets_no_receipt(is_lost: bool) -> None:
     rig, told = LateRig(), list[str]()
     rig.executor.device_watch.when_lost(lambda: told.append("lost"))
-    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
+    plan = rig.plan(1, set_blocks(1, [(0, 1)]), span(1, 0, 5))
     rig.executor.start(1, plan)
-    for layer in LAYERS:
-        rig.layer(layer, 5)
+    rig.run_layers(5)
     rig.runtime.failures.append(RuntimeError("illegal address"))
     if is_lost:  # what the check of the device finds
         rig.runtime.failures.append(RuntimeError("illegal address"))
@@ -126,11 +122,11 @@ def test_all_plans_that_run_fail_with_the_device_and_one_of_whole_tables_goes_on
     rig.executor.device_watch.when_lost(lambda: told.append("lost"))
     rig.open(2)
     for session in (1, 2):
-        rig.start(1, session, changes=[set_blocks(1, [(session, 1)])], spans=[span(1, 0, 5)])
+        rig.start(1, set_blocks(1, [(session, 1)]), span(1, 0, 5), session_id=session)
     rig.layer(0, 5, session_id=2)
     rig.runtime.failures += [RuntimeError("illegal address")] * 2
     whole = set_blocks(1, [(1, 1)], allocated=False)
-    assert rig.run(4, resync=True, changes=[whole]).plan_number == 4
+    assert rig.run(4, whole, resync=True).plan_number == 4
     assert told == ["lost"]
     with pytest.raises(InternalError, match="illegal address"):
         rig.layer(1, 5, session_id=2)
@@ -149,23 +145,22 @@ def test_blocks_that_could_not_be_cleared_are_still_anothers_for_the_next_plan()
     rig.fence(1)
     rig.open(2, tenant="another")
     with pytest.raises(InternalError):
-        rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])])
+        rig.start(1, set_blocks(1, [(0, 2)]), session_id=2)
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
         rig.executor.read_blocks(2, 1, [0])
     assert bool(rig.executor.pools.device_tier[0].any())
-    rig.run(3, 2, resync=True, changes=[set_blocks(1, [(0, 3)])])
+    rig.run(3, set_blocks(1, [(0, 3)]), session_id=2, resync=True)
     assert not bool(stored(rig.executor, 2, 1, 1).any())
 
 
 def test_a_plan_that_has_its_receipt_is_answered_with_it_when_a_later_one_failed() -> None:
     rig = LateRig()
     changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    first = rig.author.plan(1, changes=changes, spans=[span(1, 0, 12)])
+    first = rig.plan(1, *changes, span(1, 0, 12))
     rig.executor.start(1, first)
-    rig.layer(0, 12)
-    rig.layer(1, 12)
+    rig.run_layers(12)
     receipt = rig.executor.receipt(1)
-    second = rig.author.plan(2, spans=[span(1, 12, 1)])
+    second = rig.plan(2, span(1, 12, 1))
     rig.executor.start(1, second)
     rig.layer(0, 1)
     rig.runtime.give(fail)
@@ -188,7 +183,7 @@ def test_what_attends_after_the_receipt_is_done_before_the_next_plan(resync: boo
     assert rig.runtime.num_waiting == 1
     rig.runtime.set_stream(0)
     whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
-    rig.start(2, resync=resync, changes=[whole] if resync else [], spans=[span(1, 12, 1)])
+    rig.start(2, *([whole] if resync else []), span(1, 12, 1), resync=resync)
     assert rig.runtime.num_waiting == 0
     assert not bool(output.isnan().any())
 
@@ -212,8 +207,7 @@ def rig_with_work_waiting() -> tuple[LateRig, LateRuntime]:
     rig.admit(1)
     rig.runtime.early_share = 0.0
     move = moved(1, [ref(0), ref(1)], [ref(3, 1, HOST), ref(0, 1, HOST)])
-    move["changes"].append(set_blocks(2, [(4, 1)]))
-    rig.start(2, **move, spans=[span(2, 0, 2)])
+    rig.start(2, *move, set_blocks(2, [(4, 1)]), span(2, 0, 2))
     assert rig.runtime.num_waiting == 1
     return rig, rig.runtime
 
@@ -248,7 +242,7 @@ def test_an_answer_that_the_device_lost_is_an_internal_error_in_the_engine() -> 
         )
     )
     backend = embedded_backend(rig)
-    backend.start(rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)]))
+    backend.start(rig.plan(1, set_blocks(1, [(0, 1)]), span(1, 0, 3)))
     parts = tokens(3, 4), tokens(3), tokens(3)
     with pytest.raises(InternalError, match="the device failed"):
         backend.layer(0, *parts, options=AttentionOptions(scale=0.25))

@@ -42,14 +42,14 @@ def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
     keys, values = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
     queries = tokens(num_tokens, 4, seed=3)
     # Blocks in no order, so that a wrong table would show.
-    rig.start(1, changes=[set_blocks(5, [(6, 1), (2, 1)])], spans=[span(5, 0, num_prompt_tokens)])
+    rig.start(1, set_blocks(5, [(6, 1), (2, 1)]), span(5, 0, num_prompt_tokens))
     outputs = []
     for number, (begin, end) in enumerate(
         [(0, num_prompt_tokens), *((i, i + 1) for i in range(num_prompt_tokens, num_tokens))], 1
     ):
         if number > 1:
             grow = [set_blocks(5, [(4, 1)], first_block=2)] if begin == 16 else []
-            rig.start(number, changes=grow, spans=[span(5, begin, end - begin)])
+            rig.start(number, *grow, span(5, begin, end - begin))
         for layer in (0, 1):
             own = slice(begin, end)
             output = rig.run_layer(layer, queries[own], keys[own], values[own])
@@ -69,7 +69,7 @@ def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) ->
         set_blocks(3, [(1, 1), (5, 1)]),
     ]
     spans = [span(sequence, 0, num) for sequence, num in lens.items()]
-    rig.start(1, changes=changes, spans=spans)
+    rig.start(1, *changes, *spans)
     total = sum(lens.values())
     key, value, query = tokens(total, seed=1), tokens(total, seed=2), tokens(total, 4, seed=3)
     output = rig.run_layer(0, query, key, value)
@@ -83,10 +83,9 @@ def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) ->
 
 
 def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
-    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    plan = rig.plan(1, set_blocks(1, [(0, 1)]), span(1, 0, 3))
     rig.executor.start(1, plan)
-    rig.layer(0, 3)
-    rig.layer(1, 3)
+    rig.run_layers(3)
     receipt = rig.author.read_receipt(rig.executor.receipt(1))
     assert receipt.plan_digest == signing.digest(plan.payload)
     assert (receipt.version, receipt.session) == (NEWEST_PAYLOAD_VERSION, rig.author.session(1))
@@ -95,7 +94,7 @@ def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
 
 def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
     key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 5))
     for layer in rig.executor.layers:
         assert rig.executor.receipt(1) is None
         named = of_latest(rig.executor)
@@ -111,10 +110,11 @@ def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
     before, _ = rig.executor.read_blocks(1, 1, range(2))
     rig.run(
         2,
+        fork(2, 1, 2),
+        set_blocks(2, [(2, 1)], first_block=1),
+        transfer(ref(1), ref(2)),
+        span(2, 12, 1),
         seed=10,
-        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
-        transfers=[transfer(ref(1), ref(2))],
-        spans=[span(2, 12, 1)],
     )
     after, _ = rig.executor.read_blocks(1, 1, range(2))
     child, names = rig.executor.read_blocks(1, 2, [1])
@@ -128,12 +128,12 @@ def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
     rig.admit(1)
     before, _ = rig.executor.read_blocks(1, 1, range(2))
     there = [ref(3, 1, HOST), ref(0, 1, HOST)]
-    rig.run(2, **moved(1, [ref(0), ref(1)], there))
+    rig.run(2, *moved(1, [ref(0), ref(1)], there))
     rig.executor.pools.device_tier.fill_(7.0)
     swapped, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(swapped, before)
     assert (names.tier, blocks_of(names)) == (HOST, [(3, 1), (0, 1)])
-    rig.run(3, **moved(1, there, [ref(5), ref(6)]))
+    rig.run(3, *moved(1, there, [ref(5), ref(6)]))
     back, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(back, before)
     assert (names.tier, blocks_of(names)) == (DEVICE, [(5, 1), (6, 1)])
@@ -146,16 +146,12 @@ def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(
     rig.admit(1)
     rig.run(
         2,
-        changes=[
-            set_blocks(2, [(2, 1)]),
-            set_blocks(3, [(3, 1)]),
-            set_blocks(4, [(2, 1)], tier=HOST),
-        ],
-        transfers=[
-            transfer(ref(0), ref(2)),
-            transfer(ref(2), ref(3)),
-            transfer(ref(3), ref(2, 1, HOST)),
-        ],
+        set_blocks(2, [(2, 1)]),
+        set_blocks(3, [(3, 1)]),
+        set_blocks(4, [(2, 1)], tier=HOST),
+        transfer(ref(0), ref(2)),
+        transfer(ref(2), ref(3)),
+        transfer(ref(3), ref(2, 1, HOST)),
     )
     first, _ = rig.executor.read_blocks(1, 1, [0])
     last, _ = rig.executor.read_blocks(1, 4, [0])
@@ -164,19 +160,15 @@ def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(
 
 def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> None:
     rig.admit(1)
-    rig.start(2, spans=[span(1, 12, 1)])
+    rig.start(2, span(1, 12, 1))
     rig.run(
-        5,
-        previous=0,
-        resync=True,
-        changes=[set_blocks(9, [(0, 1), (1, 1)], allocated=False)],
-        spans=[span(9, 12, 1)],
+        5, set_blocks(9, [(0, 1), (1, 1)], allocated=False), span(9, 12, 1), previous=0, resync=True
     )
     with rig.refuses(SequenceNotFoundError):
         rig.executor.read_blocks(1, 1, [0])
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
-        rig.start(2, spans=[span(1, 12, 1)])
-    assert rig.run(7, previous=5, spans=[span(9, 13, 1)]).plan_number == 7
+        rig.start(2, span(1, 12, 1))
+    assert rig.run(7, span(9, 13, 1), previous=5).plan_number == 7
 
 
 @given(st.integers(0, 23), st.integers(1, 24), st.integers(-1, 3), st.integers(1, 3))
@@ -184,7 +176,7 @@ def test_blocks_are_written_to_the_slots_of_the_span_and_to_no_other(
     first: int, num: int, first_block: int, num_blocks: int
 ) -> None:
     rig, table, num = Rig(), (3, 0, 5), min(num, 24 - first)
-    rig.start(1, changes=[set_blocks(1, [(i, 1) for i in table])], spans=[span(1, first, num)])
+    rig.start(1, set_blocks(1, [(i, 1) for i in table]), span(1, first, num))
     device = rig.executor.pools.device_tier
     blocks = torch.rand(2, num_blocks, *device.shape[2:]) + 1
     given_positions = range(first_block * BLOCK_SIZE, (first_block + num_blocks) * BLOCK_SIZE)
@@ -204,7 +196,7 @@ def test_blocks_are_written_to_the_slots_of_the_span_and_to_no_other(
 
 
 def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(4, 1), (5, 1)])], spans=[span(1, 3, 9)])
+    rig.start(1, set_blocks(1, [(4, 1), (5, 1)]), span(1, 3, 9))
     blocks = torch.ones(2, 2, 2, 2, BLOCK_SIZE, 16)
     rig.executor.write_blocks(1, 1, 0, blocks[1:, :1], first_layer=1, num_layers=1)
     with rig.refuses(InvalidRequestError, "entries"):
@@ -217,7 +209,7 @@ def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
 
 def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> None:
     changes = [set_blocks(1, [(0, 1)]), set_blocks(2, [(1, 1)])]
-    rig.start(1, changes=changes, spans=[span(1, 0, 3), span(2, 0, 8)])
+    rig.start(1, *changes, span(1, 0, 3), span(2, 0, 8))
     blocks = torch.ones(2, 1, 2, 2, BLOCK_SIZE, 16)
     assert rig.executor.write_blocks(1, 2, 0, blocks) is None
     assert rig.executor.write_blocks(1, 1, 0, blocks) is not None
@@ -225,9 +217,7 @@ def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> 
 
 def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
     rig.admit(1)
-    plan = rig.author.plan(
-        2, changes=[set_blocks(2, [(2, 1)])], transfers=[transfer(ref(1), ref(2))]
-    )
+    plan = rig.plan(2, set_blocks(2, [(2, 1)]), transfer(ref(1), ref(2)))
     with rig.refuses(InvalidRequestError, "plan.transfers.destination_tiers[0]"):
         rig.executor.start(1, plan, swaps=True)
     for had_run in (False, True):
@@ -241,14 +231,14 @@ def test_a_shard_holds_its_own_layers_and_heads() -> None:
     rig = Rig(shard=Shard(1, 2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1))
     assert rig.executor.layers == (1,)
     assert rig.executor.pools.device_tier.shape == (8, 1, 2, 1, BLOCK_SIZE, 16)
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 2))
     rig.run_layer(1, tokens(2, 1), tokens(2, 1), tokens(2, 1))
     assert rig.author.read_receipt(rig.executor.receipt(1)).shard_index == 1
 
 
 def test_half_precision_pools_hold_rounded_keys() -> None:
     rig = Rig(layout=replace(LAYOUT, kv_dtype="bfloat16"))
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 8))
     output = rig.layer(0, 8)
     assert output.dtype == torch.float32
     blocks, _ = rig.executor.read_blocks(1, 1, [0], num_layers=1)
@@ -261,21 +251,17 @@ def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig)
     rig.admit(1)
     rig.run(
         2,
-        changes=[
-            set_blocks(2, [(0, 1), (4, 1)], allocated=[False, True]),
-            drop(2),
-            set_blocks(3, [(2, 1)], tier=HOST),
-            drop(3),
-            set_blocks(4, [(2, 2)], tier=HOST),
-            drop(1),
-            set_blocks(5, [(4, 3), (0, 2)]),
-        ],
-        transfers=[
-            transfer(ref(1), ref(2, 1, HOST)),
-            transfer(ref(1), ref(4, 1)),
-            transfer(ref(4, 1), ref(2, 2, HOST)),
-        ],
-        spans=[span(5, 0, 9)],
+        set_blocks(2, [(0, 1), (4, 1)], allocated=[False, True]),
+        drop(2),
+        set_blocks(3, [(2, 1)], tier=HOST),
+        drop(3),
+        set_blocks(4, [(2, 2)], tier=HOST),
+        drop(1),
+        set_blocks(5, [(4, 3), (0, 2)]),
+        transfer(ref(1), ref(2, 1, HOST)),
+        transfer(ref(1), ref(4, 1)),
+        transfer(ref(4, 1), ref(2, 2, HOST)),
+        span(5, 0, 9),
     )
     host = rig.executor.pools.host_tier
     assert bool(host[2].any())
@@ -287,7 +273,7 @@ def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig)
 def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) -> None:
     rig.admit(1)
     whole, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
+    rig.start(2, set_blocks(2, [(4, 1), (5, 1)]), span(2, 0, 12))
     for layer in (0, 1):
         for block in (0, 1):
             part, table = rig.executor.read_blocks(1, 1, [block], first_layer=layer, num_layers=1)
@@ -302,7 +288,7 @@ def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) ->
 
 def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig) -> None:
     """As when a second stream finishes the plan between two layers of the first."""
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     outputs = [rig.layer(layer, 12) for layer in (0, 1)]
     receipt = rig.executor.receipt(1)
     before = rig.snapshot()
@@ -319,6 +305,6 @@ def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig)
 def test_dropping_a_table_lets_another_session_have_its_blocks(rig: Rig) -> None:
     rig.admit(1)
     rig.open(2)
-    rig.run(2, changes=[drop(1)])
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 1)])
+    rig.run(2, drop(1))
+    rig.run(1, set_blocks(1, [(0, 2)]), span(1, 0, 1), session_id=2)
     assert rig.executor.num_sequences == 1

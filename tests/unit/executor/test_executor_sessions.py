@@ -49,7 +49,7 @@ def test_a_new_incarnation_drops_tables_and_keeps_memory_and_publications(rig: R
 
 def test_a_report_has_generations_and_publications_of_both_tiers_in_parts(rig: Rig) -> None:
     rig.admit(1, num_tokens=16)
-    rig.run(2, changes=[set_blocks(2, [(3, 4)]), set_blocks(3, [(1, 9)], tier=HOST)])
+    rig.run(2, set_blocks(2, [(3, 4)]), set_blocks(3, [(1, 9)], tier=HOST))
     rig.publish(1)
     rig.publish(0)
     parts = rig.executor.report(2)
@@ -67,7 +67,7 @@ def test_an_empty_report_is_one_part() -> None:
 
 
 def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> None:
-    rig.run(1, changes=[set_blocks(1, [(i, i + 1) for i in (6, 2, 4)])])
+    rig.run(1, set_blocks(1, [(i, i + 1) for i in (6, 2, 4)]))
     chain = publications((6, 7), (2, 3), (4, 5))
     other = publications((2, 3))
     other.tenant, other.namespace = "ann", "n"
@@ -90,7 +90,7 @@ def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
 def test_a_fence_waits_for_the_command_that_runs() -> None:
     inside, go_on = threading.Event(), threading.Event()
     rig = Rig()
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 2))
     compute = rig.executor._compute
     write = compute.write
 

@@ -104,7 +104,7 @@ def test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time(hurried: Rig)
     executing = Executing()
     query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
     tensors, executor = (query, key, value), executing.executor
-    executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
+    executing.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 1))
     bound = executor.layer_runner.bind(PlanLayer(1, 0, 1), tensors, AttentionOptions())
     assert bound is not None
     batch = native_batch(executing)
@@ -152,7 +152,7 @@ def test_other_packets_are_left_to_the_caller(rig: Rig, what: str, packet: bytes
     """None of them is run. ``what``: names the case."""
     executing = Executing()
     query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
-    executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
+    executing.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 1))
     executor = executing.executor
     bound = executor.layer_runner.bind(PlanLayer(1, 0, 1), (query, key, value), AttentionOptions())
     assert bound is not None

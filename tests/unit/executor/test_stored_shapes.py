@@ -67,7 +67,7 @@ class Stored:
 
     def admit(self) -> list[torch.Tensor]:
         """Run the prompt; return both layers' outputs."""
-        self.rig.start(1, changes=[set_blocks(1, [(5, 1), (2, 1)])], spans=[span(1, 0, NUM_TOKENS)])
+        self.rig.start(1, set_blocks(1, [(5, 1), (2, 1)]), span(1, 0, NUM_TOKENS))
         outputs = [self.layer(layer) for layer in LAYERS]
         assert self.rig.executor.receipt(1) is not None
         return outputs
@@ -110,7 +110,7 @@ def test_tokens_one_by_one_give_the_bits_of_the_whole_prompt(stored: Stored) -> 
     outputs = stored.admit()
     for i in range(NUM_TOKENS):
         changes = [] if i else [set_blocks(2, [(4, 1), (1, 1)])]
-        stored.rig.start(2 + i, changes=changes, spans=[span(2, i, 1)])
+        stored.rig.start(2 + i, *changes, span(2, i, 1))
         for layer, wanted in enumerate(outputs):
             one = slice(i, i + 1)
             assert torch.equal(stored.layer(layer, one), wanted[one])
@@ -137,13 +137,13 @@ def test_blocks_move_and_come_back_bit_for_bit(stored: Stored) -> None:
     rig, outputs = stored.rig, stored.admit()
     before, _ = rig.executor.read_blocks(1, 1, range(2))
     there = [ref(0, 1, HOST), ref(3, 1, HOST)]
-    rig.run(2, **moved(1, [ref(5), ref(2)], there))
+    rig.run(2, *moved(1, [ref(5), ref(2)], there))
     host, _ = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(host.view(torch.uint8), before.view(torch.uint8))
     moved_bytes = rig.executor.counters.transfer_bytes["swap_out"]
     assert moved_bytes == 2 * rig.executor.layout.block_bytes()
-    rig.run(3, **moved(1, there, [ref(1), ref(6)]))
-    rig.start(4, changes=[set_blocks(2, [(3, 1), (4, 1)])], spans=[span(2, 0, NUM_TOKENS)])
+    rig.run(3, *moved(1, there, [ref(1), ref(6)]))
+    rig.start(4, set_blocks(2, [(3, 1), (4, 1)]), span(2, 0, NUM_TOKENS))
     assert rig.executor.write_blocks(1, 2, 0, before) is not None
     for layer, wanted in enumerate(outputs):
         got = rig.run_layer(layer, stored.query, None, None, options=OPTIONS)
@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     group: LayerGroup, value_size: int, options: AttentionOptions, field: str, match: str | None
 ) -> None:
     stored = Stored(group, "float32")
-    stored.rig.start(1, changes=[set_blocks(1, [(5, 1)])], spans=[span(1, 0, 2)])
+    stored.rig.start(1, set_blocks(1, [(5, 1)]), span(1, 0, 2))
     before = stored.rig.snapshot()
     value = tokens(2, group.num_kv_heads)[..., :value_size] if value_size else None
     with refused(InvalidRequestError, field, match=match):
