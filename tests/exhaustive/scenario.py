@@ -97,7 +97,7 @@ class Scenario:
         assert result is not None
         assert not result.results[0].failures, "nobody holds the pool, and it is not to be had"
         last.run_all()
-        last.submit()
+        last.step()
         self.world.check()
 
     # Engines
@@ -138,7 +138,7 @@ class Scenario:
         return bool(self.engines[i].receipts) and not self.engines[i].ended
 
     def submit(self, i: int) -> None:
-        self.engines[i].submit()
+        self.engines[i].step()
 
     def can_abort(self, i: int) -> bool:
         engine = self.engines[i]

@@ -163,24 +163,12 @@ class Engine:
         deferred: bool = True,
         receipts: Sequence[tpb.SignedPayload] | None = None,
     ) -> cpb.StepResponse | None:
-        """Send a step; ``receipts`` None for all at hand."""
+        """Send a step, be it of receipts alone; ``receipts`` None for all at hand."""
         request = cpb.StepRequest(operations=operations, receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
         response: cpb.StepResponse | None = self.call("step", request, rng)
         return None if response is None else response
-
-    def submit(
-        self,
-        receipts: Sequence[tpb.SignedPayload] | None = None,
-        *,
-        rng: Random | None = None,
-        deferred: bool = True,
-    ) -> None:
-        request = cpb.StepRequest(receipts=self.take_receipts(receipts))
-        if deferred:
-            request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        self.call("step", request, rng)
 
     def take_receipts(
         self, receipts: Sequence[tpb.SignedPayload] | None = None
@@ -369,9 +357,8 @@ class Engine:
 
     def run_all(self) -> None:
         """Run every plan on every shard, as far as it is not refused."""
-        processes = {process.executor.epoch: process for process in self.world.processes}
         for index, epoch in enumerate(self.epochs):
-            process = processes.get(epoch)
+            process = self.world.by_epoch.get(epoch)
             while process is not None and self.advance(index, process):
                 pass
         self._forget()
@@ -391,7 +378,7 @@ class Engine:
     @property
     def is_served(self) -> bool:
         """Whether every shard must run its plans."""
-        processes = {process.executor.epoch: process for process in self.world.processes}
+        processes = self.world.by_epoch
         return not self.ended and all(
             epoch in processes and not self.refusal(index, processes[epoch])
             for index, epoch in enumerate(self.epochs)

@@ -131,7 +131,7 @@ class PlanesMachine(LateDuplicates):
             engine.receipts.remove(rng.choice(engine.receipts))
         if engine.old_receipts:
             receipts.append(rng.choice(engine.old_receipts))
-        engine.submit(receipts, rng=rng, deferred=rng.random() < 0.5)
+        engine.step(receipts=receipts, rng=rng, deferred=rng.random() < 0.5)
 
     @precondition(lambda self: any(engine.old_tokens for engine in self.engines))
     @rule()
@@ -378,7 +378,7 @@ class PlanesMachine(LateDuplicates):
         assert result is not None
         assert not result.results[0].failures, result.results[0].failures
         engine.run_all()
-        engine.submit()
+        engine.step()
         assert engine.lookup(tokens) == len(tokens) - 1
         engine.close()
         world.deliver_all()

@@ -133,7 +133,7 @@ FAULTS = (
         "                self.__dict__.setdefault('first', (self.batch(batch), batch))[0],",
         OF_LAYERS,
     ),
-    Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", OF_SESSIONS),
+    Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", PUBLICATIONS),
     Fault(
         "withdrawals_ignored",
         BLOCK_TABLES,

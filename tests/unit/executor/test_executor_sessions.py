@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from data_plane import Executor
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -14,14 +13,11 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
-    LAYOUT,
-    POOL_ID,
     blocks_of,
     publications,
     set_blocks,
@@ -61,11 +57,6 @@ def test_a_report_has_generations_and_publications_of_both_tiers_in_parts(rig: R
     assert published == [[(1, 1), (0, 1)]], "in the order in which they were published"
 
 
-def test_an_empty_report_is_one_part() -> None:
-    executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2)
-    assert executor.report() == [rpb.BlockReport(last=True)]
-
-
 def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> None:
     rig.run(1, set_blocks(1, [(i, i + 1) for i in (6, 2, 4)]))
     chain = publications((6, 7), (2, 3), (4, 5))
@@ -79,12 +70,6 @@ def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> Non
         ("default", "", [(6, 7), (4, 5)]),
         ("ann", "n", [(2, 3)]),
     ]
-
-
-def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
-    rig.admit(1)
-    assert rig.executor.publish(publications((0, 2), (1, 1))) == 1
-    assert rig.executor.blocks.num_published == 1
 
 
 def test_a_fence_waits_for_the_command_that_runs() -> None:
