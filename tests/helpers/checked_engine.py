@@ -10,8 +10,8 @@ from kvplane.results import StepResult
 from kvplane.session import Session
 from kvplane.tensor import Tensor
 from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.both_planes import add_receipts
 from tests.helpers.data.plan_author import dense_attention, tokens
-from tests.helpers.planes_in_process import add_receipts
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from kvplane import ControlClient, Execution, Layout, Session, Tensor, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.results import StepResult
 from kvplane.wire.v1 import session_pb2 as pb
-from tests.helpers.planes_in_process import NUM_HEADS, SHARDED_POOL, Ranges, sharded
+from tests.helpers.sharded_pool import NUM_HEADS, POOL, Ranges, ShardedPool
 
 OPTIONS = AttentionOptions(
     alibi_slopes=tuple(i / 16 for i in range(NUM_HEADS)), sinks=tuple(range(NUM_HEADS))
@@ -67,9 +67,9 @@ def prompt(num_tokens: int) -> list[int]:
 async def outputs_of(folder: Path, shards: list[Ranges], layout: Layout) -> list[Tensor]:
     """Return outputs of prefill, two decode steps, and a sequence that hits the first one."""
     async with (
-        sharded(folder, shards, layout) as pool,
+        ShardedPool(folder, shards, layout) as pool,
         ControlClient(pool.address) as control,
-        control.open_session(SHARDED_POOL, layout) as session,
+        control.open_session(POOL, layout) as session,
         session.open_execution() as execution,
     ):
         assert execution.layers == [0, 1, 2, 3]

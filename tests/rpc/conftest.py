@@ -12,11 +12,13 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Layout
-from tests.helpers.planes_in_process import POOL, Planes, StartServer, control_config
+from tests.helpers.both_planes import POOL, Planes
+from tests.helpers.planes_in_process import control_config
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.operations_world import World
 from tests.helpers.planning.registration_messages import LAYOUT
 
+StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 StartWorld = Callable[..., Awaitable[World]]
 
 
@@ -121,6 +123,7 @@ async def start_world(
 
 @pytest.fixture
 async def planes(tmp_path: Path) -> AsyncIterator[Planes]:
+    """Both planes, and a pool of 32 device and 8 host blocks of 8 tokens each."""
     async with Planes(tmp_path) as planes:
         yield planes
 

@@ -9,14 +9,8 @@ from pathlib import Path
 
 from kvplane import ControlClient, Tensor, ops
 from kvplane.prefixes import PrefixLoader
-from tests.helpers.planes_in_process import (
-    PROMPT,
-    SHARDED_LAYOUT,
-    SHARDED_POOL,
-    by_heads,
-    made_up,
-    sharded,
-)
+from tests.helpers.planes_in_process import PROMPT, made_up
+from tests.helpers.sharded_pool import LAYOUT, POOL, ShardedPool, by_heads
 from tests.helpers.tier_files import in_order
 from tests.helpers.waiting import until
 
@@ -46,7 +40,7 @@ async def compute(
     """
     outputs: list[bytes] = []
     async with (
-        control.open_session(SHARDED_POOL, SHARDED_LAYOUT) as session,
+        control.open_session(POOL, LAYOUT) as session,
         session.open_execution(timeout_s=PATIENCE_S) as execution,
     ):
         for sequence_id in sequence_ids:
@@ -67,28 +61,25 @@ async def compute(
 async def test_shards_load_as_far_as_all_of_them_have_files(tmp_path: Path) -> None:
     files = {"file_tier_dir": tmp_path / "files", "file_tier_bytes": 2**20}
     shards = [{**ranges, **files} for ranges in by_heads(2)]
-    async with sharded(tmp_path, shards) as pool:
+    async with ShardedPool(tmp_path, shards) as pool:
         async with ControlClient(pool.address, timeout_s=PATIENCE_S) as control:
-            await control.wait_ready(SHARDED_POOL, timeout_s=PATIENCE_S)
+            await control.wait_ready(POOL, timeout_s=PATIENCE_S)
             expected = await compute(control, [1, 2], 8 * NUM_FULL)
-        tiers = [plane.files for plane in pool.data_planes.values()]
+        tiers = [plane.files for plane in pool.planes.values()]
         await until(lambda: all(tier and tier.files.num_files == NUM_FULL for tier in tiers))
     paths = in_order(tmp_path)
     assert len(paths) == 2 * NUM_FULL
     paths[-1].unlink()  # the last block, of one shard
-    async with sharded(tmp_path, shards) as pool:
-        for plane in pool.data_planes.values():
+    async with ShardedPool(tmp_path, shards) as pool:
+        for plane in pool.planes.values():
             assert plane.files is not None
             await asyncio.to_thread(plane.files.files.scanned.wait)
         async with ControlClient(pool.address, timeout_s=PATIENCE_S) as control:
-            await control.wait_ready(SHARDED_POOL, timeout_s=PATIENCE_S)
+            await control.wait_ready(POOL, timeout_s=PATIENCE_S)
             async with (
-                await control.open_session(SHARDED_POOL, SHARDED_LAYOUT) as session,
+                await control.open_session(POOL, LAYOUT) as session,
                 PrefixLoader(control, session, timeout_s=PATIENCE_S) as loader,
             ):
                 loaded = await loader.load(PROMPT)
             assert (loaded.num_cached_tokens, loaded.num_loaded_tokens) == (16, 16)
             assert await compute(control, [1], 16) == expected
-        for plane in pool.data_planes.values():
-            plane.executor.check_integrity()
-        pool.control.core.check_integrity()

@@ -21,23 +21,15 @@ from kvplane.execution.execution import shards_of
 from kvplane.results import ShardBlocks
 from kvplane.transport.connection import Connection
 from kvplane.wire.v1.types_pb2 import SignedPayload
+from tests.helpers.both_planes import LAYOUT, POOL, Planes, zeros
 from tests.helpers.data.plan_author import LAYOUT as LISTED_LAYOUT
 from tests.helpers.data.plan_author import POOL_ID as LISTED_POOL
 from tests.helpers.listed_peers import listed_peers
-from tests.helpers.planes_in_process import (
-    BY_BOTH,
-    BY_LAYERS,
-    LAYOUT,
-    POOL,
-    SHARDED_LAYOUT,
-    SHARDED_POOL,
-    Planes,
-    by_heads,
-    sharded,
-    zeros,
-)
 from tests.helpers.sharded_engine import layer_input, prompt
 from tests.helpers.sharded_engine import run as run_on_shards
+from tests.helpers.sharded_pool import BY_BOTH, BY_LAYERS, ShardedPool, by_heads
+from tests.helpers.sharded_pool import LAYOUT as SHARDED_LAYOUT
+from tests.helpers.sharded_pool import POOL as SHARDED_POOL
 
 PROMPT = [5] * 12
 
@@ -107,7 +99,9 @@ async def test_executions_have_the_certificates_of_the_control_client(tmp_path: 
 
 
 async def test_a_session_waits_for_its_pool_and_takes_its_layout(tmp_path: Path) -> None:
-    async with Planes(tmp_path, shards=()) as planes, ControlClient(planes.address) as control:
+    planes = Planes(tmp_path)
+    await planes.start_control()
+    async with ControlClient(planes.address) as control:
         with pytest.raises(PoolNotReadyError):
             await control.open_session(POOL, timeout_s=0.3)
         opening = asyncio.ensure_future(control.open_session(POOL))
@@ -118,6 +112,7 @@ async def test_a_session_waits_for_its_pool_and_takes_its_layout(tmp_path: Path)
             assert session.layout == LAYOUT
         with pytest.raises(LayoutMismatchError):
             await control.open_session(POOL, SHARDED_LAYOUT)
+    await planes.__aexit__()
 
 
 async def test_what_is_not_entered_opens_nothing(control: ControlClient) -> None:
@@ -148,7 +143,7 @@ async def test_the_shape_of_keys_is_the_layouts(planes: Planes, control: Control
 async def test_blocks_that_are_read_are_written_elsewhere(tmp_path: Path, shards: list) -> None:
     """Of all shards, to another sequence, whose prompt is cached then."""
     async with (
-        sharded(tmp_path, shards) as pool,
+        ShardedPool(tmp_path, shards) as pool,
         ControlClient(pool.address) as control,
         control.open_session(SHARDED_POOL) as session,
         session.open_execution() as execution,
@@ -174,7 +169,7 @@ async def test_blocks_that_are_read_are_written_elsewhere(tmp_path: Path, shards
 
 async def test_a_plan_has_run_when_all_shards_have(tmp_path: Path) -> None:
     async with (
-        sharded(tmp_path, BY_LAYERS) as pool,
+        ShardedPool(tmp_path, BY_LAYERS) as pool,
         ControlClient(pool.address) as control,
         control.open_session(SHARDED_POOL) as session,
         session.open_execution() as execution,

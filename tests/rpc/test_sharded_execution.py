@@ -9,32 +9,28 @@ import pytest
 
 from kvplane import ControlClient, DataClient, LayerGroup, ops
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
-from tests.helpers.planes_in_process import (
+from tests.helpers.sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
+from tests.helpers.sharded_pool import (
     BY_BOTH,
     BY_LAYERS,
+    LAYOUT,
     NUM_HEADS,
-    SHARDED_LAYOUT,
-    SHARDED_POOL,
+    POOL,
+    ShardedPool,
     by_heads,
-    sharded,
 )
-from tests.helpers.sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
 
 WINDOWED = replace(
-    SHARDED_LAYOUT,
+    LAYOUT,
     groups=(
         LayerGroup("full", (0, 2), 4, 8),
         LayerGroup("window", (1, 3), 2, 16, sliding_window_tokens=8),
     ),
 )
-LATENT_LIKE = replace(
-    SHARDED_LAYOUT, groups=(LayerGroup("full", (0, 1, 2, 3), 2, 16, value_head_size=8),)
-)
+LATENT_LIKE = replace(LAYOUT, groups=(LayerGroup("full", (0, 1, 2, 3), 2, 16, value_head_size=8),))
 
 
-@pytest.mark.parametrize(
-    "layout", [SHARDED_LAYOUT, WINDOWED, LATENT_LIKE], ids=["one", "groups", "latent"]
-)
+@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, LATENT_LIKE], ids=["one", "groups", "latent"])
 async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path, layout) -> None:
     divisions = {"2": by_heads(2), "4": by_heads(4), "layers": BY_LAYERS, "both": BY_BOTH}
     if layout is WINDOWED:  # a quarter of its heads is half a head of the group with a window
@@ -54,11 +50,11 @@ async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path,
 
 
 async def num_blocks(control: ControlClient) -> list[int]:
-    return [tier.num_blocks for tier in (await control.wait_ready(SHARDED_POOL)).usage]
+    return [tier.num_blocks for tier in (await control.wait_ready(POOL)).usage]
 
 
 async def test_a_pool_has_the_blocks_of_its_smallest_shard(tmp_path) -> None:
-    pool = sharded(tmp_path, by_heads(2))
+    pool = ShardedPool(tmp_path, by_heads(2))
     async with pool, ControlClient(pool.address) as control:
         assert await num_blocks(control) == [32, 8]
         await pool.stop(1)
@@ -68,12 +64,12 @@ async def test_a_pool_has_the_blocks_of_its_smallest_shard(tmp_path) -> None:
 
 async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> None:
     """The other shard had answered, and answers again; both then have one plan and one receipt."""
-    expected = await outputs_of(tmp_path, by_heads(1), SHARDED_LAYOUT)
-    pool = sharded(tmp_path, by_heads(2))
+    expected = await outputs_of(tmp_path, by_heads(1), LAYOUT)
+    pool = ShardedPool(tmp_path, by_heads(2))
     async with (
         pool,
         ControlClient(pool.address) as control,
-        await control.open_session(SHARDED_POOL, SHARDED_LAYOUT) as session,
+        await control.open_session(POOL, LAYOUT) as session,
         session.open_execution() as execution,
     ):
         plan = (await session.step([ops.admit(1, prompt(21))])).plan
@@ -81,7 +77,7 @@ async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> No
         num_tokens = execution.num_tokens
         outputs = []
         for layer in execution.layers:
-            tensors = layer_input(SHARDED_LAYOUT, layer, num_tokens, 0)
+            tensors = layer_input(LAYOUT, layer, num_tokens, 0)
             half = [tensor.of_heads([range(tensor.shape[1] // 2)]) for tensor in tensors]
             async with (
                 DataClient(session.shards[0].address) as data,
@@ -95,9 +91,9 @@ async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> No
 
 
 async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp_path) -> None:
-    pool = sharded(tmp_path, by_heads(2))
+    pool = ShardedPool(tmp_path, by_heads(2))
     async with pool, ControlClient(pool.address) as control:
-        session = await control.open_session(SHARDED_POOL, SHARDED_LAYOUT)
+        session = await control.open_session(POOL, LAYOUT)
         async with session.open_execution() as execution:
             await run(session, execution, 0, ops.admit(1, prompt(16)))
             result = await session.step([ops.append(1, [1], 1, first_positions=16)])
@@ -123,13 +119,13 @@ async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp
 
 
 async def test_a_new_control_plane_finds_what_all_shards_report(tmp_path) -> None:
-    pool = sharded(tmp_path, by_heads(2))
+    pool = ShardedPool(tmp_path, by_heads(2))
     async with pool, ControlClient(pool.address, timeout_s=30) as control:
-        session = await control.open_session(SHARDED_POOL, SHARDED_LAYOUT)
+        session = await control.open_session(POOL, LAYOUT)
         async with session.open_execution() as execution:
             await run(session, execution, 0, ops.admit(1, prompt(17)))
             await session.submit_receipts()
-        for plane in pool.data_planes.values():  # until they were told what was published
+        for plane in pool.planes.values():  # until they were told what was published
             while not any(part.publications for part in plane.executor.report()):
                 await asyncio.sleep(0.02)
         await pool.restart_control()
@@ -142,14 +138,14 @@ async def test_a_new_control_plane_finds_what_all_shards_report(tmp_path) -> Non
 
 async def test_what_does_not_fit_the_shards_is_refused_by_name(tmp_path) -> None:
     async with (
-        sharded(tmp_path, by_heads(2)) as pool,
+        ShardedPool(tmp_path, by_heads(2)) as pool,
         ControlClient(pool.address) as control,
-        await control.open_session(SHARDED_POOL, SHARDED_LAYOUT) as session,
+        await control.open_session(POOL, LAYOUT) as session,
         session.open_execution() as execution,
     ):
         plan = (await session.step([ops.admit(1, [1, 2])])).plan
         await execution.start(plan)
-        query, key, value = layer_input(SHARDED_LAYOUT, 0, 2, 0)
+        query, key, value = layer_input(LAYOUT, 0, 2, 0)
         with pytest.raises(InvalidRequestError, match="layer"):
             await execution.layer(4, query, key, value)
         with pytest.raises(InvalidRequestError, match="query"):

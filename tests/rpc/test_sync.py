@@ -14,7 +14,7 @@ import pytest
 from kvplane import Tensor, ops, sync
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, PoolNotFoundError
 from kvplane.prefixes import BlocksStored, CaughtUp
-from tests.helpers.planes_in_process import LAYOUT, POOL, Planes
+from tests.helpers.both_planes import LAYOUT, POOL, Planes
 
 
 def decode(planes: Planes) -> list[str]:

@@ -28,15 +28,9 @@ from kvplane.integrations.push import chunks, receiver
 from kvplane.integrations.push.client import PrefixMover
 from kvplane.integrations.push.push_pb2 import BlockChunk, PushBlocksRequest
 from kvplane.integrations.push.stubs import method
-from tests.helpers.planes_in_process import (
-    NUM_BLOCKS,
-    PROMPT,
-    SEQUENCE,
-    SHARDED_POOL,
-    Side,
-    by_heads,
-    sharded,
-)
+from tests.helpers.planes_in_process import NUM_BLOCKS, PROMPT, SEQUENCE, Side
+from tests.helpers.sharded_pool import POOL as SHARDED_POOL
+from tests.helpers.sharded_pool import ShardedPool, by_heads
 
 Requests = list[PushBlocksRequest]
 ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
@@ -371,7 +365,7 @@ async def test_each_shard_pushes_its_part(tmp_path: Path, monkeypatch: pytest.Mo
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
             shards: list[Any] = [{**ranges, "plug_ins": "push"} for ranges in by_heads(2)]
-            pool = await stack.enter_async_context(sharded(tmp_path / name, shards))
+            pool = await stack.enter_async_context(ShardedPool(tmp_path / name, shards))
             control = await stack.enter_async_context(ControlClient(pool.address))
             session = await control.open_session(SHARDED_POOL, timeout_s=PATIENCE_S)
             sessions.append(await stack.enter_async_context(session))
