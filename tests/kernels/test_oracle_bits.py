@@ -12,7 +12,6 @@ from pathlib import Path
 
 import kvplane_kernels as native
 import numpy as np
-import oracle
 import pytest
 import torch
 from backends import ALL, CPUS, DeviceBackend
@@ -355,27 +354,6 @@ def test_random_tables_that_share_give_the_bits_of_each_alone(
     answer = batch.attend()
     assert not answer[0].isnan().any()
     assert_same(answer, apart(device, batch))
-
-
-def test_shared_blocks_give_what_float64_gives(cpu: str) -> None:
-    batch = sharing(Case(lens=OF_CPU, heads=(8, 2)), 64)
-    out, lse = batch.attend(num_threads=2)
-    tensors = (batch.query, batch.pages, batch.block_tables, batch.query_starts)
-    exact, exact_lse = oracle.paged_attention(*tensors, batch.context_lens, scale=batch.scale)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=5e-6)
-
-
-def test_a_prefix_and_the_rest_merge_into_the_whole(cpu: str) -> None:
-    batch = sharing(Case(lens=((1, 1100), (1, 1300), (1, 1030)), heads=(8, 2)), 64)
-    whole, whole_lse = batch.attend()
-    prefix = replace(batch, context_lens=torch.full((3,), 1024))
-    rest = replace(
-        batch, block_tables=batch.block_tables[:, 64:], context_lens=batch.context_lens - 1024
-    )
-    out, lse = oracle.merged(prefix.attend(num_threads=2), rest.attend())
-    torch.testing.assert_close(out, whole.double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse, whole_lse.double(), rtol=1e-6, atol=1e-6)
 
 
 def test_tiles_that_sequences_share_are_read_once() -> None:

@@ -200,6 +200,14 @@ def transfer(source: BlockRef, destination: BlockRef) -> Transfer:
     return Transfer(source, destination)
 
 
+def forked(child: int, parent: int, entry: int, source: int, copy: int) -> list[Change | Transfer]:
+    """Return parts of a plan that forks a sequence up to a table entry, of which the child gets a
+    copy: block ``copy`` of generation 1, of block ``source``.
+    """
+    own = set_blocks(child, [(copy, 1)], first_block=entry)
+    return [fork(child, parent, entry + 1), own, transfer(ref(source), ref(copy))]
+
+
 def moved(
     sequence_id: int, sources: Sequence[BlockRef], destinations: Sequence[BlockRef]
 ) -> list[Change | Transfer]:

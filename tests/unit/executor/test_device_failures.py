@@ -19,7 +19,7 @@ from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime
 from tests.helpers.data.plan_author import (
     HOST,
-    fork,
+    forked,
     moved,
     ref,
     set_blocks,
@@ -46,21 +46,15 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given_once() ->
     """The second batch of a plan's transfers fails, and is given again with the plan."""
     failures: list[Exception] = [InternalError("the launch failed")]
 
-    def swap(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
+    def flaky(source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor) -> None:
         if failures:
             raise failures.pop()
         CpuKernels(1).swap_blocks(source, destination, pairs)
 
-    rig = Rig(kernels=with_operations(CpuKernels(1), swap_blocks=swap))
+    rig = Rig(kernels=with_operations(CpuKernels(1), swap_blocks=flaky))
     rig.admit(1)
-    plan = rig.plan(
-        2,
-        *(fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)),
-        set_blocks(3, [(0, 1)], tier=HOST),
-        transfer(ref(1), ref(2)),
-        transfer(ref(2), ref(0, 1, HOST)),
-        span(2, 12, 1),
-    )
+    swap = set_blocks(3, [(0, 1)], tier=HOST), transfer(ref(2), ref(0, 1, HOST))
+    plan = rig.plan(2, *forked(2, 1, 1, 1, 2), *swap, span(2, 12, 1))
     with pytest.raises(InternalError):
         rig.executor.start(1, plan)
     whole, query, key = torch.zeros(2, 1, 2, 2, 8, 16), tokens(1, 4), tokens(1)
@@ -88,9 +82,7 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given_once() ->
 def test_a_plan_shown_again_gives_the_device_no_work_again() -> None:
     rig = LateRig()
     rig.admit(1)
-    changes = [fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)]
-    copy = [transfer(ref(1), ref(2))]
-    plan = rig.plan(2, *changes, *copy, span(2, 12, 1))
+    plan = rig.plan(2, *forked(2, 1, 1, 1, 2), span(2, 12, 1))
     rig.executor.start(1, plan)
     num_given = rig.runtime.num_given
     again = rig.executor.start(1, plan)

@@ -26,7 +26,7 @@ from tests.helpers.data.plan_author import (
     blocks_of,
     dense_attention,
     drop,
-    fork,
+    forked,
     moved,
     ref,
     set_blocks,
@@ -108,14 +108,7 @@ def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig)
 def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
     rig.admit(1)
     before, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.run(
-        2,
-        fork(2, 1, 2),
-        set_blocks(2, [(2, 1)], first_block=1),
-        transfer(ref(1), ref(2)),
-        span(2, 12, 1),
-        seed=10,
-    )
+    rig.run(2, *forked(2, 1, 1, 1, 2), span(2, 12, 1), seed=10)
     after, _ = rig.executor.read_blocks(1, 1, range(2))
     child, names = rig.executor.read_blocks(1, 2, [1])
     assert torch.equal(before, after)

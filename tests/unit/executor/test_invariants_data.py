@@ -22,9 +22,11 @@ from kvplane.wire import signing
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     HOST,
+    Part,
     PlanAuthor,
     blocks_of,
     fork,
+    forked,
     keep,
     ref,
     set_blocks,
@@ -46,12 +48,9 @@ def test_2_nobody_writes_a_published_block(rig: Rig) -> None:
 
 def test_2_nobody_writes_a_shared_block_and_the_writer_copies_it_first(rig: Rig) -> None:
     rig.admit(1)
-    forked = [fork(2, 1, 2)]
     with rig.refuses(BlockNotWritableError, "plan.spans.sequence_ids[0]"):
-        rig.start(2, *forked, span(2, 12, 1))
-    own = [*forked, set_blocks(2, [(3, 1)], first_block=1)]
-    copy = [transfer(ref(1), ref(3))]
-    assert rig.run(2, *own, *copy, span(2, 12, 1)).plan_number == 2
+        rig.start(2, fork(2, 1, 2), span(2, 12, 1))
+    assert rig.run(2, *forked(2, 1, 1, 1, 3), span(2, 12, 1)).plan_number == 2
 
 
 def test_2_a_block_shared_between_sessions_is_written_by_neither(rig: Rig) -> None:
@@ -84,13 +83,7 @@ def test_8_a_stale_or_forged_plan_never_reaches_a_kernel(rig: Rig) -> None:
 
 def test_9_an_unreceipted_plan_may_run_again_from_its_start(rig: Rig) -> None:
     rig.admit(1)
-    plan = rig.plan(
-        2,
-        fork(2, 1, 2),
-        set_blocks(2, [(4, 1)], first_block=1),
-        transfer(ref(1), ref(4)),
-        span(2, 12, 2),
-    )
+    plan = rig.plan(2, *forked(2, 1, 1, 1, 4), span(2, 12, 2))
     rig.executor.start(1, plan)
     once = [rig.layer(0, 2, seed=4)]
     state = rig.snapshot()
@@ -104,13 +97,7 @@ def test_9_an_unreceipted_plan_may_run_again_from_its_start(rig: Rig) -> None:
 
 def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> None:
     rig.admit(1)
-    plan = rig.plan(
-        2,
-        fork(2, 1, 2),
-        set_blocks(2, [(4, 1)], first_block=1),
-        transfer(ref(1), ref(4)),
-        span(2, 12, 2),
-    )
+    plan = rig.plan(2, *forked(2, 1, 1, 1, 4), span(2, 12, 2))
     rig.executor.start(1, plan)
     rig.run_layers(2)
     receipt = rig.executor.receipt(1)
@@ -210,11 +197,11 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
     for turn in range(1, 151):
         session = dice.choice((1, 2))
         resync = dice.random() < 0.2
-        fields = _random_plan(dice, turn, resync=resync)
+        parts = _random_plan(dice, turn, resync=resync)
         number = numbers[session] + 1
         before = rig.snapshot()
         try:
-            rig.run(number, session_id=session, resync=resync, **fields)
+            rig.run(number, *parts, session_id=session, resync=resync)
         except KvplaneError:
             assert rig.snapshot() == before
         else:
@@ -224,19 +211,19 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
     assert num_run > 15
 
 
-def _random_plan(dice: random.Random, turn: int, *, resync: bool) -> dict[str, Any]:
+def _random_plan(dice: random.Random, turn: int, *, resync: bool) -> list[Part]:
     """Generations that are ``turn`` are new."""
     sequences = range(1, 4)
-    changes, transfers, spans, allocations = [], [], [], []
+    parts: list[Part] = []
     if resync and dice.random() < 0.7:
-        changes = [keep(dice.choice(sequences), dice.randint(0, 1))]
+        parts.append(keep(dice.choice(sequences), dice.randint(0, 1)))
     for _ in range(dice.randint(1, 2)):
         sequence = dice.choice(sequences)
         kind = dice.random()
         tier = HOST if dice.random() < 0.2 else ref(0).tier
         if kind < 0.7:
             index, generation = dice.randrange(4), dice.choice((turn, dice.randint(1, turn)))
-            changes.append(
+            parts.append(
                 set_blocks(
                     sequence,
                     [(index, generation)],
@@ -247,17 +234,16 @@ def _random_plan(dice: random.Random, turn: int, *, resync: bool) -> dict[str, A
             )
             if dice.random() < 0.4:
                 source = ref(dice.randrange(4), dice.randint(1, 5))
-                transfers.append(transfer(source, ref(index, generation, tier)))
+                parts.append(transfer(source, ref(index, generation, tier)))
         elif kind < 0.85:
-            changes.append(fork(sequence, dice.choice(sequences), dice.randint(0, 1)))
+            parts.append(fork(sequence, dice.choice(sequences), dice.randint(0, 1)))
         elif kind < 0.92:
-            changes.append(dice.choice((truncate, trim))(sequence, dice.randint(0, 1)))
+            parts.append(dice.choice((truncate, trim))(sequence, dice.randint(0, 1)))
         else:
-            allocations.append(ref(dice.randrange(4), turn, HOST))
+            parts.append(kept := ref(dice.randrange(4), turn, HOST))
             if dice.random() < 0.5:
                 source = ref(dice.randrange(4), dice.randint(max(1, turn - 9), turn))
-                transfers.append(transfer(source, allocations[-1]))
+                parts.append(transfer(source, kept))
         if dice.random() < 0.5:
-            spans.append(span(sequence, dice.randrange(6), dice.randint(1, 3)))
-    fields = {"changes": changes, "transfers": transfers, "spans": spans}
-    return {**fields, "allocations": allocations}
+            parts.append(span(sequence, dice.randrange(6), dice.randint(1, 3)))
+    return parts

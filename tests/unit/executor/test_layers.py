@@ -466,9 +466,3 @@ def test_a_range_that_the_shard_does_not_hold_is_refused(first: int, num: int, f
     with pytest.raises(InvalidRequestError) as refused:
         layer_range(HELD, first, num)
     assert refused.value.field == field
-
-
-def test_a_layer_that_the_shard_does_not_hold_is_refused() -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        layer_index(HELD, 7, "attend.")
-    assert refused.value.field == "attend.layer"

@@ -13,7 +13,7 @@ from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
-    fork,
+    forked,
     pack_transfers,
     publications,
     ref,
@@ -93,7 +93,7 @@ def test_what_an_aborted_plan_wrote_is_not_shown(rig: Rig) -> None:
 
 def test_copies_and_swaps_show_what_their_sources_do(rig: Rig) -> None:
     rig.admit(1)
-    rig.run(2, fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1), transfer(ref(1), ref(2)))
+    rig.run(2, *forked(2, 1, 1, 1, 2))
     assert num_read(rig, 2, 2) == [8, 4]
     out = [transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))]
     moved = set_blocks(1, [(3, 1), (0, 1), (1, 1)], tier=HOST, replace=True)
