@@ -163,13 +163,13 @@ def set_blocks(
     first_block: int = 0,
     tier: pb.Tier = DEVICE,
     replace: bool = False,
+    group: int = 0,
 ) -> Change:
     """``blocks``: (index, generation) pairs."""
     kind = plans.TABLE_CHANGE_KIND_REPLACE if replace else plans.TABLE_CHANGE_KIND_SET
     flags = [allocated] * len(blocks) if isinstance(allocated, bool) else allocated
-    return Change(
-        kind, sequence_id, tier, first_block, len(blocks), None, tuple(blocks), tuple(flags)
-    )
+    entries = tuple(blocks), tuple(flags), group
+    return Change(kind, sequence_id, tier, first_block, len(blocks), None, *entries)
 
 
 def fork(sequence_id: int, parent: int, num_blocks: int) -> Change:

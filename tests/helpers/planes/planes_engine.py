@@ -43,7 +43,14 @@ from tests.helpers.planes.planes_known import (
     extend,
     unseen_cuts,
 )  # fmt: skip
-from tests.helpers.planes.planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
+from tests.helpers.planes.planes_values import (
+    BLOCK,
+    LAYOUT_MESSAGE,
+    Owner,
+    check_read,
+    tag_of,
+    values_of,
+)
 from tests.helpers.planes.planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
@@ -495,3 +502,34 @@ class Engine:
             wanted = process.view.blocks(values)
             where = f"session {self.id} sequence {i} plan {made.number} shard {index}"
             check_read(process.executor, (self.id, i), wanted, tag_of(self.tenant), where)
+
+
+def end_all(world: World, engines: Sequence[Engine], gone: Sequence[Engine] = ()) -> None:
+    """End all sessions and faults; then nothing is held and a session can have the whole pool.
+    ``gone``: engines whose sessions have ended.
+    """
+    for engine in engines:
+        engine.close()
+    world.mend()
+    control = world.control
+    for engine in [*engines, *gone]:
+        assert engine.id not in control.core.sessions.by_id
+    check_all_is_free(control)
+    last = Engine(world, control, ("bob", "last"))
+    tokens = [5] * (world.num_device * BLOCK)
+    result = last.step(ops.admit(1, tokens))
+    assert result is not None
+    assert not result.results[0].failures, result.results[0].failures
+    last.run_all()
+    last.step()
+    assert last.lookup(tokens) == len(tokens) - 1
+    last.close()
+    world.deliver_all()
+    check_all_is_free(control)
+    world.check()
+
+
+def check_all_is_free(control: ControlProcess) -> None:
+    for usage in control.core.get_pool(POOL).usage:
+        num_idle = usage.num_free_blocks + usage.num_cached_blocks
+        assert num_idle == usage.num_blocks, f"blocks are held by nobody: {usage}"

@@ -8,9 +8,6 @@ from kvplane.errors import BlockNotWritableError
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.plan_author import fork, set_blocks, span, tokens
 
-BLOCK_SIZE = 8
-
-
 FIRST = [set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12)]
 """Sequence 1 computes 8 tokens of block 0 and 4 of block 1."""
 SECOND = [
@@ -45,8 +42,7 @@ def test_equal_prompts_of_one_plan_are_computed_once() -> None:
 
 def test_forks_of_a_prompt_share_it_while_it_is_computed() -> None:
     rig = Rig()
-    changes = [set_blocks(1, [(0, 1), (1, 1)]), fork(2, 1, 2), fork(3, 1, 2)]
-    assert rig.run(1, *changes, span(1, 0, 12)).plan_number == 1
+    assert rig.run(1, *FIRST, fork(2, 1, 2), fork(3, 1, 2)).plan_number == 1
     with rig.refuses(BlockNotWritableError, "plan.spans.sequence_ids[0]"):
         rig.start(2, span(1, 12, 1))
 
@@ -56,9 +52,8 @@ def test_a_table_that_was_there_before_shares_no_writes() -> None:
     rig.admit(1)
     rig.run(2, fork(2, 1, 2))
     # Sequence 3 is new and may share, but sequence 2 is not.
-    changes = [fork(3, 1, 2)]
     with rig.refuses(BlockNotWritableError, "plan.spans.sequence_ids[0]"):
-        rig.start(3, *changes, span(1, 12, 1))
+        rig.start(3, fork(3, 1, 2), span(1, 12, 1))
     own = [set_blocks(2, [(2, 1)], first_block=1), fork(3, 1, 2)]
     assert rig.run(3, *own, span(1, 12, 1), span(2, 12, 1)).plan_number == 3
 

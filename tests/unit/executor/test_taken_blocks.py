@@ -36,13 +36,8 @@ def rig() -> Rig:
     """
     rig = Rig()
     rig.open(2, tenant="bob")
-    rig.run(
-        1,
-        set_blocks(1, [(0, 1), (1, 1)]),
-        set_blocks(2, [(2, 1), (3, 1)]),
-        span(1, 0, 12),
-        span(2, 0, 12),
-    )
+    tables = set_blocks(1, [(0, 1), (1, 1)]), set_blocks(2, [(2, 1), (3, 1)])
+    rig.run(1, *tables, span(1, 0, 12), span(2, 0, 12))
     take(rig)
     return rig
 
@@ -55,20 +50,11 @@ QUERY, KEY = tokens(24, 4), tokens(24)
 USES: dict[str, tuple[Callable[[Rig], Any], str]] = {
     "its blocks are not read": (lambda r: r.executor.read_blocks(1, 1, range(2)), "sequence_id"),
     "not even one": (lambda r: r.executor.read_blocks(1, 1, [1]), "sequence_id"),
-    "the last plan does not attend again": (
-        lambda r: r.run_layer(0, QUERY, None, None),
-        SPANS,
-    ),
-    "nor by its layers": (
-        lambda r: r.run_layer(0, QUERY, KEY, KEY),
-        SPANS,
-    ),
+    "the last plan does not attend again": (lambda r: r.run_layer(0, QUERY, None, None), SPANS),
+    "nor by its layers": (lambda r: r.run_layer(0, QUERY, KEY, KEY), SPANS),
     "no span computes it": (lambda r: r.start(2, span(1, 12, 1)), SPANS),
     "nor one before what was taken": (lambda r: r.start(2, span(1, 0, 1)), SPANS),
-    "nor one of a fork": (
-        lambda r: r.start(2, fork(3, 1, 2), span(3, 12, 1)),
-        SPANS,
-    ),
+    "nor one of a fork": (lambda r: r.start(2, fork(3, 1, 2), span(3, 12, 1)), SPANS),
     "it is not copied": (
         lambda r: r.start(2, set_blocks(3, [(4, 1)]), transfer(ref(1), ref(4))),
         "plan.transfers.source_generations[0]",
