@@ -123,6 +123,12 @@ class World:
         for shard in self.shards:
             shard.pump()
 
+    def work(self) -> None:
+        """Do all work that is left, a slice at a time, as between requests."""
+        self.core.take_notified()
+        while self.core.work():
+            self.core.check_integrity()
+
     def pass_time(self, seconds: float, *engines: Engine) -> None:
         """Pass time in ticks so short that the core doesn't conclude that it slept; the leases of
         these engines are renewed.
