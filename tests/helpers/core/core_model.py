@@ -19,7 +19,7 @@ from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.prefixes import ForgetScope
 from kvplane.results import SequenceState, error_of, sequence_states
-from kvplane.wire import columns, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -174,7 +174,6 @@ class MadePlan:
     def __init__(self, signed: tpb.SignedPayload) -> None:
         self.signed = signed
         self.plan = plan_pb2.Plan.FromString(signed.payload)
-        self.digest = signing.digest(signed.payload)
         self.ran_on: set[int] = set()
 
 
@@ -409,7 +408,7 @@ class Engine:
         waiting = [made for made in self.queue if shard not in made.ran_on]
         if waiting and self.world.shards[shard].run(waiting[0].signed):
             waiting[0].ran_on.add(shard)
-            receipt = self.world.shards[shard].receipt(waiting[0].plan, waiting[0].digest)
+            receipt = self.world.shards[shard].receipt(waiting[0].signed)
             self.receipts.append(receipt)
 
     def run_all(self) -> None:

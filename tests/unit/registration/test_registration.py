@@ -318,20 +318,6 @@ def test_a_shard_that_came_back_is_sent_all_that_it_may_have_missed() -> None:
     assert plane.take() == []
 
 
-def test_what_cannot_be_found_any_more_is_not_sent_again() -> None:
-    world = World(0)
-    plane = Plane(world, num_device_blocks=4, num_host_blocks=0)
-    plane.join()
-    engine = world.engine()
-    engine.cache(range(24))
-    engine.write(range(100, 116))  # evicts the tail
-    plane.leave()
-    plane.register()
-    sent = [message.publish.publications for message in plane.take()]
-    blocks = {i for each in sent for i in columns.read(INT32, each.indices, "indices")}
-    assert len(blocks) == 4
-
-
 def test_the_highest_generation_that_may_be_reported_leaves_room_for_more() -> None:
     world = World(0)
     plane = Plane(world)
