@@ -28,7 +28,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import DataPlane, Plane
 from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
-from tests.helpers.core.core_prefixes import forget, num_cached
+from tests.helpers.core.core_prefixes import num_cached
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT, half
 
 INCARNATION = 7  # of a world's first control plane
@@ -375,7 +375,13 @@ class Engine:
         self, what: Sequence[int] | ForgetScope, *, force: bool = False
     ) -> ppb.ForgetPrefixesResponse:
         """Forget a prefix, or all of a scope, of the session's tenant and namespace."""
-        return forget(self.world.core, POOL, self.owner, what, force=force)
+        request = ppb.ForgetPrefixesRequest(pool_id=POOL, namespace=self.owner[1], force=force)
+        if isinstance(what, ForgetScope):
+            request.scope = what.value
+        else:
+            request.scope = ppb.FORGET_SCOPE_PREFIX
+            request.token_ids = ops.pack_tokens(what)
+        return self.world.core.forget_prefixes(request, self.tenant)
 
     def blocks(self, sequence_id: int) -> list[tuple[int, int, int]]:
         """Return (tier, index, generation) of each block of the core's table of a sequence."""
