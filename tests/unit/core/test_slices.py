@@ -381,9 +381,7 @@ def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
         next(left)
     other.send(ops.free([1]))
     other.settle()
-    world.core.take_notified()
-    while world.core.work():
-        world.core.check_integrity()
+    world.work()
     world.pump()
     for tier in (tpb.TIER_DEVICE, tpb.TIER_HOST):
         usage = world.usage(tier)
