@@ -222,11 +222,11 @@ FAULTS = (
         QUESTIONS,
     ),
     Fault(
-        "all_followers_are_asked",
+        "all_watchers_are_asked",
         "control_plane/registration/registration.py",
         "        for pool in self.touched:\n",
         "        for pool in self._pools.values():\n"
-        "            for follower in pool.followers:\n                follower.wake()\n"
+        "            for watcher in pool.watchers:\n                watcher.wake()\n"
         "        for pool in self.touched:\n",
         TOLD,
         "pools_streams",
@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "everybody_is_told_news_of_one",
         "control_plane/core.py",
-        "        return [notice for each in admissions for notice in each.news.take_notices()]\n",
+        "        return [unsent for each in admissions for unsent in each.news.take_unsent()]\n",
         "        everybody = [s for each in admissions for s in each.sessions.values()]\n"
         "        return [(session.id, session.news or cpb.News()) for session in everybody]\n",
         TOLD,

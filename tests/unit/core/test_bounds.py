@@ -90,14 +90,14 @@ def test_no_session_is_opened_while_too_many_have_not_been_fenced(
 
 
 def test_followers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(limits, "MAX_WATCHERS", 1)
     world = World()
     request = ppb.WatchPrefixesRequest(pool_id=POOL)
-    follower = world.core.follow(request, "tenant", lambda: None)
+    follower = world.core.watch(request, "tenant", lambda: None)
     with pytest.raises(QuotaExceededError):
-        world.core.follow(request, "tenant", lambda: None)
-    world.core.unfollow(follower)
-    world.core.follow(request, "tenant", lambda: None)
+        world.core.watch(request, "tenant", lambda: None)
+    world.core.unwatch(follower)
+    world.core.watch(request, "tenant", lambda: None)
 
 
 def test_blocks_are_bounded_over_all_pools() -> None:

@@ -299,12 +299,12 @@ def test_news_are_told_once_and_stay_for_the_answer() -> None:
     session = world.engine().session
     news = PoolNews()
     news.cut(session, 1, cpb.CUT_REASON_TURN)
-    ((session_id, told),) = news.take_notices()
-    assert (session_id, news.take_notices()) == (session.id, [])
+    ((session_id, told),) = news.take_unsent()
+    assert (session_id, news.take_unsent()) == (session.id, [])
     assert news.take(session) == told
     news.asked(session, columns.pack(INT64, [1]), 3, 0.5)
     assert news.take(session) is not None
-    assert (news.take_notices(), session.news) == ([], None)
+    assert (news.take_unsent(), session.news) == ([], None)
 
 
 def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:

@@ -48,7 +48,7 @@ def test_an_admission_that_waits_is_granted_when_blocks_come_back() -> None:
     assert (later.status, later.shortage.queue_position) == (LATER, 1)
     assert later.shortage.num_blocks_needed == 3
     free(one, 1)
-    assert other.world.core.take_notices()[0][0] == other.id
+    assert other.world.core.take_news()[0][0] == other.id
     result = other.step()
     (granted,) = news_of(result.news).granted
     assert (granted.sequence_id, granted.num_cached_tokens, granted.num_blocks) == (5, 0, 3)

@@ -227,12 +227,12 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
         if other.session.native.has_sequence(other.session.handle, 1):
             other.send(ops.free([1]))
             other.settle()
-        assert engine.id not in {i for i, _ in world.core.take_notices()}
+        assert engine.id not in {i for i, _ in world.core.take_news()}
 
     response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
     other.settle()
     assert [status_of(result) for result in response.results] == [LATER, LATER]
-    assert response.news.granted_sequence_ids or world.core.take_notices()
+    assert response.news.granted_sequence_ids or world.core.take_news()
 
 
 @pytest.mark.usefixtures("small")
