@@ -19,7 +19,7 @@ from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.prefixes import ForgetScope
 from kvplane.results import ItemFailure, SequenceState
-from kvplane.wire import columns, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -28,7 +28,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import DataPlane, Plane
 from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
-from tests.helpers.core.core_prefixes import forget, num_cached
+from tests.helpers.core.core_prefixes import num_cached
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT, half
 
 INCARNATION = 7  # of a world's first control plane
@@ -123,6 +123,12 @@ class World:
         for shard in self.shards:
             shard.pump()
 
+    def work(self) -> None:
+        """Do all work that is left, a slice at a time, as between requests."""
+        self.core.take_notified()
+        while self.core.work():
+            self.core.check_integrity()
+
     def pass_time(self, seconds: float, *engines: Engine) -> None:
         """Pass time in ticks so short that the core doesn't conclude that it slept; the leases of
         these engines are renewed.
@@ -168,7 +174,6 @@ class MadePlan:
     def __init__(self, signed: tpb.SignedPayload) -> None:
         self.signed = signed
         self.plan = plan_pb2.Plan.FromString(signed.payload)
-        self.digest = signing.digest(signed.payload)
         self.ran_on: set[int] = set()
 
 
@@ -370,7 +375,13 @@ class Engine:
         self, what: Sequence[int] | ForgetScope, *, force: bool = False
     ) -> ppb.ForgetPrefixesResponse:
         """Forget a prefix, or all of a scope, of the session's tenant and namespace."""
-        return forget(self.world.core, POOL, self.owner, what, force=force)
+        request = ppb.ForgetPrefixesRequest(pool_id=POOL, namespace=self.owner[1], force=force)
+        if isinstance(what, ForgetScope):
+            request.scope = what.value
+        else:
+            request.scope = ppb.FORGET_SCOPE_PREFIX
+            request.token_ids = ops.pack_tokens(what)
+        return self.world.core.forget_prefixes(request, self.tenant)
 
     def blocks(self, sequence_id: int) -> list[tuple[int, int, int]]:
         """Return (tier, index, generation) of each block of the core's table of a sequence."""
@@ -403,7 +414,7 @@ class Engine:
         waiting = [made for made in self.queue if shard not in made.ran_on]
         if waiting and self.world.shards[shard].run(waiting[0].signed):
             waiting[0].ran_on.add(shard)
-            receipt = self.world.shards[shard].receipt(waiting[0].plan, waiting[0].digest)
+            receipt = self.world.shards[shard].receipt(waiting[0].signed)
             self.receipts.append(receipt)
 
     def run_all(self) -> None:

@@ -99,7 +99,7 @@ class MemoryPlane(Plane):
         self.last_receipt = self.executor.receipt(session_id)
         return True
 
-    def receipt(self, plan: plan_pb2.Plan, digest: bytes) -> tpb.SignedPayload:
+    def receipt(self, plan: tpb.SignedPayload) -> tpb.SignedPayload:
         assert self.last_receipt is not None
         return self.last_receipt
 

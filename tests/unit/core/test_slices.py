@@ -227,12 +227,12 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
         if other.session.native.has_sequence(other.session.handle, 1):
             other.send(ops.free([1]))
             other.settle()
-        assert engine.id not in {i for i, _ in world.core.take_notices()}
+        assert engine.id not in {i for i, _ in world.core.take_news()}
 
     response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
     other.settle()
     assert [status_of(result) for result in response.results] == [LATER, LATER]
-    assert response.news.granted_sequence_ids or world.core.take_notices()
+    assert response.news.granted_sequence_ids or world.core.take_news()
 
 
 @pytest.mark.usefixtures("small")
@@ -247,7 +247,7 @@ def test_news_that_an_abort_is_about_to_void_hold_as_of_the_request_before_it() 
     request = cpb.AbortPlansRequest(session=engine.ref, number=engine.number + 1)
 
     def between() -> None:
-        for _, news in world.core.take_notices():
+        for _, news in world.core.take_news():
             assert news.granted_sequence_ids
             told.append(news.as_of_number)
 
@@ -401,9 +401,7 @@ def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
         next(left)
     other.send(ops.free([1]))
     other.settle()
-    world.core.take_notified()
-    while world.core.work():
-        world.core.check_integrity()
+    world.work()
     world.pump()
     for tier in (tpb.TIER_DEVICE, tpb.TIER_HOST):
         usage = world.usage(tier)
