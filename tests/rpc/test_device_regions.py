@@ -383,11 +383,8 @@ UNUSABLE = (
 )
 
 
-# Each starts a process that imports torch.
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [UNUSABLE[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in UNUSABLE[1:])],
-)
+@another_process
+@pytest.mark.parametrize(("fields", "why"), UNUSABLE)
 async def test_an_engine_that_cannot_open_the_region_gives_it_back(
     rig: Rig, engine: GpuEngine, fields: dict[str, Any], why: str
 ) -> None:

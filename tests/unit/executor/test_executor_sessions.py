@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from data_plane import Executor
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -15,26 +13,16 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
-    LAYOUT,
-    POOL_ID,
     blocks_of,
     publications,
     set_blocks,
     span,
 )
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.executor.check_integrity()
 
 
 def test_a_grant_for_another_layout_is_refused(rig: Rig) -> None:
@@ -57,7 +45,7 @@ def test_a_new_incarnation_drops_tables_and_keeps_memory_and_publications(rig: R
 
 def test_a_report_has_generations_and_publications_of_both_tiers_in_parts(rig: Rig) -> None:
     rig.admit(1, num_tokens=16)
-    rig.run(2, changes=[set_blocks(2, [(3, 4)]), set_blocks(3, [(1, 9)], tier=HOST)])
+    rig.run(2, set_blocks(2, [(3, 4)]), set_blocks(3, [(1, 9)], tier=HOST))
     rig.publish(1)
     rig.publish(0)
     parts = rig.executor.report(2)
@@ -69,13 +57,8 @@ def test_a_report_has_generations_and_publications_of_both_tiers_in_parts(rig: R
     assert published == [[(1, 1), (0, 1)]], "in the order in which they were published"
 
 
-def test_an_empty_report_is_one_part() -> None:
-    executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2)
-    assert executor.report() == [rpb.BlockReport(last=True)]
-
-
 def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> None:
-    rig.run(1, changes=[set_blocks(1, [(i, i + 1) for i in (6, 2, 4)])])
+    rig.run(1, set_blocks(1, [(i, i + 1) for i in (6, 2, 4)]))
     chain = publications((6, 7), (2, 3), (4, 5))
     other = publications((2, 3))
     other.tenant, other.namespace = "ann", "n"
@@ -89,16 +72,10 @@ def test_what_is_published_is_reported_as_it_came_parents_first(rig: Rig) -> Non
     ]
 
 
-def test_a_publication_of_another_generation_is_ignored(rig: Rig) -> None:
-    rig.admit(1)
-    assert rig.executor.publish(publications((0, 2), (1, 1))) == 1
-    assert rig.executor.blocks.num_published == 1
-
-
 def test_a_fence_waits_for_the_command_that_runs() -> None:
     inside, go_on = threading.Event(), threading.Event()
     rig = Rig()
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 2))
     compute = rig.executor._compute
     write = compute.write
 

@@ -77,14 +77,10 @@ def test_a_device_without_kernels_is_refused(layout_file: Path, device: str) -> 
 def test_the_pool_is_measured_when_its_size_is_not_given(
     layout_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block_bytes = LAYOUT.block_bytes()
-    monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: 100 * block_bytes)
-    config = DataPlaneSettings(
-        layout=layout_file,
-        memory_utilization=0.5,
-        num_host_blocks=10,
-    )
-    executor = build_executor(config)
+    free_bytes = 100 * LAYOUT.block_bytes()
+    monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: free_bytes)
+    settings = {"memory_utilization": 0.5, "num_host_blocks": 10}
+    executor = build_executor(DataPlaneSettings(layout=layout_file, **settings))
     assert executor.pools.device_tier.shape[0] == 40
     assert executor.pools.host_tier.shape[0] == 10
 
