@@ -225,8 +225,7 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
 
     def between() -> None:
         if other.session.native.has_sequence(other.session.handle, 1):
-            other.send(ops.free([1]))
-            other.settle()
+            other.do(ops.free([1]))
         assert engine.id not in {i for i, _ in world.core.take_news()}
 
     response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
@@ -258,12 +257,10 @@ def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool)
     world = World(num_device=64, lease_s=10.0)
     engine, other = world.engine(), world.engine()
     engine.admit(1, range(20))
-    engine.send(*(ops.fork(1, i) for i in range(2, 9)))
-    engine.settle()
+    engine.do(*(ops.fork(1, i) for i in range(2, 9)))
     world.clock.now += 8.0
     other.admit(1, range(3))
-    world.clock.now += 4.0
-    world.core.tick()
+    world.after(4.0)
     if is_fenced_first:
         world.pump()
     num_slices = 0
@@ -365,8 +362,7 @@ def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
     world = World(num_device=64, num_host=64)
     engine, other = world.engine(), world.engine()
     other.admit(1, range(3))
-    engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
-    engine.settle()
+    engine.do(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
     left = world.core.run(request(engine), "tenant")
     for _ in range(num_slices):
         try:
@@ -379,8 +375,7 @@ def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
     world.core.check_integrity()
     with pytest.raises(SessionNotFoundError):
         next(left)
-    other.send(ops.free([1]))
-    other.settle()
+    other.do(ops.free([1]))
     world.work()
     world.pump()
     for tier in (tpb.TIER_DEVICE, tpb.TIER_HOST):
