@@ -164,6 +164,7 @@ class World:
 
     def found(self, tokens: Iterable[int], tenant: str = TENANT, namespace: str = "") -> list[int]:
         """Return the device blocks that hold the longest cached prefix of a prompt."""
+        self.core.check_integrity()
         root = root_of(self.layout.fingerprint, tenant, namespace)
         _, _, indices, *_ = self.pool.primary.explain(root, ops.pack_tokens(list(tokens)))
         return columns.read(INT32, indices, "indices").tolist()
