@@ -67,9 +67,7 @@ class Elector(ABC):
 
     @abstractmethod
     async def resign(self) -> None:
-        """Give up the leadership, if this process still has it, so that another can lead. Does not
-        raise.
-        """
+        """Give up the leadership, if this process has it, to let another lead. Does not raise."""
 
 
 def next_incarnation(last: int) -> int:
