@@ -121,8 +121,8 @@ class ShardState:
         self.asked = False
 
     def reconnect(self, hello: rpb.Hello, missed: list[rpb.RegisterResponse]) -> None:
-        """Resume the shard on another stream. ``hello`` may bring a new address. Queues ``missed``,
-        then all publications again.
+        """Mark the shard as connected again, on another stream. ``hello`` may bring a new address.
+        Queues ``missed``, then all publications again.
         """
         self.hello, self.connected = hello, True
         self.outgoing = deque(missed)
@@ -276,7 +276,7 @@ class PoolShards:
         self._was_notified = True
 
     def reconnect(self, hello: rpb.Hello) -> None:
-        """Resume a shard on another stream."""
+        """Mark a shard as connected again, on another registration stream."""
         index = hello.shard.index
         self.states[index].reconnect(hello, self.fences_for(index))
         self._was_notified = True

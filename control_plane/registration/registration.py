@@ -5,7 +5,7 @@ registered one is refused. A process that returns is resumed when nothing that b
 changed. Otherwise all sessions of the pool end, every other shard fences them and reports again,
 and the pool is built again.
 
-Metadata is soft state: whoever holds the memory holds its metadata too. So a pool is built from
+Metadata is soft state: the process with the memory has its metadata too. So a pool is built from
 reports of which block holds which prefix; the native core does it, a slice at a time
 (``csrc/blocks/recovery/rebuild.h``).
 

@@ -1,5 +1,5 @@
 """One engine's session: its lease on a pool, its numbers, its plans in flight, what it waits for,
-and what it is to be told.
+and its news.
 
 Its sequences, their tables and the draft of its next plan are in the native core, under ``handle``.
 Invariant: a plan is in ``plans`` until it is receipted or aborted.

@@ -156,7 +156,7 @@ class TableBlocks:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a file tier is told which prefixes are reused."""
+        """Return whether a file tier is notified of reused prefixes."""
         return self._plans.reused is not None
 
     def watch_reuse(self, on_reuse: Callable[[], None]) -> None:

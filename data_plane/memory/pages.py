@@ -33,7 +33,9 @@ class PageShape:
         return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of keys and values, [..., num_kv_heads, block_size, elements of each]."""
+        """Return the keys and the values in ``pages``, as views [..., num_kv_heads, block_size,
+        size].
+        """
         stored = self.stored(pages)
         return stored[0], stored[-1][..., : self.group.value_size]
 

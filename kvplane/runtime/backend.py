@@ -21,7 +21,9 @@ from kvplane.transport.tls import Tls
 
 @dataclass(frozen=True, slots=True)
 class PlanStarted:
-    """A started plan. ``receipts``: of all shards when it has nothing to compute, else none."""
+    """Result of starting a plan. ``receipts``: of all shards if it has nothing to compute, else
+    empty.
+    """
 
     num_tokens: int
     receipts: Sequence[Signed] = ()

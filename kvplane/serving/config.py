@@ -179,7 +179,9 @@ class ServerSettings(ListenerSettings, MetricsSettings):
 
     @property
     def metrics_access(self) -> MetricsAccess:
-        """Return who may read /metrics. Raises InvalidRequestError for a malformed login file."""
+        """Return the access rules of /metrics. Raises InvalidRequestError for a malformed login
+        file.
+        """
         from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
 
         file = self.metrics_login_file

@@ -92,8 +92,8 @@ class BoundLayers:
     def _of_tensors(
         self, layer: int, tensors: LayerTensors, options: AttentionOptions
     ) -> BoundLayer | None:
-        """Return the bound layer; None if it is not bound, or if these arguments differ from the
-        ones that were checked then.
+        """Return the layer as it was bound for tensors and options of this signature; None if it
+        was not.
         """
         query = tensors[0]
         assert query is not None

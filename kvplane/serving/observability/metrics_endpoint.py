@@ -31,8 +31,8 @@ _LOGIN: Final = re.compile(r"([^:\s]+):([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True)
 class MetricsAccess:
-    """Who may read ``/metrics``, and how it is served. ``certificate`` and ``key``: PEM files; None
-    for plain HTTP. ``login``: as ``read_login`` returns it; None for everybody.
+    """Access rules of ``/metrics``. ``certificate`` and ``key``: PEM files; None for plain HTTP.
+    ``login``: as ``read_login`` returns it; None for everybody.
     """
 
     certificate: Path | None = None
