@@ -29,7 +29,7 @@ from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 HASH_BYTES: Final = 16
-"""Bytes of a block's chained hash."""
+"""Bytes of a block's hash, which covers all tokens up to the block's end."""
 
 
 class Signed(Protocol):
@@ -38,12 +38,12 @@ class Signed(Protocol):
     """
 
     def SerializeToString(self) -> bytes:
-        """Return its bytes, for ``read_signed`` in another process."""
+        """Encode it as bytes, for ``read_signed`` in another process."""
         ...
 
 
 def read_signed(data: bytes) -> Signed:
-    """Read what ``Signed.SerializeToString`` returned. Raises InvalidRequestError."""
+    """Parse what ``Signed.SerializeToString`` returned. Raises InvalidRequestError."""
     try:
         return SignedPayload.FromString(data)
     except DecodeError as error:
@@ -51,46 +51,46 @@ def read_signed(data: bytes) -> Signed:
 
 
 class StepResult:
-    """Result of a step."""
+    """The control plane's answer to a step."""
 
     __slots__ = ("_earlier", "_message", "_results")
 
     def __init__(self, _message: pb.StepResponse, _earlier: SessionNews | None = None) -> None:
-        """``_earlier``: news that nobody has read."""
+        """``_earlier``: news of earlier answers that the caller has not read."""
         self._message = _message
         self._earlier = _earlier
         self._results: list[OperationResult] | None = None
 
     @property
     def results(self) -> list[OperationResult]:
-        """One for each operation, in order."""
+        """The result of each operation, in order."""
         if self._results is None:
             self._results = [OperationResult(each) for each in self._message.results]
         return self._results
 
     @property
     def plan(self) -> Signed | None:
-        """For the data plane; None when there is nothing to carry out."""
+        """The plan to run on the data planes; None when there is nothing to carry out."""
         return self._message.plan if self._message.HasField("plan") else None
 
     @property
     def usage(self) -> tuple[TierUsage, ...]:
-        """Usage of the pool's blocks after the step, for each tier of each layer group."""
+        """How the pool's blocks are used after the step, for each tier of each layer group."""
         return _tier_usages(self._message.usage)
 
     @property
     def revision(self) -> int:
-        """Number of changes to the pool's prefix index so far."""
+        """Revision of the pool's prefix index after the step: its number of changes so far."""
         return self._message.revision
 
     @property
     def has_news(self) -> bool:
-        """Whether ``news`` has any."""
+        """Whether ``news`` has any events."""
         return self._earlier is not None or self._message.HasField("news")
 
     @property
     def news(self) -> SessionNews:
-        """Events that the session did not request."""
+        """Events since the last answer that the session did not request."""
         news = SessionNews.from_proto(self._message.news)
         return news if self._earlier is None else self._earlier.then(news)
 
@@ -99,7 +99,7 @@ class StepResult:
         return StepResult(self._message, earlier)
 
     def raise_for_status(self) -> StepResult:
-        """Return the result itself. Raises the error of the first item that was not done."""
+        """Return the result, or raise the error of the first item that was not done."""
         for outcome in self._message.results:
             for failure in outcome.failures:
                 raise _error_of(failure)
@@ -151,9 +151,7 @@ class ItemFailure:
 
 
 class OperationResult:
-    """What came of one operation. Columns have an element for each item, 0 for those that were not
-    done.
-    """
+    """The result of one operation. Columns have an element for each item, 0 if it failed."""
 
     __slots__ = ("_message",)
 
@@ -167,30 +165,28 @@ class OperationResult:
 
     @property
     def admit(self) -> AdmitResult:
-        """What ``ops.admit`` did; all 0 when it was not done."""
+        """The result of ``ops.admit``; all fields are 0 when it was not done."""
         done = self._message.admit
         return AdmitResult(done.num_cached_tokens, done.num_blocks, done.num_scheduled_tokens)
 
     @property
     def num_table_blocks(self) -> array[int]:
-        """Of ``ops.append`` and ``ops.fork``: blocks in each table."""
+        """Number of blocks in each table after ``ops.append`` or ``ops.fork``."""
         return columns.read(INT32, self._message.num_table_blocks, "num_table_blocks")
 
     @property
     def num_released_blocks(self) -> array[int]:
-        """Of ``ops.free`` and ``ops.truncate``: blocks that no table refers to any more."""
+        """Number of blocks that no table refers to after ``ops.free`` or ``ops.truncate``."""
         return columns.read(INT32, self._message.num_released_blocks, "num_released_blocks")
 
     @property
     def num_swapped_blocks(self) -> int:
-        """Of ``ops.swap``: blocks copied to the other tier."""
+        """Number of blocks that ``ops.swap`` copies to the other tier."""
         return self._message.num_swapped_blocks
 
 
 def total_of(counters: Mapping[str, int], name: str) -> int:
-    """Sum a counter of ``ControlClient.get_counters`` over its labels, such as
-    "evictions_total".
-    """
+    """Sum a counter of ``ControlClient.get_counters``, such as "evictions_total", over labels."""
     return sum(value for sample, value in counters.items() if sample.partition("{")[0] == name)
 
 
@@ -212,7 +208,7 @@ _fields_of_usage: Final = attrgetter(*TierUsage._fields)
 
 
 def _tier_usages(messages: Iterable[types_pb2.TierUsage]) -> tuple[TierUsage, ...]:
-    """Read messages."""
+    """Parse messages of tiers' usage."""
     return tuple([TierUsage._make(_fields_of_usage(each)) for each in messages])
 
 
@@ -228,7 +224,7 @@ class ShardInfo:
 
     @classmethod
     def from_proto(cls, message: types_pb2.ShardInfo) -> ShardInfo:
-        """Read a message."""
+        """Parse a message."""
         return cls(
             Shard.from_proto(message.shard),
             message.epoch,
@@ -238,7 +234,7 @@ class ShardInfo:
         )
 
     def to_proto(self) -> types_pb2.ShardInfo:
-        """Return the message."""
+        """Convert the description to its message."""
         return types_pb2.ShardInfo(
             shard=self.shard.to_proto(),
             epoch=self.epoch,
@@ -250,7 +246,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """A pool. ``shards``: those registered, by index. ``ready``: whether sessions can be opened."""
+    """A pool's description. ``shards``: those registered. ``ready``: whether it takes sessions."""
 
     layout: Layout
     shards: tuple[ShardInfo, ...]
@@ -259,7 +255,7 @@ class PoolInfo:
 
     @classmethod
     def from_proto(cls, message: pool_pb2.GetPoolResponse) -> PoolInfo:
-        """Read a message. Raises InvalidRequestError for a layout that cannot be."""
+        """Parse a message. Raises InvalidRequestError for a layout that is not valid."""
         return cls(
             Layout.from_proto(message.layout),
             tuple(map(ShardInfo.from_proto, message.shards)),
@@ -270,9 +266,9 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A plane. ``version``: its release. ``incarnation``: the control plane's run, 0 if a data
-    plane has registered with none. Of a data plane ``pool_id``, ``shard`` and ``device``: its part
-    of a pool, and where its device tier is, "cpu" or "cuda:N".
+    """Description of a plane. ``version``: its release. ``incarnation``: the control plane's run, 0
+    if a data plane has registered with none. Of a data plane ``pool_id``, ``shard`` and ``device``:
+    its part of a pool, and where its device tier is, "cpu" or "cuda:N".
     """
 
     version: str
@@ -284,8 +280,8 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """An open session; the message of the same name. ``time_to_live_s``: how long its lease still
-    runs. ``incarnation``: of the control plane that opened it.
+    """Description of an open session; the message of the same name. ``time_to_live_s``: how long
+    its lease still runs. ``incarnation``: of the control plane that opened it.
     """
 
     incarnation: int
@@ -300,7 +296,7 @@ class SessionSummary:
 
     @classmethod
     def from_proto(cls, message: pool_pb2.SessionSummary) -> SessionSummary:
-        """Read a message."""
+        """Parse a message."""
         return cls(
             message.session.incarnation,
             message.session.session_id,
@@ -319,7 +315,7 @@ _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """A sequence as the control plane sees it; an element of the message SequenceStates.
+    """State of a sequence at the control plane; an element of the message SequenceStates.
 
     ``admitted_by``: the number of the step that admitted or forked it. Of its ``num_tokens`` known
     tokens the first ``num_scheduled_tokens`` were cached or are computed by some plan, and the KV
@@ -337,9 +333,7 @@ class SequenceState:
 
     @classmethod
     def all_from_proto(cls, message: pb.SequenceStates) -> list[SequenceState]:
-        """Read a message, ids ascending. Raises InvalidRequestError when columns differ in
-        length.
-        """
+        """Parse sequences' states, ids ascending. Raises InvalidRequestError if columns differ."""
         num_sequences = columns.count(INT64, message.sequence_ids)
         kinds = {"sequence_ids": INT64, "admitted_by": INT64, "tiers": UINT8}
         values = (
@@ -356,8 +350,8 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class AbortResult:
-    """Every sequence of a session after an abort. ``plan``, unless None, contains all tables whole
-    and must run before later ones.
+    """Result of ``abort_plans``: the state of every sequence. ``plan``, unless None, contains all
+    tables whole and must run before later ones.
     """
 
     sequences: list[SequenceState]
@@ -377,7 +371,7 @@ class BlockTable:
 
     @classmethod
     def from_proto(cls, message: types_pb2.Blocks) -> BlockTable:
-        """Read a table. Raises InvalidRequestError when columns differ in length."""
+        """Parse a block table. Raises InvalidRequestError when columns differ in length."""
         indices = columns.read(INT32, message.indices, "indices")
         generations = columns.read(INT64, message.generations, "generations", length=len(indices))
         return cls(message.group, message.tier, indices, generations)
@@ -421,7 +415,7 @@ class PoolMatch:
 
     @classmethod
     def from_proto(cls, message: ppb.PoolMatch) -> PoolMatch:
-        """Read a match. Raises InvalidRequestError when columns differ in length."""
+        """Parse a match. Raises InvalidRequestError when columns differ in length."""
         return cls(
             message.pool_id,
             message.num_device_tokens,
@@ -432,14 +426,14 @@ class PoolMatch:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Leading tokens cached in either tier, whole blocks."""
+        """Number of leading tokens cached in either tier, in whole blocks."""
         return self.num_device_tokens + self.num_host_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetResult:
-    """``num_forgotten_blocks``: taken out of the index. ``num_blocks_in_use``: of these, blocks
-    that sequences still refer to.
+    """Result of ``forget_prefixes``. ``num_forgotten_blocks``: taken out of the index.
+    ``num_blocks_in_use``: of these, blocks that sequences still refer to.
     """
 
     num_forgotten_blocks: int
@@ -512,7 +506,7 @@ class SessionNews:
         )
 
     def then(self, later: SessionNews) -> SessionNews:
-        """Return these news followed by later ones."""
+        """Return these news merged with later ones."""
         asked = later if later.num_blocks_asked else self
         return SessionNews(
             (*self.granted, *later.granted),

@@ -18,14 +18,14 @@ _FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
 
 
 def dtype_to_wire(dtype: str) -> pb.ElementType:
-    """``"bfloat16"`` -> ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError for another name."""
+    """Convert ``"bfloat16"`` to ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError."""
     if dtype not in _TO_WIRE:
         raise InvalidRequestError(f"{dtype!r} is none of {', '.join(_TO_WIRE)}", field="dtype")
     return _TO_WIRE[dtype]
 
 
 def dtype_from_wire(value: pb.ElementType, *, field: str) -> str:
-    """The inverse of ``dtype_to_wire``. Raises InvalidRequestError naming ``field``."""
+    """Convert an ElementType to its name. Raises InvalidRequestError naming ``field``."""
     if value not in _FROM_WIRE:
         raise InvalidRequestError(f"element type {value} is not known", field=field)
     return _FROM_WIRE[value]
