@@ -48,7 +48,9 @@ def checked_pool(
     num_device: int, num_host: int = 0, *, policy: str = "lru", seed: int = 0
 ) -> Iterator[OneGroup]:
     """Make a pool, whose integrity is checked in the end."""
-    pool = OneGroup(LayerGroup(BLOCK_TOKENS, num_device, num_host, b"", b"", policy, seed=seed))
+    pool = OneGroup(
+        LayerGroup(BLOCK_TOKENS, num_device, num_host, eviction_policy=policy, seed=seed)
+    )
     yield pool
     pool.check_integrity()
 

@@ -266,7 +266,12 @@ def new_pool(
     num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int
 ) -> OneGroup:
     """Return a pool whose blocks were never allocated."""
-    return OneGroup(LayerGroup(block_size, num_device, num_host, b"", b"", "lru", **options))
+    return OneGroup(LayerGroup(block_size, num_device, num_host, **options))
+
+
+def publications(group: LayerGroup) -> list[tuple[bytes, ...]]:
+    """Return all published blocks whose parents are known to data planes, in runs of one root."""
+    return list(group.publications_in(0, 1 << 32)[0])
 
 
 class View:
@@ -364,7 +369,7 @@ class Caller(View):
 
     def append_if_sure(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows | None:
         """``append``, if its columns say that there is room."""
-        done = self.pool.append_if_sure(self.handle, *_append_columns(rows))
+        done = self.pool.append(self.handle, *_append_columns(rows), only_if_sure=True)
         return None if done is None else _rows(done)
 
     def truncate(self, *rows: tuple[int, int]) -> Rows:
@@ -457,7 +462,7 @@ def dump(pool: OneGroup, callers: Iterable[View]) -> tuple[Any, ...]:
         [pool.generations(tier) for tier in (DEVICE, HOST)],
         pool.counters(),
         pool.revision,
-        sorted(pool.all_publications(1)),
+        sorted(publications(pool)),
         [
             (
                 caller.states(),

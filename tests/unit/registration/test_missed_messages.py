@@ -34,7 +34,7 @@ def follow(published: Refs, messages: list[rpb.RegisterResponse]) -> None:
 
 def found(world: World) -> Refs:
     """Blocks that hold what can be found."""
-    runs = world.pool.primary.all_publications(10**9)
+    runs, *_ = world.pool.primary.publications_in(0, 1 << 32)
     return {
         ref
         for _, indices, generations, *_ in runs
