@@ -31,6 +31,10 @@ CORE = NativeCore(
 BOTH_PLANES = NativeCore(("tests/unit/core/test_groups_walk.py",))
 GROUPS = NativeCore(("tests/unit/blocks/test_native_walk.py::test_walks_of_several_groups",))
 
+CHECKS = NativeCore(
+    tuple(f"tests/unit/blocks/test_{name}.py" for name in ("native_walk", "forgetting", "watching"))
+)
+
 # The transfer that ends next.
 LAST = "      const Transfer& transfer = record.transfers.back();\n      "
 
@@ -490,21 +494,21 @@ FAULTS = (
     Fault(
         "a_receipt_is_no_progress",
         "csrc/blocks/index/publish.cpp",
-        "    sequence.progress_s = now_s_;\n",
+        "    sequence.progress_s = shared_.now_s;\n",
         "",
         CORE,
     ),
     Fault(
         "blocks_that_are_given_are_no_progress",
         "csrc/blocks/steps/append.cpp",
-        "  sequence.progress_s = now_s_;\n  const int64_t first",
+        "  sequence.progress_s = shared_.now_s;\n  const int64_t first",
         "  const int64_t first",
         CORE,
     ),
     Fault(
         "what_is_scheduled_is_no_progress",
         "csrc/blocks/steps/append.cpp",
-        "  sequence.progress_s = now_s_;\n  sequence.pending",
+        "  sequence.progress_s = shared_.now_s;\n  sequence.pending",
         "  sequence.pending",
         CORE,
     ),
@@ -598,6 +602,77 @@ FAULTS = (
         "session.releases.front().plan <= session.done;",
         "session.releases.front().plan <= session.done + 1;",
         CORE,
+    ),
+    # Only a `check` of the class, which check_integrity calls, sees some of these.
+    Fault(
+        "a_draft_keeps_what_it_allocated",
+        "csrc/blocks/steps/plans.cpp",
+        "  session.allocated.clear();\n",
+        "",
+        CHECKS,
+    ),
+    Fault(
+        "a_swap_has_a_block_too_many",
+        "csrc/blocks/steps/swap.cpp",
+        "plan.is_used.resize(num);",
+        "plan.is_used.resize(num + 1);",
+        CHECKS,
+    ),
+    Fault(
+        "a_sequence_is_computed_by_a_plan_to_come",
+        "csrc/blocks/steps/append.cpp",
+        "sequence.computed_by = session.number;",
+        "sequence.computed_by = session.number + 1;",
+        CHECKS,
+    ),
+    Fault(
+        "records_of_ended_sessions_are_lost",
+        "csrc/blocks/steps/sequences.cpp",
+        "  sequence.live = false;\n  sequences_.forget(index);\n",
+        "  sequence.live = false;\n",
+        CHECKS,
+    ),
+    Fault(
+        "a_later_entry_is_announced",
+        "csrc/blocks/index/announcements.cpp",
+        "item.uid = index_[e].uid;",
+        "item.uid = index_[e].uid + 1;",
+        CHECKS,
+    ),
+    Fault(
+        "names_of_old_changes_are_kept",
+        "csrc/blocks/index/watch.cpp",
+        "names_.give_back(root);",
+        "",
+        CHECKS,
+    ),
+    Fault(
+        "former_roots_are_held_for_ever",
+        "csrc/blocks/index/forget.cpp",
+        "index_.drop_root(now.old_root);",
+        "",
+        CHECKS,
+    ),
+    Fault(
+        "handles_of_fenced_sessions_are_lost",
+        "csrc/blocks/core/sessions.h",
+        "    session.ended = false;\n    free_handles_.push_back(session.handle);\n",
+        "    session.ended = false;\n",
+        CHECKS,
+    ),
+    Fault(
+        "a_spare_that_takes_over_is_not_announced",
+        "csrc/blocks/steps/tables.cpp",
+        "  announcements_.add_promoted();\n",
+        "",
+        CHECKS,
+    ),
+    Fault(
+        "what_a_receipt_is_for_stays_pending",
+        "csrc/blocks/index/publish.cpp",
+        "sequence.pending[num].first <= done; ++num)",
+        "sequence.pending[num].first < done; ++num)",
+        CHECKS,
     ),
     *GROUPED,
     *(
