@@ -12,7 +12,9 @@ EVICTION_POLICIES: Final = ("lru", "reuse-rate")
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Leases, bounds of a session and a step, and quotas of a tenant over all its sessions."""
+    """Settings of the core: leases, bounds of a session and of a step, and quotas of a tenant over
+    all its sessions.
+    """
 
     HEADING: ClassVar[str] = "Sessions and quotas"
 

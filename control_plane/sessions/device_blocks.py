@@ -12,7 +12,9 @@ _DEVICE = tpb.TIER_DEVICE
 
 
 class DeviceBlocks:
-    """Implements ``admission.decisions.PoolView``. Its sequences are the core's families."""
+    """Counts a pool's device blocks for the admission queue, as its ``PoolView``. What the queue
+    calls a sequence is a family of the core: a sequence with its forks.
+    """
 
     def __init__(self, pool: Pool, sessions: Mapping[int, Session]) -> None:
         self._pool = pool
@@ -40,7 +42,9 @@ class DeviceBlocks:
         return self._pool.native.family_progress(self._handle(session), sequence)
 
     def retired_since(self, session: int) -> float | None:
-        """Return when the session's oldest plan in flight was made, if blocks wait for receipts."""
+        """Return when the session's oldest plan in flight was made, if blocks wait for its
+        receipts; None otherwise.
+        """
         if not self._pool.native.num_own_retired(self._handle(session), _DEVICE):
             return None
         return self._sessions[session].oldest_plan_s()

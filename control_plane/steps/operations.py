@@ -11,8 +11,9 @@ the tests of the contract) reads it from the table.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from kvplane_blocks import ColumnError, _native
 
@@ -53,13 +54,15 @@ _TOKEN_BYTES: Final = 4
 
 
 class Step:
-    """The state that the operations of one step use; the session's draft must be begun."""
+    """State that the operations of one step share. The session's draft of the next plan must be
+    begun.
+    """
 
     __slots__ = ("admission", "check_as", "handle", "native", "num_taken_tokens", "pool", "session")
 
     def __init__(self, session: Session, admission: PoolAdmission, *, check_as: int = 0) -> None:
-        """``check_as``: if not 0, operations change nothing, and answer each item as the only one
-        of the step with that number.
+        """``check_as``: 0 to run operations. Otherwise they change nothing, and each item is
+        answered as the only one of the step with this number.
         """
         self.session = session
         self.admission = admission
@@ -72,25 +75,25 @@ class Step:
         """
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:
-        """Do the items of an operation that can be done. ``index``: its position in the request."""
+        """Do the items of an operation that can be done, and add the others to ``result``.
+        ``index``: the operation's position in the request.
+        """
         operation, message = named
-        slices, failures, spent_s = operation.run(self, message, result), None, 0.0
-        is_done = False
-        while not is_done:  # count the time that it takes itself, without others' between slices
-            begin_s = time.perf_counter()
-            try:
+        others_s, begin_s = 0.0, time.perf_counter()
+        slices, failures = operation.run(self, message, result), None
+        try:
+            while True:
                 next(slices)
-            except StopIteration as end:
-                failures, is_done = end.value, True
-            except ColumnError as error:
-                add_error(result, _at(index, operation), error_of_columns(error))
-                is_done = True
-            except KvplaneError as error:
-                add_error(result, _at(index, operation), error)
-                is_done = True
-            spent_s += time.perf_counter() - begin_s
-            if not is_done:
+                paused_s = time.perf_counter()
                 yield
+                others_s += time.perf_counter() - paused_s
+        except StopIteration as end:
+            failures = end.value
+        except ColumnError as error:
+            add_error(result, _at(index, operation), error_of_columns(error))
+        except KvplaneError as error:
+            add_error(result, _at(index, operation), error)
+        spent_s = time.perf_counter() - begin_s - others_s
         if failures is not None:
             add_failures(result, self.session, _at(index, operation), operation, failures)
         if not self.check_as:
@@ -99,8 +102,8 @@ class Step:
     def refuse(
         self, result: cpb.OperationResult, failure: Failure, must_wait: MustWait | None
     ) -> Failures:
-        """Return the failure of an operation of one item; if the queue has it wait, add why to
-        ``result`` instead.
+        """Return the failure of an operation of one item. If the queue has the operation wait, add
+        the reason to ``result`` instead.
         """
         if must_wait is None:
             return [failure]
@@ -111,12 +114,12 @@ class Step:
 
 
 def _at(index: int, operation: Operation) -> str:
-    """Return the field of an operation in its request, such as "operations[2].append"."""
+    """Return the path of an operation in its request, such as "operations[2].append"."""
     return f"operations[{index}].{operation.name}" if operation.name else f"operations[{index}]"
 
 
 class Admit(OneSlice):
-    """Starts a sequence of a prompt, and forks of it."""
+    """Starts a sequence from a prompt, and forks of it."""
 
     name = "admit"
     is_one_item = True
@@ -175,7 +178,9 @@ class Admit(OneSlice):
 
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
-    """Raise SequenceExistsError if the message has an id of the admission that waits."""
+    """Raise SequenceExistsError if the message names an id that the waiting admission
+    will start.
+    """
     for i, sequence_id in enumerate([message.sequence_id, *forks_of(message)]):
         if waiting.names(sequence_id):
             field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
@@ -183,7 +188,7 @@ def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
 
 
 class Append(Operation):
-    """Extends live sequences by tokens, and has slots of them computed."""
+    """Extends live sequences by tokens, and schedules the computation of slots."""
 
     name = "append"
     computes = True
@@ -194,13 +199,14 @@ class Append(Operation):
     def run(self, step: Step, message: cpb.Append, result: cpb.OperationResult) -> Slices[Failures]:
         if message.checkpoint_positions:
             raise InvalidRequestError("is not served by this release", field="checkpoint_positions")
-        num_tokens = len(message.token_ids) // _TOKEN_BYTES
+        token_ids = message.token_ids  # each access to a message's bytes copies all of them
+        num_tokens = len(token_ids) // _TOKEN_BYTES
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
             result.num_table_blocks, refused = append(step, message)
             return refused
         num_blocks, failures = bytearray(), list[Failure]()
-        for first, part in parts_of(message):
+        for first, part in parts_of(message, token_ids):
             num_tokens = len(part.token_ids) // _TOKEN_BYTES
             if first or step.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
                 step.num_taken_tokens = 0
@@ -214,7 +220,7 @@ class Append(Operation):
 
 
 def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
-    """Extend sequences; no growth passes an older one that waits for blocks."""
+    """Extend sequences. While an older sequence waits for blocks, no other grows."""
     native, handle = step.native, step.handle
     ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
     given = message.num_tokens, message.token_ids
@@ -234,7 +240,9 @@ def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
 
 
 def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
-    """Extend sequences item by item: no growth passes an older one that is blocked."""
+    """Extend sequences one item after the other, so that none grows while an older one waits for
+    blocks.
+    """
     native, handle = step.native, step.handle
     num = columns.count(INT64, message.sequence_ids)
     given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
@@ -302,7 +310,7 @@ class Fork(OneSlice):
 
 
 def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tuple[bytes, Failures]:
-    """Fork, without the items that name an id of the admission that waits."""
+    """Fork, but refuse the items that name an id which the waiting admission will start."""
     ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
     parents = columns.read(
         INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
@@ -322,14 +330,64 @@ def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tup
     return done, sorted(failures) or None
 
 
-class Free(OneSlice):
-    """Ends sequences."""
+class _OfMany(Operation):
+    """Base class of an operation that does the same to each of many sequences, one after
+    another.
+    """
+
+    columns: ClassVar[Mapping[str, str]] = {"sequence_ids": INT64}
+    """The columns of the operation's message, each with the type of its elements."""
+
+    @abstractmethod
+    def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
+        """Do some of the items, whose columns are given. Returns how many blocks each item
+        released, and the items that were refused.
+        """
+
+    def run(self, step: Step, message: Any, result: cpb.OperationResult) -> Slices[Failures]:
+        given = [getattr(message, field) for field in self.columns]
+        native, handle = step.native, step.handle
+        num_held, num_items = native.num_blocks_held(handle), self.num_items(message)
+        if step.check_as or num_held <= SLICE_TOKENS or not self._fit(given, num_items):
+            result.num_released_blocks, refused = self.do(step, given)
+            return refused
+        num_released, failures, first, size = bytearray(), list[Failure](), 0, 1
+        while first < num_items:
+            if step.num_taken_tokens >= SLICE_TOKENS:
+                step.num_taken_tokens = 0
+                yield
+            part = [
+                columns.part(kind, column, first, first + size)
+                for column, kind in zip(given, self.columns.values(), strict=True)
+            ]
+            done, refused = self.do(step, part)
+            num_released += done
+            failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
+            first += size
+            num_left = native.num_blocks_held(handle)
+            step.num_taken_tokens += num_held - num_left  # a block takes as long as a token
+            is_short = num_held - num_left < SLICE_TOKENS // 4
+            size = 2 * size if is_short else max(1, size // 2)
+            num_held = num_left
+        result.num_released_blocks = bytes(num_released)
+        return failures or None
+
+    def _fit(self, given: Sequence[bytes], num_items: int) -> bool:
+        """Return whether each column has ``num_items`` elements; a message in which one has not is
+        refused.
+        """
+        sizes = [columns.size_bytes(kind) * num_items for kind in self.columns.values()]
+        return [len(column) for column in given] == sizes
+
+
+class Free(_OfMany):
+    """Ends sequences and releases their blocks."""
 
     name = "free"
 
-    def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
-        released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
-        result.num_released_blocks = released
+    def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
+        (ids,) = part
+        released, failures = step.native.free(step.handle, ids, step.check_as)
         admission, session, remaining = step.admission, step.session, list[Failure]()
         if not step.check_as:
             admission.apply(session)
@@ -339,24 +397,22 @@ class Free(OneSlice):
                 remaining.append(failure)
             elif not step.check_as:
                 admission.forget(session, failure[2])
-        return remaining or None
+        return released, remaining or None
 
 
-class Truncate(OneSlice):
-    """Shortens sequences."""
+class Truncate(_OfMany):
+    """Shortens sequences to fewer tokens."""
 
     name = "truncate"
+    columns: ClassVar = {"sequence_ids": INT64, "num_tokens": INT32}
 
-    def do(self, step: Step, message: cpb.Truncate, result: cpb.OperationResult) -> Failures:
-        released, failures = step.native.truncate(
-            step.handle, message.sequence_ids, message.num_tokens, step.check_as
-        )
-        result.num_released_blocks = released
-        return failures
+    def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
+        ids, num_tokens = part
+        return step.native.truncate(step.handle, ids, num_tokens, step.check_as)
 
 
 class Swap(Operation):
-    """Moves sequences to the other tier."""
+    """Moves sequences between the device and the host tier."""
 
     name = "swap"
     is_one_item = True
@@ -370,7 +426,9 @@ class Swap(Operation):
             raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
 
         def begin(headroom: int) -> int | Failure:
-            """Allocate all blocks that the swap needs, and move nothing yet."""
+            """Allocate all blocks that the swap needs in the other tier, before any is moved.
+            Returns how many have to be moved, or why the swap is refused.
+            """
             return step.native.swap(step.handle, ids, message.tier, headroom, 0, step.check_as)
 
         admission, session, must_wait = step.admission, step.session, None
@@ -392,7 +450,7 @@ class Swap(Operation):
         return None
 
     def move(self, step: Step, num_blocks: int) -> Slices[None]:
-        """Move the blocks of the swap that was begun."""
+        """Move the blocks of the swap that was begun, ``SLICE_BLOCKS`` at a time."""
         if num_blocks > SLICE_BLOCKS:
             yield
         while step.native.swap_some(step.handle, SLICE_BLOCKS):
@@ -401,15 +459,17 @@ class Swap(Operation):
 
 
 class _DeferredTokens(Refusable):
-    """The tokens of slots that appends scheduled without them: no operation, but its items are
-    refused as those of one.
+    """Tokens of slots that appends scheduled without them. They are no operation, but their items
+    are refused as an operation's are.
     """
 
     name = "deferred_tokens"
 
 
 class _Unknown(OneSlice):
-    """An operation of a later release, one that this release does not serve, or none at all."""
+    """Answers an operation that this release does not know or serve, or an empty one, with an
+    error.
+    """
 
     is_one_item = True
 
@@ -431,14 +491,14 @@ OPERATIONS: Final[dict[str, Operation]] = {
         Swap(),
     )
 }
-"""Every operation, by its field in ``kvplane.v1.Operation``."""
+"""Each operation that the control plane serves, by its field in ``kvplane.v1.Operation``."""
 DEFERRED_TOKENS: Final = _DeferredTokens()
 _UNKNOWN: Final = _Unknown()
 
 
 def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Named]:
-    """Return the operations of a request. Raises InvalidRequestError when they change more than
-    ``most`` sequences in all, each counted as one at least.
+    """Parse the operations of a request. Raises InvalidRequestError when they change more than
+    ``most`` sequences in all, each operation counted as one at least.
     """
     named: list[Named] = []
     num_items = len(operations)
@@ -460,7 +520,9 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
 
 
 def check_no_plan(session: Session, operations: Sequence[Named]) -> None:
-    """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made now."""
+    """Check that no operation needs a plan, at a time when none may be made. Raises
+    TooManyPlansInFlightError.
+    """
     may_plan = any(operation.may_plan(message) for operation, message in operations)
     if session.resync_due or session.is_drafted or may_plan:
         raise TooManyPlansInFlightError(

@@ -21,7 +21,9 @@ Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """The shape of a shard's page: ``num_kv_heads`` of ``group``, ``block_size_tokens`` each."""
+    """The shape of one layer's page of a block: ``num_kv_heads`` of ``group``,
+    ``block_size_tokens`` each.
+    """
 
     group: LayerGroup
     num_kv_heads: int
@@ -29,16 +31,20 @@ class PageShape:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """The last dimensions of a pool."""
+        """The dimensions of a page, which are the last ones of a pool."""
         return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views [..., num_kv_heads, block_size, elements of each], of [..., *extents]."""
+        """Return views of keys and of values, [..., num_kv_heads, block_size, elements of each], of
+        pages [..., *extents].
+        """
         stored = self.stored(pages)
         return stored[0], stored[-1][..., : self.group.value_size]
 
     def stored(self, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return views of the stored tensors, which do not overlap: keys and values, or latents."""
+        """Return views of the stored tensors, which do not overlap: keys and values, or latents
+        alone.
+        """
         if len(self.extents) > 1:
             return pages.unbind(-4)
         sizes = self.group.stored_sizes

@@ -20,20 +20,23 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 
 class WriteChecks:
-    """The checks of running plans against the tables of one executor."""
+    """Checks of running plans against the block tables of one executor."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
 
     def check_may_write(self, session: Session, run: RunningPlan) -> None:
-        """Raise BlockNotWritableError if one of the written blocks was published since the plan
-        started, and StaleGenerationError if a block of the spans' tables was allocated again.
+        """Check that a running plan may still write. Raises BlockNotWritableError if one of its
+        written blocks was published since the plan started, and StaleGenerationError if a block of
+        the spans' tables was allocated again.
         """
         self.check_still_current(session, run)
         self.check_still_writable(run)
 
     def check_still_current(self, session: Session, run: RunningPlan) -> None:
-        """Check the spans' tables again if a plan made any entry stale since the last check."""
+        """Check the spans' tables again, if a plan made any table entry stale since the
+        last check.
+        """
         if run.checked_taken != self._tables.num_taken:
             for batch in run.attention:
                 check_current(self._tables, session.id, batch)

@@ -20,12 +20,14 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Runs the commands of calls."""
+    """Runs gRPC calls as commands of the executor on the worker thread."""
 
     def __init__(
         self, executor: Executor, worker: WorkerThread, *, knows_callers: bool = False
     ) -> None:
-        """``knows_callers``: callers are authenticated, so their grants must be their own."""
+        """``knows_callers``: whether callers are authenticated, so that their grants must be their
+        own.
+        """
         self._executor = executor
         self._worker = worker
         self._knows_callers = knows_callers
@@ -35,9 +37,9 @@ class Calls:
         return await self.run_slices(lambda: whole(command))
 
     async def run_slices(self, command: Callable[[], Slices[T]], session_id: int = 0) -> T:
-        """Do as ``run`` does, by slices. ``session_id``: 0 where it is not known yet. Copies of
-        tensors to and from a device are not commands of the executor, so their failures are checked
-        here.
+        """Run a command as ``run`` does, in slices between which other commands run.
+        ``session_id``: 0 where it is not known yet. Copies of tensors to and from a device are not
+        commands of the executor, so their failures are checked here.
         """
         try:
             return await self._worker.run_slices(command, Lane(payer(), session_id))
@@ -46,7 +48,9 @@ class Calls:
             raise
 
     def tenant(self) -> str | None:
-        """Return the caller's tenant; None where callers are not authenticated."""
+        """Return the tenant of the current call's caller; None where callers are not
+        authenticated.
+        """
         return caller().tenant if self._knows_callers else None
 
 

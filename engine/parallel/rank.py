@@ -133,10 +133,10 @@ def follow(assignment: Assignment) -> None:
     group = RankGroup(
         assignment.meeting, assignment.rank, config.tensor_parallel, config.recovery_timeout_s
     )
-    with _Follower(assignment, group) as follower:
-        _agree(group, follower.begin)
+    with _RankWorker(assignment, group) as worker:
+        _agree(group, worker.begin)
         while (message := group.tell())[:1] != STOP:
-            _agree(group, partial(follower.do, message[:1], message[1:]))
+            _agree(group, partial(worker.do, message[:1], message[1:]))
 
 
 def _agree(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> None:
@@ -147,7 +147,7 @@ def _agree(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> None:
         _LOGGER.warning("rank=%d reason=%s: %s", group.rank, error.reason, error.message)
 
 
-class _Follower:
+class _RankWorker:
     """A rank's part of the model, and its backend."""
 
     _backend: DataBackend
@@ -158,7 +158,7 @@ class _Follower:
         self._group = group
         self._closing = ExitStack()
 
-    def __enter__(self) -> _Follower:
+    def __enter__(self) -> _RankWorker:
         return self
 
     def __exit__(self, *_: object) -> None:

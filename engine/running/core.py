@@ -415,7 +415,7 @@ class EngineCore:
     def _expects_news(self) -> bool:
         """Return whether a waiting admission may have been granted; pushed news may say so."""
         is_late = time.monotonic() - self._stepped_s > NEWS_DELAY_S
-        return self._scheduler.is_in_line and (self._link.has_news(IDLE_DELAY_S) or is_late)
+        return self._scheduler.is_queued and (self._link.has_news(IDLE_DELAY_S) or is_late)
 
     def _pause(self) -> None:
         """Note a step in which nothing could be done, because others hold the blocks. Fail the

@@ -170,7 +170,7 @@ class Scheduler(_Queues):
         self._blocked: list[EngineSequence] = []
         self._must_preempt = False
         self._asked: set[int] = set()  # kv ids of sequences that the control plane will cut
-        self._in_line: EngineSequence | None = None  # the waiting one in the control plane's queue
+        self._queued: EngineSequence | None = None  # the waiting one in the control plane's queue
         self._tight = False  # a sequence was preempted and none has finished since
         self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
         self._num_waits = 0
@@ -183,8 +183,8 @@ class Scheduler(_Queues):
     def finish(self, sequence: EngineSequence) -> None:
         """Take a sequence out of its queue; its blocks are freed by the next step."""
         super().finish(sequence)
-        if sequence is self._in_line:
-            self._in_line = None
+        if sequence is self._queued:
+            self._queued = None
         self._blocked = [s for s in self._blocked if s is not sequence]
         self._tight = False
 
@@ -194,9 +194,9 @@ class Scheduler(_Queues):
         return self._num_idle
 
     @property
-    def is_in_line(self) -> bool:
+    def is_queued(self) -> bool:
         """Return whether an admission waits for the control plane to grant it."""
-        return self._in_line is not None
+        return self._queued is not None
 
     # One step.
 
@@ -264,7 +264,7 @@ class Scheduler(_Queues):
         self.running, self.swapped, self._forks = [], [], []
         self._frees, self._finished = [], []
         self._blocked, self._must_preempt, self._num_waits, self._num_idle = [], False, 0, 0
-        self._in_line = None
+        self._queued = None
         self._asked.clear()
         self._no_swap.clear()
         self._room = _Room()
@@ -279,10 +279,10 @@ class Scheduler(_Queues):
         """
         known = {state.sequence_id: state for state in states}
         live = [*self.running, *self.swapped]
-        if self._in_line is not None and self._in_line.kv_id in known:
-            live.append(self._in_line)  # granted, before any answer reported it
-            self.waiting.remove(self._in_line)
-            self._in_line = None
+        if self._queued is not None and self._queued.kv_id in known:
+            live.append(self._queued)  # granted, before any answer reported it
+            self.waiting.remove(self._queued)
+            self._queued = None
         self.running, self.swapped, self._blocked = [], [], []
         self._must_preempt = False
         self.max_passes = 1  # the next plan may have whole tables, and is presented for each pass
@@ -435,7 +435,7 @@ class Scheduler(_Queues):
 
     def _admit_intents(self, budget: int) -> list[Intent]:
         intents: list[Intent] = []
-        if self._in_line is not None:
+        if self._queued is not None:
             return intents
         num_running, num_blocks = self._num_on_device(), 0
         for sequence in self.waiting:
@@ -460,8 +460,8 @@ class Scheduler(_Queues):
         return intents
 
     def _num_on_device(self) -> int:
-        in_line = self._in_line.num_continuations if self._in_line is not None else 0
-        return in_line + sum(s.num_continuations for s in self.running)
+        queued = self._queued.num_continuations if self._queued is not None else 0
+        return queued + sum(s.num_continuations for s in self.running)
 
     # Applying.
 
@@ -543,16 +543,16 @@ class Scheduler(_Queues):
         elif sequence.status is SequenceStatus.FINISHED:
             return
         elif failures[0].queue_position:
-            self._in_line = sequence
+            self._queued = sequence
         else:
             sequence.kv_id = 0
             if not failures[0].is_later:
                 outcome.failed.append((sequence, failures[0].error))
 
     def _granted(self, grant: Granted) -> None:
-        sequence = self._in_line
+        sequence = self._queued
         if sequence is not None and sequence.kv_id == grant.sequence_id:
-            self._in_line = None
+            self._queued = None
             self._start(sequence, grant.num_blocks, grant.num_cached_tokens)
 
     def _start(self, sequence: EngineSequence, num_blocks: int, num_cached_tokens: int) -> None:
@@ -563,8 +563,8 @@ class Scheduler(_Queues):
     def _note_cuts(self, news: SessionNews) -> None:
         """Queue sequences that lost their blocks to be admitted and computed again."""
         self._asked = set(news.sequences_asked)
-        if self._in_line is not None and self._in_line.kv_id in news.cut:
-            self._in_line.kv_id, self._in_line = 0, None
+        if self._queued is not None and self._queued.kv_id in news.cut:
+            self._queued.kv_id, self._queued = 0, None
         for sequence in [s for s in self.running if s.kv_id in news.cut]:
             self.running.remove(sequence)
             self._recompute(sequence)

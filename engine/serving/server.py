@@ -295,7 +295,7 @@ async def _serve(app: _ServingApp, config: ServeSettings, worker: EngineWorker) 
         key=config.tls_key,
         port_file=config.port_file,
         logger=_LOGGER,
-        when_told=worker.give_up,
+        on_stop=worker.give_up,
     )
 
     def end() -> None:

@@ -191,7 +191,7 @@ class Link:
         return result
 
     def has_news(self, wait_s: float) -> bool:
-        self.planes.noticed.update(session_id for session_id, _ in self.planes.core.take_notices())
+        self.planes.noticed.update(session_id for session_id, _ in self.planes.core.take_news())
         has_news = self.session.id in self.planes.noticed
         self.planes.noticed.discard(self.session.id)
         return has_news

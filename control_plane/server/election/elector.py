@@ -24,13 +24,15 @@ _ENDING_S: Final = 0.002
 
 
 class Elector(ABC):
-    """One candidate of one election."""
+    """One candidate (this process) in an election of the leading control plane."""
 
     @asynccontextmanager
     async def lead(self) -> AsyncIterator[int]:
-        """Wait until this process leads; yields its incarnation, above those of earlier leaders.
+        """Wait until this process leads, then yield its incarnation, which is above those of
+        earlier leaders.
 
-        The body is cancelled when leadership is lost. Leaving it lets another lead at once.
+        The body is cancelled when leadership is lost. Leaving the body lets another process lead at
+        once.
         """
         incarnation = await self.win()
         body = asyncio.current_task()
@@ -65,11 +67,15 @@ class Elector(ABC):
 
     @abstractmethod
     async def resign(self) -> None:
-        """Let another lead, if this process still does. Does not raise."""
+        """Give up the leadership, if this process still has it, so that another can lead. Does not
+        raise.
+        """
 
 
 def next_incarnation(last: int) -> int:
-    """Return an incarnation above ``last``, and above runs that took the clock's nanoseconds."""
+    """Return an incarnation that is above ``last`` and above those of processes that took the
+    clock's nanoseconds for it.
+    """
     return max(last + 1, time.time_ns())
 
 

@@ -35,7 +35,7 @@ _MAX_TIER_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Consecutive transfers of one direction."""
+    """Consecutive transfers of one direction, which make one kernel call."""
 
     source: TierKey
     destination: TierKey
@@ -45,7 +45,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """The blocks that transfers read, or those that they write; one element for each transfer."""
+    """The blocks that transfers read, or those that they write, as columns; one element for each
+    transfer.
+    """
 
     tier_keys: NDArray[np.int64]
     blocks: NDArray[np.int64]
@@ -53,12 +55,12 @@ class TransferEnds:
 
     @property
     def tiers(self) -> NDArray[np.int64]:
-        """The tier of each block."""
+        """Return the tier of each block."""
         return (self.tier_keys - 1) % len(TIERS) + 1
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """A number for each block, unique over all tiers and layer groups."""
+        """Return a number for each block that is unique over all tiers and layer groups."""
         return self.blocks * _MAX_TIER_KEYS + self.tier_keys
 
 
@@ -67,14 +69,16 @@ _NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(3)))
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """The columns of ``plan.transfers``, checked one by one."""
+    """The columns of ``plan.transfers``, each checked by itself."""
 
     sources: TransferEnds
     destinations: TransferEnds
 
     @classmethod
     def read(cls, num_blocks: dict[TierKey, int], message: plan_pb2.Transfers) -> Transfers:
-        """Read and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
+        """Parse the columns and check each. ``num_blocks``: of each tier. Raises
+        InvalidRequestError.
+        """
         if not message.ByteSize():
             return cls(_NONE, _NONE)
         sources = _read_ends(
@@ -115,9 +119,10 @@ class Transfers:
         return len(self.sources.blocks)
 
     def check_generations(self, tables: BlockTables, allocated: AllocatedBlocks) -> None:
-        """Check against the tables after the plan's changes. Raises StaleGenerationError for a
-        destination that the plan does not allocate, for a source of another generation, and for a
-        source whose content is not the expected one when its turn comes.
+        """Check the transfers against the tables after the plan's changes. Raises
+        StaleGenerationError for a destination that the plan does not allocate, for a source of
+        another generation, and for a source whose content is not the expected one when its turn
+        comes.
 
         A source need not be in a table. One that the plan allocates may be read as it was before
         the plan, until a transfer overwrites it; evicted blocks are saved like this.
@@ -181,7 +186,7 @@ class Transfers:
         )
 
     def batches(self) -> list[Batch]:
-        """Return the batches, to be run in order."""
+        """Return the transfers as batches for the kernels, to be run in order."""
         if not len(self):
             return []
         sources, destinations = self.sources, self.destinations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from control_plane import limits
-from control_plane.config import CoreConfig
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1 import prefix_pb2 as ppb
@@ -91,18 +90,18 @@ def test_no_session_is_opened_while_too_many_have_not_been_fenced(
 
 
 def test_followers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(limits, "MAX_WATCHERS", 1)
     world = World()
     request = ppb.WatchPrefixesRequest(pool_id=POOL)
-    follower = world.core.follow(request, "tenant", lambda: None)
+    follower = world.core.watch(request, "tenant", lambda: None)
     with pytest.raises(QuotaExceededError):
-        world.core.follow(request, "tenant", lambda: None)
-    world.core.unfollow(follower)
-    world.core.follow(request, "tenant", lambda: None)
+        world.core.watch(request, "tenant", lambda: None)
+    world.core.unwatch(follower)
+    world.core.watch(request, "tenant", lambda: None)
 
 
 def test_blocks_are_bounded_over_all_pools() -> None:
-    world = World(config=CoreConfig(max_blocks=28))  # of which the world's own data plane has 24
+    world = World(max_blocks=28)  # of which the world's own data plane has 24
     other = hello(pool_id="other", num_host_blocks=0)
     other.num_device_blocks = 5
     with pytest.raises(QuotaExceededError) as refused:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from control_plane import limits
-from control_plane.watching import Follower
+from control_plane.watching import Watcher
 from kvplane.errors import BlockInUseError, InvalidRequestError, RevisionTooOldError
 from kvplane.wire import columns
 from kvplane.wire.v1 import prefix_pb2 as pb
@@ -25,7 +25,7 @@ class Copy:
         self.revision = -1
         self.is_complete = False
         self.num_parts = 0
-        self.follower: Follower = world.core.follow(
+        self.follower: Watcher = world.core.watch(
             pb.WatchPrefixesRequest(pool_id=POOL, **request),  # type: ignore[arg-type]
             tenant,
             self._wake,

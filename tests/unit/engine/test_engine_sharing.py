@@ -84,7 +84,7 @@ def test_an_admission_that_waits_is_asked_for_once(
     second = other.add(short, max_tokens=8)
     for _ in range(20):
         other.core.step()
-    assert other.scheduler.is_in_line
+    assert other.scheduler.is_queued
     assert (num_admits(other), len(other.link.steps)) == (1, 1), "it does not poll"
     finish(one)
     finish(other)
@@ -174,14 +174,14 @@ def test_a_grant_before_an_abort_is_taken_up(folder: Path, reference: Reference)
     second = other.add(short, max_tokens=8)
     other.core.step()
     finish(one)
-    assert other.scheduler.is_in_line
+    assert other.scheduler.is_queued
     core, session = other.planes.core, other.link.session
     kv_id = other.scheduler.waiting[0].kv_id
     request = pb.ListSequencesRequest(
         session=session.ref, sequence_ids=columns.pack(columns.INT64, [kv_id])
     )
     other.scheduler.reconcile(sequence_states(core.list_sequences(request, TENANT).sequences))
-    assert not other.scheduler.is_in_line
+    assert not other.scheduler.is_queued
     finish(other)
     assert other.tokens(second) == [reference.greedy(short, 8)]
     other.check_quiet()
