@@ -234,7 +234,8 @@ void Publisher::check(const Session& session) const {
     require(sequence->num_published * block_size_ <= sequence->num_written ||
                 !sequence->pending.empty(),
             "more is published than is written", id);
-    std::pair<int64_t, int64_t> last{session.receipting.begun ? 0 : session.done + 1, 0};
+    const bool has_all = session.open && !session.receipting.begun;  // receipts that came
+    std::pair<int64_t, int64_t> last{has_all ? session.done + 1 : 0, 0};
     for (const auto& [plan, end] : sequence->pending) {
       require(plan >= last.first && end >= last.second && end <= sequence->num_scheduled,
               "plans that write it are out of order", id);
