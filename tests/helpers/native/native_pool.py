@@ -11,8 +11,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import Message
 from kvplane_blocks import LayerGroup, Pool
 
 from kvplane.wire.plane.v1 import plan_pb2
@@ -166,28 +164,10 @@ def groups(column: bytes, num: int) -> list[int]:
     return ints(column, "B") or [0] * num
 
 
-def _tail_class() -> type[Message]:
-    """Return the plan's field 11, the blocks allocated for no table."""
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="plan_tail.proto", syntax="proto3")
-    part = file.message_type.add(name="Allocations")
-    for number, name in enumerate(("tiers", "indices", "generations", "groups"), 1):
-        part.field.add(name=name, number=number, type=kinds.TYPE_BYTES)
-    tail = file.message_type.add(name="Tail")
-    tail.field.add(name="allocations", number=11, type=kinds.TYPE_MESSAGE, type_name="Allocations")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Tail"))
-
-
-_Tail = _tail_class()
-
-
 def decoded(payload: bytes) -> MadePlan:
     """Return a plan's columns, row by row."""
     plan = plan_pb2.Plan.FromString(payload)
-    tail: Any = _Tail.FromString(payload)
-    moves, spans, extra = plan.transfers, plan.spans, tail.allocations
+    moves, spans, extra = plan.transfers, plan.spans, plan.allocations
     return MadePlan(
         number=plan.number,
         previous=plan.previous,

@@ -7,17 +7,8 @@ import time
 
 import pytest
 
-from tests.helpers.native.index_writer import (
-    DEVICE,
-    Writer,
-    blocks,
-    checked_pool,
-    hashes_of,
-    i32,
-    i64,
-    ints,
-)
-from tests.helpers.native.native_pool import OneGroup, publications
+from tests.helpers.native.index_writer import Writer, blocks, checked_pool, hashes_of
+from tests.helpers.native.native_pool import DEVICE, OneGroup, i32, i64, ints, publications
 
 
 def forget(

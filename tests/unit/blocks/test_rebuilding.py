@@ -9,18 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from kvplane_blocks import ColumnError, Rebuild, chained_hash, root_hash
 
-from tests.helpers.native.index_writer import (
-    BLOCK_TOKENS,
-    DEVICE,
-    HOST,
-    Writer,
-    blocks,
-    hashes_of,
-    i32,
-    i64,
-    ints,
-)
-from tests.helpers.native.native_pool import OneGroup, publications
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, blocks, hashes_of
+from tests.helpers.native.native_pool import DEVICE, HOST, OneGroup, i32, i64, ints, publications
 
 
 @dataclass(frozen=True)

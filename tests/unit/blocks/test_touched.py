@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from kvplane_blocks import LayerGroup
 
-from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, i32
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer
+from tests.helpers.native.native_pool import OneGroup, i32
 
 SMALL, LARGE = 1_000, 100_000
 PROMPT_BLOCKS = 100

@@ -9,17 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.helpers.native.index_writer import (
-    BLOCK_TOKENS,
-    HOST,
-    Writer,
-    blocks,
-    checked_pool,
-    hashes_of,
-    i32,
-    ints,
-)
-from tests.helpers.native.native_pool import OneGroup, publications
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, blocks, checked_pool, hashes_of
+from tests.helpers.native.native_pool import HOST, OneGroup, i32, ints, publications
 
 STORED, REMOVED, CLEARED = 1, 2, 3
 NONE = bytes(16)
