@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_planes import Process
+from engine_planes import Process, data_plane
 
 from engine import LLM, SamplingParams
 from engine.parallel.backends import RankBackend, SharedSession
@@ -131,10 +131,9 @@ def test_ranks_compute_with_the_frequencies_of_a_chosen_length(model, tmp_path) 
 def test_a_killed_shard_comes_back_and_the_answers_are_the_same(model, tmp_path, expected) -> None:
     control = Process("control_plane", tmp_path / "control.log").start()
     shards = [
-        Process(
-            "data_plane", tmp_path / f"data{i}.log", "--control-plane", control.address,
-            "--model", str(model), "--pool-id", POOL, "--num-device-blocks", "64",
-            "--num-shards", "2", "--shard-index", str(i), "--num-threads", "1",
+        data_plane(
+            control.address, model, tmp_path / f"data{i}.log", "--num-device-blocks", "64",
+            "--num-shards", "2", "--shard-index", str(i), pool_id=POOL,
         ).start()
         for i in range(2)
     ]  # fmt: skip

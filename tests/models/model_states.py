@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ from kvplane import Layout
 from kvplane.errors import LayoutMismatchError
 from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import PlaneCache, close_planes
-from tests.e2e.engine_planes import Process
+from tests.e2e import engine_planes as planes
 from tests.helpers.plane_cache_checks import answer, one_prompt, tiny_llama
 from tests.models.tiny_models import draw_weights, tiny_model
 
@@ -110,15 +109,14 @@ def pool_of(row: str) -> str:
     return OTHERS[row][0] if row in OTHERS else "llama"
 
 
-def data_plane(control: str, row: str, folder: Path) -> Process:
+def data_plane(control: str, row: str, folder: Path) -> planes.Process:
     """A data plane on the CPU with the row's pool."""
     groups = layer_groups(made(row)[0].config)
     layout = Layout(MODEL_ID, 16, "float32", "float32", groups)
-    path = folder / f"{pool_of(row)}.json"
-    path.write_text(json.dumps(asdict(layout)))
-    flags = ["--layout", str(path), "--pool-id", pool_of(row), "--num-device-blocks", "256"]
-    flags += ["--control-plane", control, "--device", "cpu", "--num-threads", "1"]
-    return Process("data_plane", path.with_suffix(".log"), *flags).start()
+    pool_id, flags = pool_of(row), ("--num-device-blocks", "256", "--device", "cpu")
+    return planes.data_plane(
+        control, layout, folder / f"{pool_id}.log", *flags, pool_id=pool_id
+    ).start()
 
 
 def off_by(got: Any, want: Any) -> float:
