@@ -42,7 +42,9 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 class Process:
-    """One program at one address. A release's ``python`` runs it in ``folder``."""
+    """One program at one address, from ``start`` on or as a context manager. A release's ``python``
+    runs it in ``folder``.
+    """
 
     def __init__(
         self,
@@ -72,6 +74,12 @@ class Process:
                 stderr=subprocess.STDOUT,
             )
         return self
+
+    def __enter__(self) -> Process:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def pid(self) -> int:

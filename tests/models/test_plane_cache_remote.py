@@ -28,9 +28,8 @@ OWN_SHAPES = "mimo_v2_flash"
 
 @pytest.fixture(scope="module")
 def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    process = Process("control_plane", tmp_path_factory.mktemp("control") / "log").start()
-    yield process.address
-    process.stop()
+    with Process("control_plane", tmp_path_factory.mktemp("control") / "log") as process:
+        yield process.address
 
 
 def started(control: str, folder: Path, layout: Layout | None = None) -> Process:
