@@ -109,9 +109,7 @@ class ControlPlane:
         self.sessions.incarnation = incarnation
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: rpb.FenceDone) -> None:
-        """Record that a shard has fenced an ended session. Raises PoolNotFoundError,
-        StaleEpochError.
-        """
+        """Record that a shard has fenced a session. Raises PoolNotFoundError, StaleEpochError."""
         if pool_id in self._pools:
             self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
@@ -274,9 +272,7 @@ class ControlPlane:
     def watch(
         self, request: prefix_pb2.WatchPrefixesRequest, tenant: str, wake: Callable[[], None]
     ) -> Watcher:
-        """Start a stream of changes to a pool's prefix index, until ``unwatch``; see
-        ``Watchers.add``.
-        """
+        """Watch the changes of a pool's prefix index until ``unwatch``; see ``Watchers.add``."""
         return self._watchers.add(self._pool(request.pool_id), request, tenant, wake)
 
     # Queries
@@ -316,9 +312,7 @@ class ControlPlane:
     def list_sequences(
         self, request: cpb.ListSequencesRequest, tenant: str
     ) -> cpb.ListSequencesResponse:
-        """List a session's sequences, or describe those that are named. Does not renew
-        the lease.
-        """
+        """List a session's sequences, or those that are named. Does not renew the lease."""
         return queries.list_sequences(self.sessions.get(request.session, tenant), request)
 
     def pool_ids(self) -> list[str]:
@@ -351,9 +345,7 @@ class ControlPlane:
         return observe(pool, self.sessions.of(pool), self._clock())
 
     def check_integrity(self) -> None:
-        """Check the invariants of all pools. Raises AssertionError naming the first that
-        is broken.
-        """
+        """Check all pools' invariants. Raises AssertionError naming the first that is broken."""
         for pool in self._pools.values():
             queries.check_pool(pool, self.sessions.of(pool))
             self.sessions.admission_of(pool).check_integrity()
@@ -378,9 +370,7 @@ class ControlPlane:
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
-        """Return the tenant's open session and renew its lease. Raises the error that says why it
-        is not open.
-        """
+        """Return the tenant's open session and renew its lease. Raises why it is not open."""
         session = self.sessions.get(ref, tenant)
         self.sessions.renew(session)
         self._touch(session.pool)

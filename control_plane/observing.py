@@ -41,9 +41,7 @@ class PoolObservation:
 
 
 def observe(pool: Pool, sessions: Collection[Session], now_s: float) -> PoolObservation:
-    """Return a snapshot of a pool and its open sessions, for metrics. ``now_s``:
-    monotonic seconds.
-    """
+    """Return a snapshot of a pool and its sessions, for metrics. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
     return PoolObservation(

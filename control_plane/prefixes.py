@@ -141,9 +141,7 @@ def retain(pool: Pool, request: pb.RetainPrefixRequest, tenant: str) -> pb.Retai
 
 
 def forget(pool: Pool, request: pb.ForgetPrefixesRequest, tenant: str) -> pb.ForgetPrefixesResponse:
-    """Remove prefixes from the index. Raises InvalidRequestError, PoolNotReadyError,
-    BlockInUseError.
-    """
+    """Remove cached prefixes. Raises InvalidRequestError, PoolNotReadyError, BlockInUseError."""
     check_namespace(request.namespace)
     scope, native = request.scope, pool.native
     _check_what(request, pool.block_size)

@@ -18,7 +18,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceStates:
-    """Describe these sequences, all of which are live, or all sequences of the session if None."""
+    """Return the states of these sequences, all live, or of all of the session's for None."""
     (
         ids,
         admitted_by,

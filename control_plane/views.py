@@ -45,9 +45,7 @@ def view(pool: Pool, sessions: Collection[Session], tenant: str) -> dict[str, An
 
 
 def _map(pool: Pool, group: int, tier: tpb.Tier) -> dict[str, Any]:
-    """Return one digit for each cell of the page's map of blocks: the index of its state in
-    ``STATES``.
-    """
+    """Return a digit for each cell of the page's map of blocks: an index into ``STATES``."""
     core = pool.groups[group]
     blocks_per_cell, cells = core.block_map(tier, _MAX_CELLS)
     num_blocks, num_free, num_cached, num_held, num_retired = core.usage(tier)

@@ -79,9 +79,7 @@ class Watcher:
         self.wake = wake
 
     def take(self) -> pb.WatchPrefixesResponse | None:
-        """Return the next message to send, or None when there is none now. Raises
-        RevisionTooOldError.
-        """
+        """Return the next message to send, None when there is none. Raises RevisionTooOldError."""
         pool = self.pool
         if self._native is not pool.native:
             self._native = pool.native
@@ -95,9 +93,7 @@ class Watcher:
         return self._changes()
 
     def _part(self) -> pb.WatchPrefixesResponse:
-        """Return the next part of the snapshot of all cached blocks. A snapshot of one part ends
-        with it.
-        """
+        """Return the next part of the snapshot of cached blocks; the only part also ends it."""
         pool, is_first = self.pool, self._cursor == 0
         self._cursor, revision, tiers, hashes, parents, token_ids = pool.primary.snapshot(
             self._root, self._cursor, _MAX_ELEMENTS
@@ -136,9 +132,7 @@ class Watcher:
         return root_of(self.pool.layout.fingerprint, *self._scope)
 
     def _response(self, events: list[pb.PrefixEvent]) -> pb.WatchPrefixesResponse:
-        """Return a message of these events. It names the revision that they complete, or 0 inside a
-        snapshot.
-        """
+        """Return a message of these events, with the revision that they complete, if they do."""
         self._notified = self._revision
         return pb.WatchPrefixesResponse(
             incarnation=self._incarnation,

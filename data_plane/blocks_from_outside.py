@@ -156,9 +156,7 @@ class PlugIn(Protocol):
     """
 
     service: ServiceDescriptor
-    """The service's descriptor. It is served beside the data plane's own: same address, TLS, roles,
-    limits and metrics.
-    """
+    """The service's descriptor; it shares the data plane's address, TLS, roles and limits."""
     declarations: Sequence[Declaration]
     """Declarations of the plug-in's metrics."""
 
@@ -169,14 +167,10 @@ class PlugIn(Protocol):
         """Begin background work, if there is any. Called before the server accepts calls."""
 
     def stop(self, grace_s: float) -> None:
-        """End background work within ``grace_s`` seconds. Called after the last call, not on the
-        event loop.
-        """
+        """End background work within ``grace_s`` seconds; not called on the event loop."""
 
     def read(self, samples: Samples) -> None:
-        """Add the current values of the metrics in ``declarations``. Called on the thread of a
-        scrape.
-        """
+        """Add the values of the metrics in ``declarations``. Called on the thread of a scrape."""
 
 
 def load_plug_ins(names: str, outside: BlocksFromOutside) -> list[PlugIn]:

@@ -44,9 +44,7 @@ def in_groups(num_blocks: int | Sequence[int], layout: Layout) -> tuple[int, ...
 
 
 def check_group(group: int, layout: Layout, field: str) -> int:
-    """Check that the layer group exists, and return it. Raises InvalidRequestError naming ``field``
-    if not.
-    """
+    """Return the layer group if it exists; raises InvalidRequestError naming ``field`` if not."""
     last = len(layout.groups) - 1
     if not 0 <= group <= last:
         raise InvalidRequestError(no_group(group, last), field=field)

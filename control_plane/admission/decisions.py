@@ -22,8 +22,8 @@ class PoolView(Protocol):
         """Count all device blocks of the pool, whatever their state."""
 
     def num_obtainable(self, session: int) -> int:
-        """Count the blocks that the session could allocate now: free ones, evictable ones, and its
-        own retired ones.
+        """Count the blocks that the session could allocate now: free, evictable, its own
+        retired.
         """
 
     def num_pending(self, session: int) -> int:
@@ -32,13 +32,13 @@ class PoolView(Protocol):
         """
 
     def num_held(self, session: int, sequence: int) -> int:
-        """Count the blocks that the sequence and its forks refer to. The count may be too high,
+        """Count the blocks that a sequence and its forks refer to; perhaps too high,
         never too low.
         """
 
     def num_held_by(self, session: int) -> int:
-        """Count the blocks that all live sequences of the session refer to. The count may be too
-        high, never too low.
+        """Count the blocks that a session's live sequences refer to; perhaps too high, never too
+        low.
         """
 
     def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
@@ -47,9 +47,7 @@ class PoolView(Protocol):
         """
 
     def retired_since(self, session: int) -> float | None:
-        """Return when the oldest block was retired that waits for a receipt of this session, None
-        if none does.
-        """
+        """Return when the oldest block was retired that waits for this session's receipts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +95,7 @@ class MustWait:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Decision that a live sequence whose growth was blocked gets its blocks: the caller allocates
-    them now.
-    """
+    """Decision that a live sequence whose growth was blocked gets its blocks now."""
 
     session: int
     sequence: int
@@ -108,9 +104,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Decision that the head of the queue may be admitted now, if it needs no more than
-    ``num_blocks``.
-    """
+    """Decision that the head of the queue may be admitted if it needs at most ``num_blocks``."""
 
     session: int
     sequence: int
@@ -141,9 +135,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """Decision to end a session, because others wait for blocks that lack its receipts. Ending it
-    has data planes fence it.
-    """
+    """Decision to end, and so fence, a session: others wait for blocks that lack its receipts."""
 
     session: int
 

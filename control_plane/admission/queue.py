@@ -64,8 +64,8 @@ from control_plane.admission.victims import QueueEntry, decide
 
 
 class AdmissionQueue:
-    """Decides which session gets a pool's blocks next. Methods raise KeyError for a session id that
-    is not open.
+    """Decides which session gets a pool's blocks next. Raises KeyError for an unknown
+    session id.
     """
 
     def __init__(self, pool: PoolView, config: AdmissionConfig | None = None) -> None:
@@ -154,9 +154,7 @@ class AdmissionQueue:
         self._turns.start(session, sequence, now_s)
 
     def ended(self, session: int, sequence: int) -> None:
-        """Remove a sequence that has ended with all its forks. Must not be called for one that the
-        queue has cut.
-        """
+        """Remove a sequence that has ended with its forks; not for one that the queue has cut."""
         self._leave(session, sequence, done=True)
 
     def swapped_out(self, session: int, sequence: int) -> None:
@@ -247,16 +245,14 @@ class AdmissionQueue:
             self._to_the_back(entry)
 
     def _find_head(self, now_s: float) -> QueueEntry | None:
-        """Return the first entry that need not let others pass, or the very first if all
-        have to.
-        """
+        """Return the first entry that need not let others pass, or the first if all have to."""
         entries = self._entries.values()
         ready = (e for e in entries if e.is_chosen or not e.session.is_passed_over(now_s))
         return next(ready, next(iter(entries), None))
 
     def _take_head(self, now_s: float) -> QueueEntry | None:
-        """Return the first entry that need not let others pass. The entries that let it pass move
-        to the back.
+        """Return the first entry that need not let others pass; those before it move to
+        the back.
         """
         head = self._find_head(now_s)
         if head is None:

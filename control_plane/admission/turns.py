@@ -150,9 +150,7 @@ class Turns:
         sequence.num_blocked = num_blocks
 
     def unblock(self, sequence: Claim, now_s: float) -> None:
-        """Record that the sequence no longer waits for growth, if it did, which resumes its turn's
-        clock.
-        """
+        """Record that the sequence waits for growth no more, which resumes its turn's clock."""
         if sequence.num_blocked:
             self.num_blocked -= sequence.num_blocked
             sequence.num_blocked = 0

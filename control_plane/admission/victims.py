@@ -43,9 +43,7 @@ def decide(
     num_headroom: int,
     now_s: float,
 ) -> list[Decision]:
-    """Return which sequences are asked to yield or are cut now, and which sessions end. The caller
-    carries out the cuts.
-    """
+    """Return which sequences are asked to yield or are cut now, and which sessions end."""
     long_ago_s = now_s - config.grace_s
     blocked = [s for s in turns.blocked() if s.blocked_s <= long_ago_s]
     waiting = {s.session for s in blocked}
@@ -82,9 +80,7 @@ def decide(
 def _num_lacking(
     turns: Turns, head: QueueEntry | None, pool: PoolView, num_headroom: int
 ) -> tuple[int, int]:
-    """Return how many more blocks are needed for blocked growth alone, and for that and the head of
-    the queue together.
-    """
+    """Return how many blocks are lacking for blocked growth, and for that and the queue's head."""
     oldest = turns.oldest_blocked()
     if oldest is not None:
         first = oldest.session.id

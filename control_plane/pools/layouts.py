@@ -36,7 +36,7 @@ def mismatch(message: tpb.Layout, layout: Layout, pool_id: str) -> LayoutMismatc
 
 
 def layout_fingerprint(message: tpb.Layout, *, field: str) -> bytes:
-    """Return the fingerprint of a layout that is sent whole or by its fingerprint alone. Raises as
+    """Return the fingerprint of a layout, sent whole or as fingerprint. Raises as
     ``served_layout``.
     """
     if message.model_id or message.groups or message.block_size_tokens:

@@ -125,9 +125,7 @@ class Pool:
 
     @property
     def silent_shards(self) -> set[int]:
-        """Indices of shards that have neither receipted a plan in time, nor fenced its session
-        since.
-        """
+        """Indices of shards that neither receipted a plan in time nor fenced its session since."""
         last_s = self.now_s - limits.RECEIPT_TIMEOUT_S
         return {
             shard
@@ -149,9 +147,7 @@ class Pool:
         return self._has_forgotten or any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
-        """Return the number of blocks of a tier in the layer group that has fewest; 0 while the
-        pool is not built.
-        """
+        """Return a tier's number of blocks in the smallest layer group; 0 while not built."""
         return self.native.usage(tier)[0]
 
     # Builds
@@ -232,8 +228,8 @@ class Pool:
         ]
 
     def _count(self) -> list[int]:
-        """Return the sums of the counters of all cores so far. Tokens are counted in the first
-        layer group alone.
+        """Return the sums of all cores' counters. Tokens are counted in the first layer group
+        alone.
         """
         counted = list(self._earlier_counters)
         for group, core in enumerate(self.groups):
@@ -292,9 +288,7 @@ class Pool:
             )
 
     def owner(self, tenant: str) -> int:
-        """Return the number under which the native cores count this tenant's blocks. Raises
-        QuotaExceededError.
-        """
+        """Return the number by which the cores know the tenant. Raises QuotaExceededError."""
         owner = self._owners.setdefault(tenant, len(self._owners))
         if owner >= _MAX_TENANTS:
             del self._owners[tenant]
@@ -351,15 +345,11 @@ class Pool:
         return self._earlier_revision + native_revision
 
     def native_revision_of(self, revision: int) -> int:
-        """Convert a pool's revision to the present native core's; negative for one of an earlier
-        core.
-        """
+        """Convert a pool's revision to the present core's; negative for one of an earlier core."""
         return revision - self._earlier_revision
 
     def add_watcher(self, watcher: Watcher) -> None:
-        """Register a watcher. It takes the present contents by itself; only later changes
-        wake it.
-        """
+        """Register a watcher, which takes the present contents itself; later changes wake it."""
         if not self.watchers:
             self._followed_revision = self.revision()
         self.watchers.add(watcher)
@@ -380,9 +370,7 @@ class Pool:
                 watcher.wake()
 
     def usage(self) -> list[tpb.TierUsage]:
-        """Return how many blocks of each tier and layer group are in each state. The next call
-        reuses the messages.
-        """
+        """Return how many blocks of each tier and group are in each state; messages are reused."""
         for i, message in enumerate(self._usage):
             counted = self.groups[message.group].usage(message.tier)
             if self._counted.get(i) != counted:
@@ -401,9 +389,7 @@ class Pool:
         return PoolCounters(*self._count())
 
     def block_times(self) -> dict[tpb.Tier, BlockTimes]:
-        """Return, by tier, for how long blocks were cached and waited, since the pool
-        registered.
-        """
+        """Return, by tier, how long blocks were cached and waited since the pool registered."""
         return read_block_times(self._block_times())
 
     def _block_times(self) -> list[float]:

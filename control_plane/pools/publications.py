@@ -45,9 +45,7 @@ def owner_of(root: bytes) -> tuple[str, str]:
 
 
 def publish_message(run: Run, group: int = 0) -> rpb.RegisterResponse:
-    """Return the message that tells data planes which blocks of one root and layer group are now
-    published.
-    """
+    """Return the message that announces published blocks of one root and layer group to shards."""
     root, indices, generations, parent_indices, parent_generations, hashes, token_ids = run
     tenant, namespace = owner_of(root)
     publications = plan_pb2.Publications(

@@ -52,9 +52,7 @@ class EndedSession:
 
 
 class ShardState:
-    """State of one registered data plane: its connection, its report and the messages queued for
-    it.
-    """
+    """State of one data plane: its connection, its report and the messages queued for it."""
 
     __slots__ = (
         "_has_begun",
@@ -123,8 +121,8 @@ class ShardState:
         self.asked = False
 
     def reconnect(self, hello: rpb.Hello, missed: list[rpb.RegisterResponse]) -> None:
-        """Resume the shard on another stream. ``hello`` may bring a new address. Queues ``missed``,
-        then all publications again.
+        """Mark the shard as connected again, on another stream. ``hello`` may bring a new address.
+        Queues ``missed``, then all publications again.
         """
         self.hello, self.connected = hello, True
         self.outgoing = deque(missed)
@@ -169,9 +167,7 @@ class FileForgets:
         return bool(self._early)
 
     def add(self, message: rpb.ForgetFiles) -> list[rpb.RegisterResponse]:
-        """Add a request to delete files; returns the messages to send at once to shards that keep
-        files.
-        """
+        """Add a request to delete files; returns what to send at once to shards that keep files."""
         tenant = message.tenant
         held = self._sizes.get(tenant, 0)
         if held and held + _size(message) > MAX_WAITING:
@@ -185,9 +181,7 @@ class FileForgets:
         return [_response(message)]
 
     def second_notices(self, shards: Iterable[int]) -> list[rpb.RegisterResponse]:
-        """Return the messages to send to shards that keep files, once blocks have been
-        withdrawn.
-        """
+        """Return what to send to shards that keep files, once blocks have been withdrawn."""
         of_shards = frozenset(shards)
         if of_shards != self._shards:  # the pool may now be divided in another way
             self._shards = of_shards
@@ -282,7 +276,7 @@ class PoolShards:
         self._was_notified = True
 
     def reconnect(self, hello: rpb.Hello) -> None:
-        """Resume a shard on another stream."""
+        """Mark a shard as connected again, on another registration stream."""
         index = hello.shard.index
         self.states[index].reconnect(hello, self.fences_for(index))
         self._was_notified = True
@@ -299,9 +293,7 @@ class PoolShards:
 
     @property
     def are_complete(self) -> bool:
-        """Return whether the shards together hold each KV head of each layer, and all have
-        reported.
-        """
+        """Return whether all shards have reported and together hold each KV head of each layer."""
         return self._hold_everything() and all(state.complete for state in self.states.values())
 
     @property
@@ -369,18 +361,14 @@ class PoolShards:
     # Messages
 
     def take_notified(self) -> list[int]:
-        """Return the indices of shards that have queued messages, or none if nothing was queued
-        since the last call.
-        """
+        """Return the shards that have queued messages, if any were queued since the last call."""
         if not self._was_notified:
             return []
         self._was_notified = False
         return [i for i, state in self.states.items() if state.outgoing]
 
     def send(self, messages: list[rpb.RegisterResponse]) -> None:
-        """Queue messages for every connected shard. The others get what they missed when they
-        resume.
-        """
+        """Queue messages for all connected shards. Others get what they missed on resuming."""
         self._was_notified = True
         for state in self.states.values():
             if state.connected:
@@ -392,9 +380,7 @@ class PoolShards:
         return [i for i, state in self.states.items() if state.hello.has_file_tier]
 
     def forget_files(self, message: rpb.ForgetFiles) -> None:
-        """Have shards delete the files of forgotten prefixes, now and again when ``withdrawn`` is
-        called.
-        """
+        """Have shards delete forgotten prefixes' files, now and when ``withdrawn`` is called."""
         if self.file_tiers:
             self._send_to_files(self.file_forgets.add(message))
 

@@ -81,9 +81,7 @@ class BlockTimes:
 
 
 def read_block_times(values: list[float]) -> dict[tpb.Tier, BlockTimes]:
-    """Convert the native core's ``block_times``, or sums of several, to one BlockTimes for each
-    tier.
-    """
+    """Convert ``block_times`` of the native core, or sums of several, to BlockTimes by tier."""
     numbers = iter(values)
     times = {}
     for tier in TIERS:

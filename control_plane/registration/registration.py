@@ -5,7 +5,7 @@ registered one is refused. A process that returns is resumed when nothing that b
 changed. Otherwise all sessions of the pool end, every other shard fences them and reports again,
 and the pool is built again.
 
-Metadata is soft state: whoever holds the memory holds its metadata too. So a pool is built from
+Metadata is soft state: the process with the memory has its metadata too. So a pool is built from
 reports of which block holds which prefix; the native core does it, a slice at a time
 (``csrc/blocks/recovery/rebuild.h``).
 
@@ -137,9 +137,7 @@ class Registration:
             )
 
     def holds_key(self, hello: rpb.Hello) -> bool:
-        """Return whether the Hello proves, by the epoch and the pool's key, that its process is the
-        registered one.
-        """
+        """Return whether a Hello proves, by its epoch and key, that its process is registered."""
         pool = self._pools.get(hello.pool_id)
         state = None if pool is None else pool.shards.states.get(hello.shard.index)
         return (
@@ -160,9 +158,7 @@ class Registration:
         begin_if_complete(pool)
 
     def disconnect(self, pool_id: str, shard_index: int, epoch: int) -> None:
-        """Record that a shard's registration stream has ended. Sessions continue, as engines carry
-        their plans.
-        """
+        """Record that a shard's stream has ended. Sessions continue: engines carry their plans."""
         pool = self._pools.get(pool_id)
         state = pool.shards.states.get(shard_index) if pool is not None else None
         if state is not None and state.hello.epoch == epoch:
@@ -202,9 +198,7 @@ class Registration:
         pool.shards.file_forgets.done(done.forget_id, shard_index)
 
     def take_notified(self) -> list[tuple[str, int]]:
-        """Return the shards (pool, index) that have messages, of the pools touched since the last
-        call.
-        """
+        """Return the shards (pool, index) with messages, of pools touched since the last call."""
         notified = []
         for pool in self.touched:
             if pool.has_announcements:
@@ -253,9 +247,7 @@ class Registration:
         return self.has_work()
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[rpb.RegisterResponse]:
-        """Return the queued messages to send to a shard, in order, each once; see
-        ``take_missed``.
-        """
+        """Return the queued messages for a shard, in order, each once; see ``take_missed``."""
         pool = self._pools.get(pool_id)
         if pool is None:
             return []
@@ -293,9 +285,7 @@ class Registration:
         return pool, state
 
     def _can_resume(self, pool: Pool, hello: rpb.Hello) -> bool:
-        """Return whether the Hello is of the process that registered and reported before, and
-        nothing has changed since.
-        """
+        """Return whether the same process had registered and reported, and nothing has changed."""
         state = pool.shards.states.get(hello.shard.index)
         if state is None or not state.welcomed:
             return False

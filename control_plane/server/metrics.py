@@ -205,9 +205,7 @@ _STATISTICS: Final = (
 )
 
 Observed = tuple[list[PoolObservation], Mapping[tuple[str, int], float]]
-"""The pools' snapshots, and the seconds since each shard's last message, by pool and
-shard index.
-"""
+"""The pools' snapshots, and seconds since each shard's last message, by pool and index."""
 
 
 class ControlPlaneMetrics(PlaneMetrics):

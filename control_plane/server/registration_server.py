@@ -60,9 +60,7 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
         heartbeat_s: float,
         max_waiting_messages: int = MAX_WAITING_MESSAGES,
     ) -> None:
-        """``max_waiting_messages``: how many messages may wait for one stream, beyond those that it
-        begins with.
-        """
+        """``max_waiting_messages``: for one stream, beyond those that it begins with."""
         self._core = core
         self._max_waiting = max_waiting_messages
         self._heartbeat_s = heartbeat_s
@@ -114,9 +112,7 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
             self._close(stream)
 
     def heartbeat_ages(self) -> dict[tuple[str, int], float]:
-        """Return the seconds since the last message of each registered data plane, by pool and
-        shard index.
-        """
+        """Return the seconds since each registered shard's last message, by pool and index."""
         now_s = time.monotonic()
         return {key: now_s - stream.heard_s for key, stream in self._streams.items()}
 

@@ -82,9 +82,7 @@ async def _serve(config: ControlPlaneSettings) -> None:
 
 
 def _reduce_garbage_collection() -> None:
-    """Make Python's full garbage collections rare: each visits every entry of every index while a
-    step waits.
-    """
+    """Make full garbage collections rare: each visits all index entries while a step waits."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 1_000)
@@ -98,9 +96,7 @@ class ControlPlaneServer(PlaneServer):
     """
 
     leading: asyncio.Task[None] | None = None
-    """The task that leads or stands by, None without an election. Ends with
-    PlaneUnavailableError.
-    """
+    """The task of the election, if there is one. Ends with PlaneUnavailableError."""
     ticks: asyncio.Task[None]
     work: asyncio.Task[None]
 

@@ -129,9 +129,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._uncounted: list[tuple[StepAnswer, float]] = []
 
     def stop(self) -> None:
-        """End streams that wait for a request at once, and the others after their current
-        answer.
-        """
+        """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
 
     def flush(self) -> None:
@@ -262,9 +260,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return self._core.list_sequences(request, caller().tenant)
 
     async def _validate(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
-        """Answer a request with ``validate_only``: what its step would be answered now, without
-        changing anything.
-        """
+        """Return what a step would be answered now, without changing anything."""
         slices = self._core.validate(request, tenant)
         session_id = request.session.session_id
         await self._long.wait(session_id)

@@ -42,9 +42,7 @@ class DeviceBlocks:
         return self._pool.native.family_progress(self._handle(session), sequence)
 
     def retired_since(self, session: int) -> float | None:
-        """Return when the session's oldest plan in flight was made, if blocks wait for its
-        receipts; None otherwise.
-        """
+        """Return when the session's oldest plan in flight was made, if blocks wait for receipts."""
         if not self._pool.native.num_own_retired(self._handle(session), _DEVICE):
             return None
         return self._sessions[session].oldest_plan_s()

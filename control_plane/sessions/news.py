@@ -15,9 +15,7 @@ _GRANTS: Final = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_
 
 
 class PoolNews:
-    """Collects the news of one pool's sessions. Each session keeps its own, until an answer takes
-    them.
-    """
+    """Collects the news of a pool's sessions; each session keeps its own for its next answer."""
 
     def __init__(self) -> None:
         self._unsent: set[Session] = set()
@@ -46,9 +44,7 @@ class PoolNews:
         news.granted_num_blocks += columns.pack(INT32, [num_blocks])
 
     def drop_grants(self, session: Session) -> None:
-        """Remove grants from a session's news: after an abort they no longer say what the sequences
-        hold.
-        """
+        """Remove grants from a session's news, which after an abort are no longer true."""
         if session.news is not None:
             for field in _GRANTS:
                 session.news.ClearField(field)

@@ -30,9 +30,7 @@ _METHODS: Final[dict[type[Message], bytes]] = {
 
 
 class Answer:
-    """The answer that a number got: a message, or the error with which the request failed as a
-    whole.
-    """
+    """The answer that a number got: a message, or why its request failed as a whole."""
 
     __slots__ = ("_content", "_error", "_message", "_request")
 
@@ -45,9 +43,7 @@ class Answer:
         self._error = None if error is None else _copy(error)
 
     def content(self) -> bytes:
-        """Return the digest of the request (``content_of``). The request itself is kept until the
-        first call.
-        """
+        """Return the digest of the request (``content_of``), computed by the first call."""
         if self._request is not None:
             self._content, self._request = content_of(self._request), None
         return self._content

@@ -127,7 +127,7 @@ class PoolAdmission:
     def decide_swap_in(
         self, session: Session, sequence_id: int, num_needed: int, check_as: int
     ) -> MustWait | None:
-        """Decide on a swap-in that the core has refused for now, as ``decide_admission`` does on an
+        """Decide on a swap-in that the core refused, as ``decide_admission`` does on an
         admission.
         """
         family = session.native.family_of(session.handle, sequence_id)
@@ -140,9 +140,7 @@ class PoolAdmission:
         return must_wait
 
     def may_grow(self, session: Session, sequence_id: int, num_needed: int, check_as: int) -> bool:
-        """Return whether a sequence may take ``num_needed`` blocks now. If not, the sequence waits
-        for them in the queue.
-        """
+        """Return whether a sequence may take so many blocks now; otherwise it waits for them."""
         family = session.native.family_of(session.handle, sequence_id)
         if check_as:
             return self._queue.check_growth(session.id, family, num_needed)

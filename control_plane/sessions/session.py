@@ -1,5 +1,5 @@
 """One engine's session: its lease on a pool, its numbers, its plans in flight, what it waits for,
-and what it is to be told.
+and its news.
 
 Its sequences, their tables and the draft of its next plan are in the native core, under ``handle``.
 Invariant: a plan is in ``plans`` until it is receipted or aborted.
@@ -58,9 +58,7 @@ class QueuedAdmission:
     lapses_s: float | None = None
 
     def names(self, sequence_id: int) -> bool:
-        """Return whether the admission would start a sequence with this id, as its sequence or as a
-        fork.
-        """
+        """Return whether the admission would start this id, as its sequence or as a fork."""
         message = self.message
         return message is not None and (
             sequence_id == message.sequence_id or sequence_id in forks_of(message)
@@ -176,9 +174,7 @@ class Session:
         return sum(group.num_blocks_held(self.handle) for group in self.pool.groups)
 
     def may_forget(self, sequence_id: int) -> bool:
-        """Return whether the id is one that ``forget`` clears: of a queued admission, or of a
-        sequence that was cut.
-        """
+        """Return whether the id is that of a queued admission, or of a sequence that was cut."""
         waits = self.queued is not None and self.queued.names(sequence_id)
         return waits or sequence_id in self.revoked
 

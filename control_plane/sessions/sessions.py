@@ -38,9 +38,7 @@ END_CAUSES: Final[dict[type[KvplaneError], str]] = {
     StaleEpochError: "epoch",
     MissingReceiptError: "receipt",
 }
-"""For each error that the callers of an ended session get, the cause of its end as
-metrics name it.
-"""
+"""The causes of sessions' ends in metrics, by the error that callers then get."""
 _WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
     SessionExpiredError: "ended when nothing had renewed its lease in time",
     SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
@@ -209,9 +207,7 @@ class Sessions:
                 self._free_if_done(pool, ended)
 
     def release_some(self, pool: Pool) -> None:
-        """Release sequences that ended sessions of a pool still hold, for a few milliseconds at
-        most.
-        """
+        """Release sequences that a pool's ended sessions still hold, for a few milliseconds."""
         if pool.releasing:
             ended = pool.releasing[0]
             assert ended.handle is not None

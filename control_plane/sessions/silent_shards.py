@@ -37,9 +37,7 @@ def lost_sessions(pool: Pool, sessions: Sequence[Session], timeout_s: float) -> 
 
 
 def _is_late(session: Session, since_s: float) -> bool:
-    """Return whether a plan that was made before ``since_s`` has receipts of some shards but not of
-    all.
-    """
+    """Return whether a plan made before ``since_s`` has receipts of some shards, but not all."""
     oldest = next(iter(session.plans), None)
     if oldest is None or oldest > max(session.receipted):
         return False

@@ -64,16 +64,12 @@ def add_failures(
 
 
 def add_error(result: cpb.OperationResult, at: str, error: KvplaneError) -> None:
-    """Add to ``result`` that a whole operation failed; the error's field is relative to the
-    operation.
-    """
+    """Add to ``result`` that a whole operation failed; the error's field is relative to it."""
     _add(result, 0, error, f"{at}.{error.field}" if error.field else at)
 
 
 def error_of_columns(error: ColumnError, *, at: str = "") -> InvalidRequestError:
-    """Return the error for a column that the core cannot read. ``at``: the prefix of the column's
-    name.
-    """
+    """Return the error for a column that the core cannot read. ``at`` prefixes its name."""
     column, index, text = error.args
     return InvalidRequestError(text, field=f"{at}{column}" + (f"[{index}]" if index >= 0 else ""))
 

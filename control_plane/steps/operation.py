@@ -13,9 +13,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 _ID_BYTES: Final = 8
 
 Failure = tuple[int, int, int, int, int]
-"""A refused item: its index, a code, and three numbers that depend on the code; see
-``kvplane_blocks._native``.
-"""
+"""A refused item: its index, a code, and three numbers that depend on the code."""
 Failures = list[Failure] | None
 """The refused items of an operation; None if there are none."""
 
@@ -25,9 +23,7 @@ class Refusable:
 
     name = ""
     is_one_item = False
-    """Whether the operation succeeds or fails as a whole; otherwise each sequence that it names is
-    an item.
-    """
+    """Whether it succeeds or fails as a whole; otherwise each sequence is an item."""
     id_field = "sequence_ids"
     """Name of the field that holds the ids of the sequences."""
     parent_field = "sequence_ids"
@@ -38,9 +34,7 @@ class Refusable:
     """Whether the plan computes tokens of sequences that were live before it."""
 
     def located(self, field: str, failure: Failure) -> tuple[str, int | None]:
-        """Return the column in which an item is at fault, and the index in it. ``field``: of the
-        item's error.
-        """
+        """Return the column at fault in an item, and the index in it. ``field``: its error's."""
         if self.is_one_item and not field.endswith("_ids"):
             return field, None
         return field, failure[0]
@@ -61,9 +55,7 @@ class Operation(Refusable, ABC):
         return 1 if self.is_one_item else columns.count(INT64, message.sequence_ids)
 
     def num_changes(self, message: Any) -> int:
-        """Return how many sequences the operation changes, at least 1, for a step's limit. Reads no
-        column.
-        """
+        """Return how many sequences it changes, at least 1, for a step's limit. Reads no column."""
         return max(1, len(message.sequence_ids) // _ID_BYTES)
 
     @abstractmethod

@@ -54,9 +54,7 @@ _TOKEN_BYTES: Final = 4
 
 
 class Step:
-    """State that the operations of one step share. The session's draft of the next plan must be
-    begun.
-    """
+    """State that the operations of one step share. The next plan's draft must be begun."""
 
     __slots__ = ("admission", "check_as", "handle", "native", "num_taken_tokens", "pool", "session")
 
@@ -178,9 +176,7 @@ class Admit(OneSlice):
 
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
-    """Raise SequenceExistsError if the message names an id that the waiting admission
-    will start.
-    """
+    """Raise SequenceExistsError if the message has an id that the waiting admission will start."""
     for i, sequence_id in enumerate([message.sequence_id, *forks_of(message)]):
         if waiting.names(sequence_id):
             field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
@@ -238,9 +234,7 @@ def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
 
 
 def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
-    """Extend sequences one item after the other, so that none grows while an older one waits for
-    blocks.
-    """
+    """Extend sequences item by item: none grows while an older one waits for blocks."""
     native, handle = step.native, step.handle
     num = columns.count(INT64, message.sequence_ids)
     given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
@@ -327,9 +321,7 @@ def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tup
 
 
 class _OfMany(Operation):
-    """Base class of an operation that does the same to each of many sequences, one after
-    another.
-    """
+    """Base class of an operation that does the same to each of many sequences."""
 
     columns: ClassVar[Mapping[str, str]] = {"sequence_ids": INT64}
     """The columns of the operation's message, each with the type of its elements."""
@@ -369,9 +361,7 @@ class _OfMany(Operation):
         return failures or None
 
     def _fit(self, given: Sequence[bytes], num_items: int) -> bool:
-        """Return whether each column has ``num_items`` elements; a message in which one has not is
-        refused.
-        """
+        """Return whether each column has ``num_items`` elements, without which it is refused."""
         sizes = [columns.size_bytes(kind) * num_items for kind in self.columns.values()]
         return [len(column) for column in given] == sizes
 
@@ -463,9 +453,7 @@ class _DeferredTokens(Refusable):
 
 
 class _Unknown(OneSlice):
-    """Answers an operation that this release does not know or serve, or an empty one, with an
-    error.
-    """
+    """Answers an operation that this release does not know or serve, or an empty one."""
 
     is_one_item = True
 
@@ -516,9 +504,7 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
 
 
 def check_no_plan(session: Session, operations: Sequence[Named]) -> None:
-    """Check that no operation needs a plan, at a time when none may be made. Raises
-    TooManyPlansInFlightError.
-    """
+    """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made."""
     may_plan = any(operation.may_plan(message) for operation, message in operations)
     if session.resync_due or session.is_drafted or may_plan:
         raise TooManyPlansInFlightError(

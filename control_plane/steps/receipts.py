@@ -61,9 +61,7 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
 
 
 def _checked(session: Session, signed: tpb.SignedPayload, at: str) -> tuple[int, int]:
-    """Verify a receipt that is not literally an expected one; returns the numbers of its plan and
-    its shard.
-    """
+    """Verify a receipt other than those expected; returns its plan's and its shard's number."""
     payload = signed.payload
     signing.verify(
         session.pool.key, signing.RECEIPT, signed.type, payload, signed.signature, field=at

@@ -36,9 +36,7 @@ class Commands:
 
 
 class Command:
-    """The context of one command, used once. Not a generator, for speed: each layer of a step is a
-    command.
-    """
+    """The context of one command, used once. Not a generator: each layer is a command."""
 
     __slots__ = ("_began_s", "_commands", "_depth", "_name")
 

@@ -150,8 +150,8 @@ class Executor:
         return self._tables.num_sequences
 
     def use_own_stream(self) -> None:
-        """Give the calling thread a stream of its own, whose work runs beside other work on the
-        device.
+        """Give the calling thread its own stream, whose work runs beside the device's
+        other work.
         """
         self.kernels.streams.use_own_stream()
 
@@ -193,9 +193,7 @@ class Executor:
             return self._tables.publications[group].keep(publications, present, "publications")
 
     def withdraw(self, blocks: rpb.WithdrawBlocks) -> int:
-        """Remove publications, ignoring those of an earlier generation of a block. Returns the
-        number removed.
-        """
+        """Remove publications of blocks that still have their generation. Returns how many."""
         with self._command.lock, self._command("withdraw"):
             group = check_group(blocks.group, self.layout, "withdraw.group")
             present = self._tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
@@ -390,9 +388,7 @@ class Executor:
         return self.blocks.write(session_id, place, blocks, plan_number)
 
     def check_integrity(self) -> None:
-        """Check that tables, reference counts, generations and publications agree. Raises
-        InternalError.
-        """
+        """Check that tables, counts, generations and publications agree. Raises InternalError."""
         with self._command.lock:
             self._tables.check_integrity()
             for session_id in self._tables.session_ids():

@@ -41,9 +41,7 @@ Result = TypeVar("Result")
 
 
 class RanLayer(NamedTuple):
-    """A layer of the model that native code ran. ``seconds``: how long writing and attending took,
-    each.
-    """
+    """A layer of the model that native code ran. ``seconds``: of writing, and of attending."""
 
     layer: int
     bound: BoundLayer
@@ -66,9 +64,7 @@ class LayerRunner:
         layers: Sequence[int],
         command: Commands,
     ) -> None:
-        """``layers``: the model's layers that the shard holds. ``command``: wraps methods in
-        commands.
-        """
+        """``layers``: the model's layers in the shard. ``command``: wraps methods in commands."""
         self.slice_s = SLICE_S
         self._plans = plans
         self._compute = compute
@@ -314,9 +310,7 @@ def _check_given(tensors: LayerTensors, field: str) -> None:
 
 
 def _of_tokens(tensors: LayerTensors) -> LayerTensors:
-    """Convert tensors of transformers' shape, [num_rows, heads, num_columns, size], to [num_tokens,
-    heads, size].
-    """
+    """Convert tensors [num_rows, heads, num_columns, size] to [num_tokens, heads, size]."""
     query, key, value = (
         tensor if tensor is None or tensor.dim() != 4 else tensor.transpose(1, 2).flatten(0, 1)
         for tensor in tensors
@@ -325,9 +319,7 @@ def _of_tokens(tensors: LayerTensors) -> LayerTensors:
 
 
 def _like(query: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
-    """Convert an output of one row for each token to the shape that belongs to a query of these
-    dimensions.
-    """
+    """Convert an output of one row for each token to the shape of the query's dimensions."""
     if query is None or query.dim() != 4 or output.dim() == 4:
         return output
     return output.view(query.shape[0], query.shape[2], *output.shape[1:])

@@ -188,9 +188,7 @@ class PlanRunner:
         )
 
     def _transfer(self, session: Session, run: RunningPlan) -> None:
-        """Queue the clearing of blocks and the transfers of a plan on the device, each
-        part once.
-        """
+        """Queue the plan's clearing and transfers on the device, each part once."""
         before, after = run.to_clear
         if not run.cleared:
             self._compute.clear(before)

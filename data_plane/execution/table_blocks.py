@@ -111,9 +111,7 @@ class TableBlocks:
     def write(
         self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
     ) -> pb.SignedPayload | None:
-        """Write blocks as ``Executor.write_blocks`` does; the number of blocks is that of
-        ``data``.
-        """
+        """Write blocks as ``Executor.write_blocks``; the number of blocks is that of ``data``."""
         with self._command.lock, self._command("write_blocks"):
             return self._write(session_id, blocks, data, plan_number)
 
@@ -158,7 +156,7 @@ class TableBlocks:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a file tier is told which prefixes are reused."""
+        """Return whether a file tier is notified of reused prefixes."""
         return self._plans.reused is not None
 
     def watch_reuse(self, on_reuse: Callable[[], None]) -> None:
@@ -194,7 +192,7 @@ class TableBlocks:
             return self._compute.read(_DEVICE, np.array([block], np.int32), layers, full)
 
     def scope_of(self, session_id: int) -> tuple[str, str]:
-        """Return the tenant and the namespace of a session. Raises SessionExpiredError,
+        """Return a session's tenant and namespace. Raises SessionExpiredError,
         InvalidRequestError.
         """
         with self._command.lock, self._command("scope_of"):

@@ -50,9 +50,7 @@ class _Node:
 
 
 class FileIndex:
-    """Index of the files as a tree of prefixes, in the order of use. Not thread-safe. Names have 32
-    bytes.
-    """
+    """A tree of the files' names, in the order of use. Not thread-safe. Names have 32 bytes."""
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # the least recently used first
@@ -90,9 +88,7 @@ class FileIndex:
         return True
 
     def oldest(self, keep: bytes = b"") -> bytes | None:
-        """Return the least recently used file, which is evicted next, but never ``keep``; None if
-        there is no other.
-        """
+        """Return the least recently used file other than ``keep``; None if there is none."""
         for _ in range(len(self._nodes)):
             name = next(iter(self._nodes))
             if not self._nodes[name].children and name != keep:
@@ -101,9 +97,7 @@ class FileIndex:
         return None
 
     def remove(self, name: bytes) -> list[bytes]:
-        """Remove a file and all its descendants, if it exists. Returns their names,
-        parents first.
-        """
+        """Remove a file and all below it, if it exists. Returns their names, parents first."""
         node = self._nodes.get(name)
         if node is None:
             return []
@@ -287,9 +281,7 @@ class BlockFiles:
     def key_of(
         self, tenant: bytes, root: bytes, parent: bytes, name: bytes, generation: int = 0
     ) -> BlockKey:
-        """Return the key of a block's file on this shard. ``generation``: the block's in
-        the pool.
-        """
+        """Return the key of a block's file here. ``generation``: the block's in the pool."""
         return BlockKey(self._part, tenant, root, parent, name, self._length, generation)
 
     def num_forgotten(self, tenant: bytes) -> int:

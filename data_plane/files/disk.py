@@ -39,9 +39,7 @@ class Disk:
         path.unlink()
 
     def read(self, path: Path, most_bytes: int) -> memoryview:
-        """Read at most ``most_bytes`` from the beginning of a file, into memory that can be
-        written.
-        """
+        """Read at most ``most_bytes`` from a file's beginning, into writable memory."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             content = memoryview(bytearray(min(most_bytes, os.fstat(fd).st_size)))

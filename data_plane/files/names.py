@@ -24,9 +24,7 @@ class Scope(NamedTuple):
 
 
 def scope_of(layout_fingerprint: bytes, tenant: str, namespace: str) -> Scope:
-    """Return the scope of a tenant's namespace: the names of the tenant and of the root of its
-    prefixes.
-    """
+    """Return the scope of a tenant's namespace: names of the tenant and of its prefixes' root."""
     owner = _digest(b"tenant", layout_fingerprint, tenant.encode())
     return Scope(owner, _digest(b"root", owner, namespace.encode()))
 
@@ -50,7 +48,5 @@ def folder_name(part: bytes, pool_id: str, shard: Shard) -> str:
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:
-    """Hash the kind of a name and its ``parts``, of which only the last may have a
-    variable length.
-    """
+    """Hash a kind and ``parts``, of which only the last may have a variable length."""
     return hashlib.sha256(b"kvplane " + kind + b"\0" + b"".join(parts)).digest()

@@ -64,9 +64,7 @@ def encode_header(key: BlockKey, data: bytes) -> bytes:
 
 
 def read_header(header: bytes | memoryview) -> tuple[BlockKey, bytes]:
-    """Parse a header; returns the key, and the checksum that the data should have. Raises
-    FileMissError.
-    """
+    """Parse a header; returns the key and the data's checksum. Raises FileMissError."""
     if len(header) < HEADER_BYTES:
         raise FileMissError("TORN")
     fields = header[: _FIELDS.size]
@@ -81,9 +79,7 @@ def read_header(header: bytes | memoryview) -> tuple[BlockKey, bytes]:
 
 
 def read_data(content: memoryview, wanted: BlockKey) -> memoryview:
-    """Return the data in a file's content, if the file is of the block ``wanted``. Raises
-    FileMissError otherwise.
-    """
+    """Return a file's data if the file is of the block ``wanted``; else raise FileMissError."""
     has, checksum = read_header(content[:HEADER_BYTES])
     if (has.part, has.tenant, has.root, has.parent, has.name, has.length) != (
         *(wanted.part, wanted.tenant, wanted.root, wanted.parent, wanted.name),

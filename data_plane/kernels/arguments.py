@@ -28,9 +28,7 @@ FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 HOST: Final = torch.device("cpu")
 
 NumbersOfHeads = tuple[torch.Tensor | None, torch.Tensor | None]
-"""ALiBi slopes and sinks of the query heads, each float32 [num_heads]; None where the options have
-none.
-"""
+"""ALiBi slopes and sinks, float32 [num_heads]; None for those that options do not have."""
 
 _ANY: Final = None  # in a shape: any extent
 _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
@@ -224,9 +222,7 @@ def numbers_of_heads(
 
 
 def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the views of keys and of values in a layer's pages. Raises InvalidRequestError naming
-    ``pages`` if malformed.
-    """
+    """Return a layer's views of keys and of values. Raises InvalidRequestError if malformed."""
     if isinstance(pages, tuple):
         keys, values = pages
         for tensor in pages:
@@ -249,9 +245,7 @@ def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def are_latents(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether the values are views of their keys' first elements, and are not
-    stored apart.
-    """
+    """Return whether values are views of their keys' first elements, not stored apart."""
     return keys.numel() > 0 and keys.data_ptr() == values.data_ptr()
 
 
@@ -299,17 +293,13 @@ def check_pairs(pairs: torch.Tensor) -> None:
 
 
 def shape_of_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of these blocks of a pool in the canonical order, in which layers come
-    before blocks.
-    """
+    """Return the shape of these blocks in canonical order: layers come before blocks."""
     check_tensor("block_ids", block_ids, "[num_block_ids]", (_ANY,), (torch.int64,), HOST)
     return (pool.shape[1], block_ids.shape[0], *pool.shape[2:])
 
 
 def check_blocks(blocks: torch.Tensor, shape: tuple[int, ...], pool: torch.Tensor) -> None:
-    """Raise InvalidRequestError unless the blocks have ``shape_of_blocks``, and the pool's dtype
-    and device.
-    """
+    """Raise InvalidRequestError unless blocks have ``shape_of_blocks`` and fit the pool."""
     wanted = f"[num_layers, num_block_ids, {', '.join(map(str, shape[2:]))}]"
     check_tensor("blocks", blocks, wanted, shape, (pool.dtype,), pool.device)
 
@@ -321,9 +311,7 @@ def check_result(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise InvalidRequestError unless a tensor for a result is contiguous, of this shape and this
-    dtype.
-    """
+    """Raise InvalidRequestError unless a result is contiguous and of this shape and dtype."""
     check_tensor(name, tensor, str(list(shape)), tuple(shape), (dtype,), device)
     if not tensor.is_contiguous():
         raise InvalidRequestError("must be contiguous", field=name)
@@ -363,9 +351,7 @@ def check_tensor(
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is on a device. A device without an index stands for all of
-    its type.
-    """
+    """Return whether a tensor is on a device; one without an index stands for all of its type."""
     has = tensor.device
     return has.type == device.type and device.index in (None, has.index)
 

@@ -53,9 +53,7 @@ class Kernels(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes on the device that calls need at most, beside the pools and the callers'
-        tensors.
-        """
+        """Bytes of the device that calls need beside the pools and the callers' tensors."""
         ...
 
     @property
@@ -129,14 +127,12 @@ class Kernels(Protocol):
     def scatter_blocks(
         self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
     ) -> None:
-        """Copy blocks into a pool: the inverse of ``gather_blocks``. Of equal ids the last one
-        counts.
-        """
+        """Copy blocks into a pool, inversely to ``gather_blocks``. Of equal ids the last counts."""
         ...
 
     def clear_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """Set whole blocks of a pool on the device to zero. block_ids: int64 [num_block_ids] on the
-        host.
+        """Zero whole blocks of a pool on the device. block_ids: int64 [num_block_ids], on
+        the host.
         """
         ...
 
@@ -148,9 +144,7 @@ class Kernels(Protocol):
 
 
 def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:
-    """Check that the kernels serve the cache kind of each layer group. Raises
-    InvalidRequestError.
-    """
+    """Check that ``kernels`` serve each layer group's cache kind. Raises InvalidRequestError."""
     for i, group in enumerate(layout.groups):
         if group.cache_kind not in kernels.cache_kinds:
             raise InvalidRequestError(

@@ -11,9 +11,7 @@ from data_plane.kernels.arguments import HostLengths, SharedPlans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """What the kernels of one layer group need in a step: slots, tables and lengths of S sequences
-    with T tokens in all.
-    """
+    """A layer group's slots, tables and lengths in a step of S sequences with T tokens."""
 
     num_tokens: int
     """T, the number of tokens of all sequences."""

@@ -21,9 +21,7 @@ Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """The shape of one layer's page of a block: ``num_kv_heads`` of ``group``,
-    ``block_size_tokens`` each.
-    """
+    """The shape of a page: a layer's ``num_kv_heads`` of a block of ``block_size_tokens``."""
 
     group: LayerGroup
     num_kv_heads: int
@@ -35,16 +33,14 @@ class PageShape:
         return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of keys and of values, [..., num_kv_heads, block_size, elements of each], of
-        pages [..., *extents].
+        """Return the keys and the values in ``pages``, as views [..., num_kv_heads, block_size,
+        size].
         """
         stored = self.stored(pages)
         return stored[0], stored[-1][..., : self.group.value_size]
 
     def stored(self, pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return views of the stored tensors, which do not overlap: keys and values, or latents
-        alone.
-        """
+        """Return views of the stored tensors, which do not overlap: keys and values, or latents."""
         if len(self.extents) > 1:
             return pages.unbind(-4)
         sizes = self.group.stored_sizes

@@ -40,9 +40,7 @@ def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDA
 
 
 def limits_of_tiers(num_blocks: Mapping[TierKey, int]) -> NDArray[np.int64]:
-    """Return [256]: the number of blocks of each tier, indexed by tier key; -1 where there is no
-    tier.
-    """
+    """Return [256]: each tier's number of blocks, by tier key; -1 where there is no tier."""
     limits = np.full(256, -1, np.int64)
     for tier_key, limit in num_blocks.items():
         limits[tier_key] = limit

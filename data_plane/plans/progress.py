@@ -11,9 +11,7 @@ from kvplane.errors import InvalidRequestError
 
 
 class Progress:
-    """Which tokens of each span are written in which layer, for one plan or pass. A layer is given
-    by its index in the shard.
-    """
+    """Which tokens of each span are written in which layer (by index) in a plan or pass."""
 
     def __init__(self, num_layers: int, num_tokens: NDArray[np.int64]) -> None:
         """``num_tokens``: [S], the number of tokens of each span."""
@@ -46,8 +44,8 @@ class Progress:
         self._written[layer] = True
 
     def check_no_gap(self, layers: Sequence[int], span: int, begin: int) -> None:
-        """Check that all tokens of a span before ``begin`` were written in ``layers``. Raises
-        InvalidRequestError.
+        """Raise InvalidRequestError unless ``layers`` have all of a span's tokens before
+        ``begin``.
         """
         for layer in layers:
             num_written = self._num_written(layer, span)

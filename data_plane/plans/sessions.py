@@ -48,9 +48,7 @@ class RunningPlan:
     payload_version: int
     digest: bytes
     whole: tuple[AttentionBatch, ...]
-    """The batch of all of the plan's tokens for each layer group, on the host. All have the same
-    spans.
-    """
+    """The batch of all of the plan's tokens for each layer group, on the host."""
     attention: tuple[AttentionBatch, ...]
     """The batch of each layer group for the plan, or for its present pass, on the kernels' device.
     If the session has fixed steps: on the host until ``PlanRunner.batch`` is called.
@@ -59,9 +57,7 @@ class RunningPlan:
     """The batches of ``attention``, on the host."""
     allocated: AllocatedBlocks
     to_clear: tuple[BlocksByTier, BlocksByTier]
-    """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
-    after them.
-    """
+    """Blocks that may hold another tenant's data: those to clear before and after transfers."""
     transfers: Transfers
     batches: list[Batch]
     """The transfers as batches for the kernels."""
@@ -203,9 +199,7 @@ class Session:
     has_fixed_steps: bool = False
     """Whether most plans use the buffers of a fixed step, and not buffers of their own."""
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
-    """Digest and receipt of each of the last ``max_plans_in_flight`` finished plans, by plan
-    number.
-    """
+    """Digest and receipt of the last ``max_plans_in_flight`` finished plans, by number."""
 
     @property
     def id(self) -> int:
@@ -311,9 +305,7 @@ class EndedSessions:
 
 
 class Sessions:
-    """The open sessions of a data plane, and which ones have ended and must never be
-    opened again.
-    """
+    """The open sessions of a data plane, and those that have ended and never open again."""
 
     def __init__(self) -> None:
         self._open: dict[int, Session] = {}

@@ -34,9 +34,7 @@ class Verifier:
     """Verifies grants and plans, and signs receipts, for one epoch, one incarnation and one key."""
 
     def __init__(self, pool_id: str, shard_index: int, num_shards: int, epoch: int = 0) -> None:
-        """``epoch``: higher than that of the process that this one replaces; 0 takes the clock's
-        nanoseconds.
-        """
+        """``epoch``: higher than the replaced process's; 0 takes the clock's nanoseconds."""
         if not 0 <= epoch <= _MAX_EPOCH:
             raise InvalidRequestError(f"must be 0 to {_MAX_EPOCH}, is {epoch}", field="epoch")
         self.pool_id = pool_id
@@ -68,9 +66,7 @@ class Verifier:
         self.incarnation, self._key = incarnation, key
 
     def check_incarnation(self, incarnation: int, field: str) -> None:
-        """Check that ``incarnation`` is that of the control plane registered with. Raises
-        StaleIncarnationError.
-        """
+        """Raise StaleIncarnationError for an incarnation other than the one registered with."""
         if incarnation != self.incarnation:
             raise StaleIncarnationError(
                 f"this data plane is registered with incarnation {self.incarnation} of the control "

@@ -34,9 +34,7 @@ class WriteChecks:
         self.check_still_writable(run)
 
     def check_still_current(self, session: Session, run: RunningPlan) -> None:
-        """Check the spans' tables again, if a plan made any table entry stale since the
-        last check.
-        """
+        """Check the spans' tables again if a plan made any entry stale since the last check."""
         if run.checked_taken != self._tables.num_taken:
             for batch in run.attention:
                 check_current(self._tables, session.id, batch)

@@ -25,9 +25,7 @@ class Calls:
     def __init__(
         self, executor: Executor, worker: WorkerThread, *, knows_callers: bool = False
     ) -> None:
-        """``knows_callers``: whether callers are authenticated, so that their grants must be their
-        own.
-        """
+        """``knows_callers``: callers are authenticated, so grants must be their own."""
         self._executor = executor
         self._worker = worker
         self._knows_callers = knows_callers
@@ -48,9 +46,7 @@ class Calls:
             raise
 
     def tenant(self) -> str | None:
-        """Return the tenant of the current call's caller; None where callers are not
-        authenticated.
-        """
+        """Return the current caller's tenant; None where callers are not authenticated."""
         return caller().tenant if self._knows_callers else None
 
 

@@ -191,9 +191,7 @@ class DataPlaneSettings(
 
 
 def _range(text: str, field: str) -> tuple[int, int] | None:
-    """Parse "FIRST:COUNT", or "FIRST:" as a count of 0; None for an empty text. Raises
-    InvalidRequestError.
-    """
+    """Parse "FIRST:COUNT" or "FIRST:", a count of 0; None for "". Raises InvalidRequestError."""
     if not text:
         return None
     if not (found := re.fullmatch(r"([0-9]{1,6}):([1-9][0-9]{0,5})?", text)):

@@ -63,9 +63,7 @@ def _share_nothing(request: local_pb2.ShareDeviceMemory) -> pb.ExecuteResponse:
 
 
 class ExecuteStream:
-    """The session, plan and regions of one Execute stream, or of one unary call. Used on the worker
-    thread.
-    """
+    """State of one Execute stream or unary call: session, plan, regions. For the worker thread."""
 
     def __init__(self, executor: Executor, tenant: str | None) -> None:
         """``tenant``: the caller's; None where callers have no identity."""
@@ -163,9 +161,7 @@ class ExecuteStream:
         return self._start(request.plan, _pass_of(request), swaps=swaps)
 
     def layer_alone(self, request: pb.RunLayerRequest) -> Slices[pb.RunLayerResponse]:
-        """Answer a unary call for one layer, which brings its grant and its plan. Raises
-        KvplaneError.
-        """
+        """Answer a unary call for a layer, which brings grant and plan. Raises KvplaneError."""
         layer = self._parse(request, "", is_local=False)
         self._open_session(request.grant)
         started = self._start(request.plan, None)
@@ -214,9 +210,7 @@ class ExecuteStream:
         )
 
     def _read(self, request: pb.RunLayerRequest, *, is_local: bool = False) -> Layer:
-        """Parse a layer's message of the stream. ``is_local``: its tensors and output have to be in
-        regions.
-        """
+        """Parse a layer's message. ``is_local``: its tensors and output have to be in regions."""
         self._check_begun()
         why = "a layer of the stream names its plan by plan_number"
         refuse_fields(request, ["grant", "plan"], why, "layer.")

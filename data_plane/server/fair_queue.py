@@ -15,18 +15,14 @@ T = TypeVar("T")
 
 
 class Lane(NamedTuple):
-    """Identifies a session of a caller: its commands run in order. ``caller``: a tenant, or a
-    connection.
-    """
+    """A session of a caller, whose commands run in order. ``caller``: a tenant or connection."""
 
     caller: str
     session_id: int = 0
 
 
 class FairQueue(Generic[T]):
-    """A queue of many lanes' commands, which gives each caller an equal share of the thread's time.
-    Not thread-safe.
-    """
+    """Commands of many lanes: each caller gets an equal share of time. Not thread-safe."""
 
     def __init__(self) -> None:
         self._first: deque[T] = deque()
@@ -68,9 +64,7 @@ class FairQueue(Generic[T]):
         return lane, command
 
     def charge(self, lane: Lane | None, seconds: float) -> None:
-        """Add the seconds that a lane's last command ran to the time used by the lane and its
-        caller.
-        """
+        """Add the seconds of a lane's last command to the time used by lane and caller."""
         if lane is not None:
             self._of_callers.charge(lane.caller, seconds, {each.caller for each in self._waiting})
             self._of_lanes.charge(lane, seconds, self._waiting.keys())

@@ -188,9 +188,7 @@ class LoadSlots:
 
 
 class FileTier:
-    """Keeps blocks of an executor in files, from ``start`` to ``stop``. No other process uses its
-    ``files``.
-    """
+    """Keeps an executor's blocks in files of its own, from ``start`` to ``stop``."""
 
     def __init__(
         self,
@@ -291,9 +289,7 @@ class FileTier:
         return pb.LoadFileBlocksResponse(num_blocks=num_loaded, receipt=receipt)
 
     async def forget(self, message: rpb.ForgetFiles) -> None:
-        """Delete the files that a message names, and cancel pending writes of them.
-        Raises OSError.
-        """
+        """Delete the files that a message names, and cancel their writes. Raises OSError."""
         tenant = None if message.all_tenants else message.tenant
         await self._worker.run(partial(self._executor.blocks.drop_reused, tenant))
         fingerprint = self._executor.layout.fingerprint
@@ -310,9 +306,7 @@ class FileTier:
         await self._off_loop(forget)
 
     def _forget_prefix(self, scope: Scope, token_ids: bytes) -> None:
-        """Delete the files of a prefix. Not on the event loop: a long prefix takes some 100,000
-        hashes.
-        """
+        """Delete a prefix's files. Not on the event loop: a long one takes 100,000 hashes."""
         *_, name = block_names(scope.root, token_ids, self._executor.layout.block_size_tokens)
         self.files.forget(tenant=scope.tenant, name=name)
 

@@ -115,9 +115,7 @@ class RegistrationClient:
             await self._channel.close(None)
 
     async def _reopen(self) -> None:
-        """Open a new channel with the TLS files as they are now; keep the old channel if they are
-        invalid.
-        """
+        """Open a channel with the present TLS files; keep the old channel if they are invalid."""
         try:
             channel = self._open()
         except InvalidRequestError as error:
@@ -239,9 +237,7 @@ def _hello_of(executor: Executor, address: str) -> rpb.Hello:
 
 
 def _check_payload_version(welcome: rpb.Welcome) -> None:
-    """Check that the control plane chose a version that was offered. Raises
-    ProtocolMismatchError.
-    """
+    """Raise ProtocolMismatchError unless the control plane chose an offered version."""
     oldest, newest = OLDEST_PAYLOAD_VERSION, NEWEST_PAYLOAD_VERSION
     if not oldest <= welcome.payload_version <= newest:
         raise ProtocolMismatchError(
@@ -308,9 +304,7 @@ def _typed(error: grpc.aio.AioRpcError) -> KvplaneError:
 
 @asynccontextmanager
 async def _beating(stream: RegistrationStream, welcome: rpb.Welcome) -> AsyncIterator[None]:
-    """Send heartbeats while inside the context. A failed send is ignored: reading the stream fails
-    too.
-    """
+    """Send heartbeats inside the context. A failed send is ignored: reading fails too."""
     shortest_s, longest_s = _HEARTBEAT_RANGE_S
     interval_s = min(max(welcome.heartbeat_interval.ToNanoseconds() / 1e9, shortest_s), longest_s)
 

@@ -403,9 +403,7 @@ def _touch(tier: torch.Tensor) -> None:
 
 
 def shard_of(config: DataPlaneSettings, layout: Layout) -> Shard:
-    """Return the shard that the settings describe. Raises InvalidRequestError when it does not fit
-    the layout.
-    """
+    """Return the shard that the settings name. Raises InvalidRequestError if it does not fit."""
     index, num_shards = config.shard_index, config.num_shards
     layers, kv_heads = config.layer_range, config.kv_head_range
     if layers is None and kv_heads is None and not config.shard_copy:
@@ -446,9 +444,7 @@ def load_layout(
 
 
 def layout_from_json(path: Path) -> Layout:
-    """Read a layout from a JSON file with the fields of ``kvplane.layout.Layout``. Raises
-    InvalidRequestError.
-    """
+    """Read a ``kvplane.layout.Layout`` from a JSON file. Raises InvalidRequestError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         groups = tuple(

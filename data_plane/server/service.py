@@ -53,9 +53,7 @@ class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
         self._streams = RequestStreams("data plane")
 
     def stop(self) -> None:
-        """End the streams that wait for a request, and every other stream after its
-        current answer.
-        """
+        """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
 
     async def Execute(

@@ -40,8 +40,8 @@ def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str)
 
 
 def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
-    """Copy a tensor into a message, once the device has computed it. Raises InternalError if the
-    device failed.
+    """Copy a tensor to a message, once it is computed. Raises InternalError if the device
+    failed.
     """
     with device_errors():
         dense = tensor.detach().cpu().contiguous()

@@ -221,9 +221,7 @@ class WorkerThread:
             self._commands.put(*self._given.popleft())
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Wait, and return the files that are ready. For the socket served last, its ``wait``
-        polls.
-        """
+        """Wait, and return the files that are ready. The socket served last is polled."""
         fd = self._served_last
         while fd in self._served:
             lane, _, wait = self._served[fd]

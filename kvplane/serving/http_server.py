@@ -17,7 +17,7 @@ _GRACE_S: Final = 5
 
 
 class HttpServer(uvicorn.Server):
-    """Reports its address once it listens: to its log, and in a file."""
+    """An HTTP server of an application; once it listens it reports its address, also in a file."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class HttpServer(uvicorn.Server):
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen. Each connection gets the certificate in the files when it begins."""
+        """Start to listen. Each new connection gets the certificate that the files have then."""
         if self._certificate is not None and self._key is not None:
             self.config.ssl = renewed_context(self._certificate, self._key)
         await super().startup(sockets)

@@ -114,15 +114,6 @@ def test_of_equal_ids_the_last_block_stays(backend: Kernels) -> None:
     assert_same_bits(pool[1], blocks[:, 2])
 
 
-def test_runs_of_neighbours_are_swapped_as_singles_are(backend: Kernels) -> None:
-    source, destination = torch.randn(2, 12, 1, 2, 1, 4, 8).unbind()
-    pairs = torch.tensor([[0, 4], [1, 5], [2, 6], [9, 7], [10, 8], [11, 0], [5, 1]])
-    expected = destination.clone()
-    expected[pairs[:, 1]] = source[pairs[:, 0]]
-    backend.swap_blocks(source, destination, pairs)
-    assert_same_bits(destination, expected)
-
-
 BLOCK = (2, 1, 16, 64)  # [2, num_kv_heads, block_size, head_size]: 2^11 elements
 NUM_BLOCKS = 2**20 + 64  # just past 2^31 elements and 2^32 bytes
 

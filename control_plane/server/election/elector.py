@@ -4,7 +4,7 @@
         ...  # this process leads; when it no longer does, PlaneUnavailableError is raised
 
 An election decides only which process serves. A former leader can do no harm, because data planes
-refuse lower incarnations, whoever holds the lease: two leaders at a time cost a failed call, never
+refuse lower incarnations, lease or not: two leaders at a time cost a failed call, never
 a wrong byte. Beyond a lease, an elector has to promise that incarnations rise.
 """
 
@@ -67,9 +67,7 @@ class Elector(ABC):
 
     @abstractmethod
     async def resign(self) -> None:
-        """Give up the leadership, if this process still has it, so that another can lead. Does not
-        raise.
-        """
+        """Give up the leadership, if this process has it, to let another lead. Does not raise."""
 
 
 def next_incarnation(last: int) -> int:

@@ -38,9 +38,7 @@ class FileElector(Elector):
         return incarnation
 
     async def hold(self) -> None:
-        """Wait until the lock's file is replaced or removed: other processes can then lock a new
-        one.
-        """
+        """Wait until the lock's file is replaced or removed: others can then lock a new one."""
         while self._is_locked():
             await asyncio.sleep(_CHECK_S)
 

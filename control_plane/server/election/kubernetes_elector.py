@@ -46,8 +46,8 @@ class KubernetesApi:
 
     @classmethod
     def of_pod(cls, host: str, port: str) -> KubernetesApi:
-        """Return a client that uses the pod's service account; the arguments are in the pod's
-        environment.
+        """Return a client with the pod's service account; the pod's environment has the
+        arguments.
         """
         host = f"[{host}]" if ":" in host else host
         return cls(
@@ -55,8 +55,8 @@ class KubernetesApi:
         )
 
     def call(self, method: str, path: str, body: Lease | None, timeout_s: float) -> Lease:
-        """Send a request to the API server and return its answer. Blocks. Raises
-        urllib.error.HTTPError or OSError.
+        """Send a request and return its answer. Blocks. Raises urllib.error.HTTPError or
+        OSError.
         """
         request = urllib.request.Request(f"{self.url}{path}", method=method)
         request.add_header("Content-Type", "application/json")
@@ -156,9 +156,7 @@ class KubernetesElector(Elector):
             _cancel(dying)
 
     async def _take(self, lease: Lease) -> int:
-        """Make this process the Lease's holder; returns the incarnation. Raises HTTPError 409 if
-        another was first.
-        """
+        """Become the Lease's holder; returns the incarnation. Raises HTTPError 409 if too late."""
         annotations = lease["metadata"].setdefault("annotations", {})
         incarnation = next_incarnation(int(annotations.get(_INCARNATION, 0)))
         annotations |= {_INCARNATION: str(incarnation), _ADDRESS: self._address}
@@ -171,9 +169,7 @@ class KubernetesElector(Elector):
         return incarnation
 
     async def _write(self, lease: Lease) -> None:
-        """Replace the version of the Lease that was read last. The Lease's time runs from before
-        the request.
-        """
+        """Replace the version read last. The Lease's time runs from before the request."""
         sent_s = time.monotonic()
         lease["spec"]["renewTime"] = _now()
         self._lease = await self._send("PUT", lease)

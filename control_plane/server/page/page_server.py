@@ -54,8 +54,8 @@ class PageServer:
     """The server of the status page. ``start`` binds it, on the event loop of the core."""
 
     def __init__(self, view: View, access: AccessList, plane: Mapping[str, Any]) -> None:
-        """``view`` returns the pools that a tenant may see, as JSON values. ``plane``: facts about
-        the process.
+        """``view`` returns the pools as a tenant may see them. ``plane``: facts about the
+        process.
         """
         self._view = view
         self._access = access
@@ -162,9 +162,7 @@ class PageServer:
                     return  # the browser has left
 
     def _text(self, tenant: str) -> str:
-        """Return the pools' state as JSON. It is made at most once an interval for all browsers of
-        a tenant.
-        """
+        """Return the pools' state as JSON, made at most once an interval for each tenant."""
         now_s = time.monotonic()
         made_s, text = self._views.get(tenant, (-INTERVAL_S, ""))
         if now_s - made_s >= INTERVAL_S:

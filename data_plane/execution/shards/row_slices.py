@@ -27,9 +27,7 @@ _MEMORY_CALLS: Final = 4
 
 
 def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
-    """Return the attention arguments restricted to some of the query rows. ``lengths`` must not be
-    None.
-    """
+    """Return the attention arguments of some of the query rows. ``lengths`` must be given."""
     lengths = arguments.lengths
     assert lengths is not None
     starts = lengths.query_starts

@@ -118,9 +118,7 @@ class ShardKernels:
         return arguments
 
     def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
-        """Return the options with which a layer attends when a caller passes ``options``: the
-        layout adds its window.
-        """
+        """Return the options with which a layer attends when a caller passes ``options``."""
         return options.in_group(self._windows[layer])
 
     def attention_arguments(
@@ -163,9 +161,7 @@ class ShardKernels:
         return arguments
 
     def count(self, bound: BoundLayer, run: RunningPlan, seconds: Sequence[float]) -> None:
-        """Add a call of a bound layer to the counters. ``seconds``: how long writing and attending
-        took.
-        """
+        """Add a call of a bound layer to the counters. ``seconds``: of writing, of attending."""
         counters, num_tokens = self._counters, bound.num_tokens
         write_s, attention_s = seconds
         num_context = run.num_context_tokens(bound.window_tokens)
@@ -402,17 +398,15 @@ class ShardKernels:
                     stored.view(bits)[block_ids, :, offsets] = rows
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise InvalidRequestError for a dtype other than the layout's, which the kernels would
-        accept and round.
+        """Raise InvalidRequestError for a dtype that is not the layout's: kernels would
+        round it.
         """
         wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
 
 
 def check_window(window_tokens: int, most: int | None) -> None:
-    """Raise InvalidRequestError for an attention window, 0 for none, that reaches back to trimmed
-    entries.
-    """
+    """Raise InvalidRequestError for a window, 0 for none, that reaches trimmed entries."""
     if most is not None:
         require(
             0 < window_tokens <= most,

@@ -26,9 +26,7 @@ _BATCH: Final = ("bound",)  # among a batch's shared plans
 
 Signature = tuple[Any, ...]
 LayerTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""A layer's query, key and value. Without a query the layer only writes; without a key it only
-attends.
-"""
+"""Query, key and value of a layer. Without a query it only writes; without a key, attends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +63,7 @@ class BoundLayers:
         bind: Callable[[WriteArguments, AttentionArguments], Any],
         num_threads: Callable[[], int],
     ) -> None:
-        """``bind`` makes the module's BoundLayer. ``num_threads`` returns the number of threads of
-        a call.
-        """
+        """``bind`` makes the module's BoundLayer. ``num_threads`` returns a call's threads."""
         self._module = module
         self._bind = bind
         self._num_threads = num_threads
@@ -96,8 +92,8 @@ class BoundLayers:
     def _of_tensors(
         self, layer: int, tensors: LayerTensors, options: AttentionOptions
     ) -> BoundLayer | None:
-        """Return the bound layer; None if it is not bound, or if these arguments differ from the
-        ones that were checked then.
+        """Return the layer as it was bound for tensors and options of this signature; None if it
+        was not.
         """
         query = tensors[0]
         assert query is not None

@@ -65,9 +65,7 @@ _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention", "plan_attentio
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A work plan on the device: how a batch is cut into items of work. ``native`` refers to
-    ``memory``.
-    """
+    """A work plan: how a batch is cut into items of work. ``native`` refers to ``memory``."""
 
     native: Any
     memory: torch.Tensor
@@ -242,9 +240,7 @@ class CudaKernels(NativeKernels):
         return num_bytes
 
     def max_partials(self, arguments: AttentionArguments) -> int:
-        """Return the maximum number of partial results that a batch of these shapes and this window
-        can need.
-        """
+        """Return how many partial results a batch of these shapes and window needs at most."""
         count: int = super()._call(
             "max_partials",
             **self._sizes(arguments),
@@ -263,9 +259,7 @@ class CudaKernels(NativeKernels):
         return self._count(self._sizes(arguments), self._options(arguments), arguments.lengths)
 
     def partials_counter(self, arguments: AttentionArguments) -> Callable[[HostLengths], int]:
-        """Return a function that counts the partial results which a batch of given lengths needs.
-        It keeps no tensor.
-        """
+        """Return a function that counts the partial results of lengths, keeping no tensor."""
         sizes, options = self._sizes(arguments), self._options(arguments)
         return lambda lengths: int(self._count(sizes, options, lengths).sum())
 
@@ -292,9 +286,7 @@ class CudaKernels(NativeKernels):
         return self.max_workspace_bytes + _TENSOR_BYTES
 
     def room(self, arguments: AttentionArguments) -> int:
-        """Return how many partial results the workspace of one call may hold, beside those of fixed
-        steps.
-        """
+        """Return how many partial results one call's workspace may hold, beside fixed steps'."""
         kept = self._kept_by_steps.num_bytes
         return self._room_in(arguments, self.max_workspace_bytes - kept)
 
@@ -352,9 +344,7 @@ class CudaKernels(NativeKernels):
     def _shared_plan(
         self, arguments: AttentionArguments, plans: SharedPlans
     ) -> AttentionPlan | None:
-        """Return the work plan that this call shares with others; None if one workspace would not
-        suffice.
-        """
+        """Return the work plan shared with other calls; None if one workspace is too small."""
         key = self.plan_key(arguments)
         if key not in plans.made:
             if len(plans.made) >= MAX_SHARED_PLANS:
@@ -490,9 +480,7 @@ def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
 def _part(
     arguments: AttentionArguments, lengths: HostLengths, first: int, end: int
 ) -> tuple[AttentionArguments, slice]:
-    """Return the arguments for sequences ``first`` to ``end`` - 1 alone, and the range of their
-    query tokens.
-    """
+    """Return the arguments of sequences ``first`` to ``end`` - 1, and their query tokens."""
     tokens = slice(int(lengths.query_starts[first]), int(lengths.query_starts[end]))
     part = replace(
         arguments,
@@ -515,9 +503,7 @@ class _Buffers:
     num_partials: int
     """Number of partial results for which the workspace has room."""
     count: Callable[[HostLengths], int] | None
-    """Function that counts the partial results of a batch; None where there is room for those of
-    any batch.
-    """
+    """Counts the partial results of a batch; None where there is room for any batch."""
     plan: Any = None
     """The work plan queued in this step; None before."""
 
@@ -533,9 +519,7 @@ class StepMemory:
         self._buffers: dict[tuple[object, ...], _Buffers] = {}
 
     def begin(self) -> None:
-        """Begin a step, before its first layer: its lengths are new, so work plans are
-        made again.
-        """
+        """Begin a step before its first layer: work plans are made again for its lengths."""
         for buffers in self._buffers.values():
             buffers.plan = None
 
@@ -563,9 +547,7 @@ class StepMemory:
         )
 
     def check_room(self, lengths: HostLengths) -> None:
-        """Check that the workspaces have room for a batch of these lengths. Raises
-        InvalidRequestError.
-        """
+        """Raise InvalidRequestError unless workspaces have room for a batch of these lengths."""
         for buffers in self._buffers.values():
             count = 0 if buffers.count is None else buffers.count(lengths)
             if count > buffers.num_partials:

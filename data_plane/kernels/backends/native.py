@@ -124,9 +124,7 @@ class NativeKernels:
         }
 
     def _bound_layer(self, write: WriteArguments, attention: AttentionArguments) -> Any:
-        """Make the native module's BoundLayer for later calls whose tensors are like these
-        arguments.
-        """
+        """Make the module's BoundLayer for later calls whose tensors are like these."""
         return self._module.BoundLayer(
             query=self._view(attention.query),
             key=self._view(write.key),
@@ -170,9 +168,7 @@ class NativeKernels:
         )
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        """Call a native function. A bad id or length raises InvalidRequestError with the text
-        "<tensor>[i] must ...".
-        """
+        """Call a native function; raises InvalidRequestError for a bad id or length."""
         try:
             return getattr(self._module, name)(**arguments)
         except IndexError as error:

@@ -22,9 +22,7 @@ from kvplane.errors import InternalError
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Convert a failing device call inside the context, for lack of memory included, to an
-    InternalError.
-    """
+    """Convert a failing device call, also for lack of memory, to an InternalError."""
     try:
         yield
     except RuntimeError as error:

@@ -19,9 +19,7 @@ class DeviceWatch:
         self._on_lost: Callable[[], None] | None = None
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """Register ``call``, which ``check`` calls once, on its own caller's thread, when the
-        device is lost.
-        """
+        """Have ``check`` call ``call`` once, on its caller's thread, when the device is lost."""
         self._on_lost = call
 
     def check(self) -> None:

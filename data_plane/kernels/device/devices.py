@@ -22,9 +22,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The GPUs of this machine, and the builds of torch and of the kernels, as far as they decide
-    which device can be used.
-    """
+    """The GPUs of this machine, and which of torch and the kernels are built for them."""
 
     has_cuda_kernels: bool
     torch_has_cuda: bool

@@ -63,9 +63,7 @@ class AttentionBatch(StepRows):
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
     num_written: NDArray[np.int64]
-    """For each of ``written_blocks``, how many leading slots are written, by this plan or
-    before.
-    """
+    """For each of ``written_blocks``, how many leading slots are written after the plan."""
     written_by: NDArray[np.int64]
     """For each of ``written_blocks``, the span that writes it."""
 
@@ -84,9 +82,7 @@ class AttentionBatch(StepRows):
         return int(seen.sum()) + self.num_tokens
 
     def span_of(self, sequence_id: int) -> int:
-        """Return the index of a sequence's span. Raises InvalidRequestError when the plan has none
-        for it.
-        """
+        """Return a sequence's span by its index. Raises InvalidRequestError if there is none."""
         spans = np.flatnonzero(self.sequence_ids == sequence_id)
         if not len(spans):
             raise InvalidRequestError(
@@ -169,9 +165,7 @@ def prepare_batch(
 
 
 def check_entries(tables: BlockTables, found: list[Table], sequence_ids: NDArray[np.int64]) -> None:
-    """Raise StaleGenerationError if one of these tables has a block that was allocated
-    again since.
-    """
+    """Raise StaleGenerationError if one of these tables has a block allocated again since."""
     i = tables.first_stale(found)
     if i is not None:
         at = f"{AT_SPANS}.sequence_ids[{i}]"
@@ -181,9 +175,7 @@ def check_entries(tables: BlockTables, found: list[Table], sequence_ids: NDArray
 def _tables_of(
     tables: Mapping[int, Table], sequence_ids: NDArray[np.int64], group: int
 ) -> list[Table]:
-    """Return the table of each span's sequence. Raises for one in the host tier, and for a sequence
-    with two spans.
-    """
+    """Return each span's table. Raises for a table on the host, and for two spans of one."""
     ids = sequence_ids.tolist()
     found = list(map(tables.get, ids))
     if None in found:

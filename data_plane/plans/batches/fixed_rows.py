@@ -46,14 +46,10 @@ class StepBounds:
 
 
 class FixedRows:
-    """Buffers at fixed addresses that hold the slots, tables and lengths of one layer group's
-    steps.
-    """
+    """Buffers at fixed addresses for the slots, tables and lengths of a layer group's steps."""
 
     def __init__(self, bounds: StepBounds, block_size: int, device: torch.device) -> None:
-        """Allocate the buffers on ``device``. Raises InvalidRequestError for tables that would be
-        too large.
-        """
+        """Allocate the buffers. Raises InvalidRequestError for tables that would be too large."""
         self._bounds = bounds
         num_tokens, num_sequences = bounds.num_tokens, bounds.num_sequences
         max_blocks = -(-bounds.context_tokens // block_size)
@@ -100,9 +96,7 @@ class FixedRows:
         return rows
 
     def check_fits(self, batch: AttentionBatch) -> None:
-        """Check that the batch fits in the buffers. Raises InvalidRequestError naming the bound
-        that it exceeds.
-        """
+        """Raise InvalidRequestError naming a bound if the batch does not fit in the buffers."""
         most_tokens = max(batch.context_lens.tolist(), default=0)
         for name, has in (
             ("num_tokens", batch.num_tokens),
@@ -118,9 +112,7 @@ class FixedRows:
             )
 
     def load(self, batch: AttentionBatch) -> None:
-        """Copy a batch that is on the host and fits into the buffers, without waiting for the
-        device.
-        """
+        """Copy a batch on the host, which fits, to the buffers; does not wait for the device."""
         num_spans, pinned = batch.num_spans, self._packed.device.type == "cuda"
         packed = torch.empty(sum(self._sizes), dtype=torch.int64, pin_memory=pinned)
         # By numpy: torch would wake its threads.
@@ -147,7 +139,5 @@ class FixedRows:
         self._packed.copy_(self._empty, non_blocking=True)
 
     def _num_sequences(self, num_tokens: int) -> int:
-        """Return the maximum number of sequences of a step of ``num_tokens``: each has a token or
-        more.
-        """
+        """Return how many sequences a step of ``num_tokens`` can have: each has a token or more."""
         return min(num_tokens, self._bounds.num_sequences)

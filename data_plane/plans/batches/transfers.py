@@ -45,9 +45,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """The blocks that transfers read, or those that they write, as columns; one element for each
-    transfer.
-    """
+    """Columns of the blocks that transfers read, or write; an element for each transfer."""
 
     tier_keys: NDArray[np.int64]
     blocks: NDArray[np.int64]
@@ -76,9 +74,7 @@ class Transfers:
 
     @classmethod
     def read(cls, num_blocks: dict[TierKey, int], message: plan_pb2.Transfers) -> Transfers:
-        """Parse the columns and check each. ``num_blocks``: of each tier. Raises
-        InvalidRequestError.
-        """
+        """Parse and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
         if not message.ByteSize():
             return cls(_NONE, _NONE)
         sources = _read_ends(
@@ -208,9 +204,7 @@ class Transfers:
 def _look_up(
     ends: TransferEnds, tables: BlockTables, allocated: AllocatedBlocks
 ) -> tuple[NDArray[np.int64], Mask]:
-    """Return each block's present generation, and whether the plan allocates it with the generation
-    in ``ends``.
-    """
+    """Return blocks' present generations, and which the plan allocates with those in ``ends``."""
     present = np.zeros(len(ends.blocks), np.int64)
     of_plan = np.zeros(len(ends.blocks), np.bool_)
     for tier_key, generations in tables.generations.items():

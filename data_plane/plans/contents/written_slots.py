@@ -25,9 +25,7 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class SlotsToWrite:
-    """The blocks of one layer group that a plan's spans write, at the generations that the plan
-    knows.
-    """
+    """The blocks of one layer group that a plan's spans write, with their generations."""
 
     tier_key: TierKey
     blocks: NDArray[np.int64]
@@ -43,9 +41,7 @@ class WrittenSlots:
         self._tables = tables
 
     def of_sources(self, transfers: Transfers) -> NDArray[np.int64]:
-        """Return [num_transfers]: how many slots of each source block are written. Called before a
-        plan's changes.
-        """
+        """Return [num_transfers]: slots written in each source. Called before a plan's changes."""
         counts = np.zeros(len(transfers), np.int64)
         sources = transfers.sources
         for tier_key, num_written in self._tables.num_written.items():
@@ -55,9 +51,7 @@ class WrittenSlots:
         return counts
 
     def copy(self, transfers: Transfers, of_sources: NDArray[np.int64]) -> None:
-        """Record that transfers have copied written slots. ``of_sources``: the result of that
-        method.
-        """
+        """Record that transfers have copied written slots. ``of_sources``: that method's result."""
         if not len(transfers):
             return
         sources, destinations = transfers.sources.keys, transfers.destinations.keys

@@ -45,9 +45,7 @@ class Allocated:
         return self._has(self.former_generations, blocks, generations)
 
     def before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the generation of each block before the plan; -1 for a block that the plan does
-        not allocate.
-        """
+        """Return each block's generation before the plan; -1 for one not allocated."""
         at = np.minimum(np.searchsorted(self.blocks, blocks), len(self.blocks) - 1)
         return np.where(self.blocks[at] == blocks, self.former_generations[at], -1)
 
@@ -117,9 +115,7 @@ class NewBlocks:
         return Allocated(blocks, generations, former)
 
     def field_of(self, tier_key: TierKey, block: int) -> str:
-        """Return the name of the plan's field that allocates a block, the last one if there are
-        several.
-        """
+        """Return the field of the plan that allocates a block, the last one if several do."""
         found = np.flatnonzero((self._tier_keys == tier_key) & (self._blocks == block))
         return self._field(int(found[-1]))
 

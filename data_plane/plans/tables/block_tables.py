@@ -52,9 +52,7 @@ Parts: TypeAlias = list[rpb.BlockReport]
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """One sequence's blocks of a layer group, all in one tier. Never changed once it is made;
-    sequences share it.
-    """
+    """A sequence's blocks of one layer group, all in one tier. Immutable, so it is shared."""
 
     tier_key: TierKey
     blocks: NDArray[np.int32]
@@ -359,9 +357,7 @@ class BlockTables:
         return table
 
     def put(self, session_id: int, sequence_id: int, table: Table | None, group: int = 0) -> None:
-        """Set a sequence's table, or remove it for None. The caller updates the reference
-        counts.
-        """
+        """Set a sequence's table; None removes it. The caller updates the reference counts."""
         key = session_id, group
         tables = self._tables.setdefault(key, {})
         if self._before is not None:

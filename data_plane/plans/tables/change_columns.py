@@ -76,9 +76,7 @@ class ChangeColumns:
     def read(
         cls, num_blocks: Mapping[TierKey, int], message: plan_pb2.TableChanges
     ) -> ChangeColumns:
-        """Parse the columns and check each. ``num_blocks``: of each tier. Raises
-        InvalidRequestError.
-        """
+        """Parse and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
 
         def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
             return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)

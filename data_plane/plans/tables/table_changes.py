@@ -83,9 +83,7 @@ def _check_generations(
 
 
 class _Counts:
-    """Counts, by tier key, how many more uses each table, or part of one, has after the plan than
-    before.
-    """
+    """Counts, by tier key, the additional uses of tables and parts of tables after the plan."""
 
     def __init__(self) -> None:
         self._of_tier: dict[TierKey, Counter[Table]] = defaultdict(Counter)
@@ -157,9 +155,7 @@ class _Changer:
         self._counts.apply(self._tables)
 
     def _set(self, old: Table | None, part: Table, first: int, i: int) -> Table:
-        """Return the old table with the entries of ``part`` in place of those from ``first`` on.
-        ``i``: the change's index.
-        """
+        """Return the old table with ``part`` in place of its entries from ``first`` on."""
         if old is None:
             old = Table(part.tier_key, part.blocks[:0], part.generations[:0])
         length = len(old.blocks)
@@ -188,9 +184,7 @@ class _Changer:
         )
 
     def _replace(self, old: Table | None, part: Table, first: int, i: int) -> Table:
-        """Return a table of the entries of ``part``, after ``first`` trimmed ones. ``i``: the
-        change's index.
-        """
+        """Return a table of ``first`` trimmed entries, followed by those of ``part``."""
         self._check_length(part.tier_key, first + len(part.blocks), first, i)
         self._counts.add(old, -1)
         self._counts.add(part)
@@ -213,9 +207,7 @@ class _Changer:
             )
 
     def _copy(self, num_entries: int, i: int) -> None:
-        """Bound the entries that trims copy: a few bytes of a plan must not take gigabytes. ``i``:
-        the change's index.
-        """
+        """Bound the entries that trims copy: a few bytes of a plan must not take gigabytes."""
         self._num_copied += num_entries
         if self._num_copied > MAX_TRIMMED_ENTRIES:
             raise InvalidRequestError(
@@ -235,9 +227,7 @@ class _Changer:
         return self._prefix(parent, num_blocks, i)
 
     def _keep(self, resync: bool, group: int, sequence_id: int, num_blocks: int, i: int) -> Table:
-        """Return the first ``num_blocks`` entries of the table that the sequence had before the
-        plan.
-        """
+        """Return the first ``num_blocks`` entries of the sequence's table before the plan."""
         if not resync:
             raise InvalidRequestError(
                 "KEEP is for a plan with resync", field=f"{AT_CHANGES}.kinds[{i}]"

@@ -67,9 +67,7 @@ class LocalConnection:
         return self._peer.fileno()
 
     def serve(self) -> Slices[None]:
-        """Answer one packet, if one has come. End the connection if the peer has gone or does not
-        read its answers.
-        """
+        """Answer a packet, if one has come. Ends if the peer has gone or reads no answers."""
         if self._has_ended:
             return
         try:
@@ -101,9 +99,7 @@ class LocalConnection:
         return self._num_answered + self._layers.num_served
 
     def _serve_layers(self, epoll: int, *, waits: bool) -> bytes | None:
-        """Answer packets of bound layers. Returns one that the caller has to answer, if
-        there is.
-        """
+        """Answer packets of bound layers; returns one that the caller has to answer, if any."""
         layers = self._layers
         try:
             if not layers.look(epoll, waits=waits):

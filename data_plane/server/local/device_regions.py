@@ -71,9 +71,7 @@ class DeviceRegion(Region):
 
 
 class DeviceRegions:
-    """All regions of GPU memory that one data plane shares with clients. Used on the
-    worker thread.
-    """
+    """The regions of GPU memory shared with clients. Used on the worker thread."""
 
     def __init__(
         self,
@@ -96,9 +94,7 @@ class DeviceRegions:
 
     @property
     def num_regions(self) -> int:
-        """Number of allocated regions, also those that clients keep open after their connection's
-        end.
-        """
+        """Number of regions, also those that clients keep open after their connection's end."""
         return len(self._regions)
 
     def new(self, request: local_pb2.ShareDeviceMemory) -> DeviceRegion:

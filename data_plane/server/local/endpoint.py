@@ -117,9 +117,7 @@ class LocalEndpoint:
 
     @property
     def num_device_regions(self) -> int:
-        """Number of regions on the GPU, also those that clients keep open after their connection's
-        end.
-        """
+        """Number of regions on the GPU, also those kept open after their connection's end."""
         return self._device_regions.num_regions
 
     def start(self) -> None:
@@ -166,9 +164,7 @@ class LocalEndpoint:
         self._worker.post(partial(self._end, stream))
 
     def _accept(self) -> None:
-        """Accept a connection of a process of this user, and wait ``_JOIN_S`` for the offer that it
-        takes.
-        """
+        """Accept a process of this user, and wait ``_JOIN_S`` for the offer that it takes."""
         try:
             peer, _ = self._listener.accept()
         except OSError:

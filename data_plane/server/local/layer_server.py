@@ -28,9 +28,7 @@ from kvplane.wire.twin import whole
 from kvplane.wire.v1 import execution_pb2 as pb
 
 _MOST_S: Final = 0.001
-"""Seconds for which packets are awaited and layers run, under the executor's lock, between two
-checks.
-"""
+"""Longest time in seconds under the executor's lock between two checks of layers."""
 
 _MAX_BYTES: Final = 4096
 """Maximum bytes of a request to bind a layer, since a client chooses how many are kept."""

@@ -55,9 +55,7 @@ class Region:
     def view(
         self, place: pb.MemoryRange, dtype: torch.dtype, shape: Sequence[int], field: str
     ) -> torch.Tensor:
-        """Return a view of the range ``place``. Raises InvalidRequestError naming the part of
-        ``field``.
-        """
+        """Return a view of a range. Raises InvalidRequestError naming the part of ``field``."""
         num_elements = math.prod(shape)
         first, num_bytes = place.offset_bytes, num_elements * dtype.itemsize
         if first % ALIGNMENT_BYTES or not 0 <= first <= self.size_bytes - num_bytes:
@@ -76,16 +74,12 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class HostRegion(Region):
-    """A region in main memory, which is freed once neither process uses it. Every connection has
-    one.
-    """
+    """A region in main memory, freed once neither process uses it. Every connection has one."""
 
     id, is_on_device = 1, False
 
     def __init__(self, size_bytes: int) -> None:
-        """Allocate the memory. Raises OSError where there is no memory or no file
-        descriptor left.
-        """
+        """Allocate the memory. Raises OSError without memory or file descriptors left."""
         self.fd = os.memfd_create("kvplane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size_bytes)

@@ -129,6 +129,11 @@ class World:
         while self.core.work():
             self.core.check_integrity()
 
+    def after(self, seconds: float) -> None:
+        """Let the core notice, at once, that so much time has passed."""
+        self.clock.now += seconds
+        self.core.tick()
+
     def pass_time(self, seconds: float, *engines: Engine) -> None:
         """Pass time in ticks so short that the core doesn't conclude that it slept; the leases of
         these engines are renewed.
@@ -159,6 +164,7 @@ class World:
 
     def found(self, tokens: Iterable[int], tenant: str = TENANT, namespace: str = "") -> list[int]:
         """Return the device blocks that hold the longest cached prefix of a prompt."""
+        self.core.check_integrity()
         root = root_of(self.layout.fingerprint, tenant, namespace)
         _, _, indices, *_ = self.pool.primary.explain(root, ops.pack_tokens(list(tokens)))
         return columns.read(INT32, indices, "indices").tolist()
@@ -284,11 +290,15 @@ class Engine:
         self.run_all()
         return result
 
-    def admit(self, sequence_id: int, tokens: Sequence[int], **options: Any) -> cpb.StepResponse:
-        """Admit, run, and submit the receipt."""
-        result = self.send(ops.admit(sequence_id, pack(tokens), **options))
+    def do(self, *operations: cpb.Operation) -> cpb.StepResponse:
+        """Send a step, run its plan, and submit the receipt."""
+        result = self.send(*operations)
         self.settle()
         return result
+
+    def admit(self, sequence_id: int, tokens: Sequence[int], **options: Any) -> cpb.StepResponse:
+        """Admit, run, and submit the receipt."""
+        return self.do(ops.admit(sequence_id, pack(tokens), **options))
 
     def cached(self, sequence_id: int, tokens: Sequence[int]) -> int:
         """Admit; return how many tokens were found cached."""
@@ -305,17 +315,14 @@ class Engine:
     def cache(self, tokens: Sequence[int]) -> None:
         """Leave a prompt's full blocks cached, and no sequence of it."""
         self.admit(1, tokens)
-        self.send(ops.free([1]))
-        self.settle()
+        self.do(ops.free([1]))
 
     def append(
         self, sequence_id: int, *tokens: int, num_slots: int | None = None
     ) -> cpb.StepResponse:
         """Append known tokens, run, and submit the receipt."""
         slots = len(tokens) if num_slots is None else num_slots
-        result = self.send(self.growth(sequence_id, tokens, slots))
-        self.settle()
-        return result
+        return self.do(self.growth(sequence_id, tokens, slots))
 
     def growth(
         self, sequence_id: int, tokens: Sequence[int] = (), num_slots: int = 0

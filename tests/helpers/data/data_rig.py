@@ -36,15 +36,6 @@ if TYPE_CHECKING:  # it brings the control plane, which the tests on a GPU do wi
 LAYERS = (0, 1)
 
 
-def stored(executor: Executor, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    """Return the contents of a table's first blocks in the first layer group, also of slots never
-    written and slots that no query may read: [num_layers, num_blocks, ...].
-    """
-    table = executor._tables.get(session_id, sequence_id, "sequence_id").part(0, num_blocks)
-    layers = range(len(executor.shard.group_layers(executor.layout, 0)))
-    return executor._compute._gather(table.tier_key, table.blocks, layers)
-
-
 made: list[Rig] = []
 """The rigs of the present test; the fixture ``sound_rigs`` checks them at its end."""
 
@@ -143,6 +134,15 @@ class Rig:
 
     def publish(self, index: int, generation: int = 1) -> None:
         assert self.executor.publish(publications((index, generation))) == 1
+
+    def stored(self, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
+        """Return the contents of a table's first blocks in the first layer group, also of slots
+        never written and slots that no query may read: [num_layers, num_blocks, ...].
+        """
+        executor = self.executor
+        table = executor._tables.get(session_id, sequence_id, "sequence_id").part(0, num_blocks)
+        layers = range(len(executor.shard.group_layers(executor.layout, 0)))
+        return executor._compute._gather(table.tier_key, table.blocks, layers)
 
     def snapshot(self) -> tuple[bytes, ...]:
         """Return the contents of both tiers, and all known facts about the blocks."""

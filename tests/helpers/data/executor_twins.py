@@ -15,7 +15,7 @@ import torch
 
 from kvplane.layout import Layout
 from kvplane.wire.v1 import types_pb2 as pb
-from tests.helpers.data.data_rig import LAYERS, Rig, stored
+from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
@@ -67,7 +67,7 @@ class Side(Rig):
 
     def blocks(self, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
         """Return a table's contents, as bytes."""
-        blocks = stored(self.executor, session_id, sequence_id, num_blocks)
+        blocks = self.stored(session_id, sequence_id, num_blocks)
         self.executor.kernels.streams.finish()
         return blocks.cpu().view(torch.uint8)
 

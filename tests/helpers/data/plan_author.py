@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from google.protobuf.message import Message
 
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns, signing
@@ -14,6 +16,9 @@ from kvplane.wire.plane.v1 import plan_pb2 as plans
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
+_uint8, _int32, _int64 = (
+    partial(columns.pack, kind) for kind in (columns.UINT8, columns.INT32, columns.INT64)
+)
 DEVICE, HOST = pb.TIER_DEVICE, pb.TIER_HOST
 POOL_ID = "pool"
 BLOCK_SIZE = 8
@@ -78,18 +83,10 @@ class PlanAuthor:
             "shard_epochs": [self.epoch] * self.num_shards,
             "number": number,
             "previous": number - 1,
-            "changes": changes
-            if isinstance(changes, plans.TableChanges)
-            else pack_changes(changes),
-            "transfers": (
-                transfers if isinstance(transfers, plans.Transfers) else pack_transfers(transfers)
-            ),
-            "spans": spans if isinstance(spans, plans.Spans) else pack_spans(spans),
-            "allocations": (
-                allocations
-                if isinstance(allocations, plans.Allocations)
-                else pack_allocations(allocations)
-            ),
+            "changes": packed(changes, pack_changes),
+            "transfers": packed(transfers, pack_transfers),
+            "spans": packed(spans, pack_spans),
+            "allocations": packed(allocations, pack_allocations),
         }
         plan = plans.Plan(**{**values, **fields})
         return self.sign(signing.PLAN, plan.SerializeToString())
@@ -239,6 +236,11 @@ def fields_of(parts: Iterable[Part]) -> dict[str, list[Any]]:
     return fields
 
 
+def packed(parts: Any, pack: Callable[[Any], Any]) -> Any:
+    """Return a plan's parts packed; a message as it is."""
+    return parts if isinstance(parts, Message) else pack(parts)
+
+
 def pack_changes(changes: Sequence[Change]) -> plans.TableChanges:
     entries = [block for change in changes for block in change.blocks]
     return plans.TableChanges(
@@ -304,18 +306,6 @@ def blocks_of(message: pb.Blocks | plans.Publications) -> list[tuple[int, int]]:
     indices = columns.read(columns.INT32, message.indices, "indices")
     generations = columns.read(columns.INT64, message.generations, "generations")
     return list(zip(indices, generations, strict=True))
-
-
-def _uint8(values: Iterable[int]) -> bytes:
-    return columns.pack(columns.UINT8, values)
-
-
-def _int32(values: Iterable[int]) -> bytes:
-    return columns.pack(columns.INT32, values)
-
-
-def _int64(values: Iterable[int]) -> bytes:
-    return columns.pack(columns.INT64, values)
 
 
 def tokens(num_tokens: int, num_heads: int = 2, *, seed: int = 0) -> torch.Tensor:

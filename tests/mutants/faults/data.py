@@ -14,10 +14,10 @@ VERIFIER, CHECKS = "data_plane/plans/verifier.py", "data_plane/plans/write_check
 BLOCK_TABLES = "data_plane/plans/tables/block_tables.py"
 LAYOUT = "kvplane/layout.py"
 
-OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF_LAYERS = (
+OF_EXECUTOR, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF_LAYERS = (
     f"tests/unit/executor/test_{name}.py"
     for name in (
-        *("executor", "executor_sessions", "executor_rejections", "invariants_data"),
+        *("executor", "executor_rejections", "invariants_data"),
         *("streams", "device_failures", "stored_shapes", "layers"),
     )
 )
@@ -53,7 +53,7 @@ FAULTS = (
         "                self._key, want_type, signed.type, signed.payload, signed.signature,"
         " field=field\n            )",
         "digest = signing.digest(signed.payload)",
-        REJECTIONS,
+        INVARIANTS,
     ),
     Fault(
         "epoch_unchecked",
@@ -230,7 +230,7 @@ FAULTS = (
             "if self._ended_by_key.get(key_id) is not self._ended:",
             "    self._ended_by_key.pop(key_id, None)",
         ),
-        OF_SESSIONS,
+        ORDER,
     ),
     Fault(  # All copies first, then all swaps, as if none read what another wrote.
         "transfers_by_direction",

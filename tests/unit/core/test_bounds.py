@@ -26,11 +26,9 @@ def test_pools_are_bounded_until_one_without_data_planes_is_forgotten(
         world.core.register(hello(pool_id="third"))
     world.core.disconnect("other", 0, other.epoch)
     for _ in range(2):
-        world.clock.now += 60
-        world.core.tick()
+        world.after(60)
     assert world.core.pool_ids() == ["other", POOL], "it was seen without them 60 s ago"
-    world.clock.now += 60
-    world.core.tick()
+    world.after(60)
     assert world.core.pool_ids() == [POOL], "a pool with a data plane is kept"
     world.core.register(hello(pool_id="third"))
 

@@ -121,8 +121,7 @@ def test_a_wrong_operation_fails_alone_and_names_its_field(
     engine = World().engine()
     engine.admit(1, range(4))
     engine.admit(3, range(4))
-    engine.send(ops.swap([3], "host"))
-    engine.settle()
+    engine.do(ops.swap([3], "host"))
     before = engine.everything()
     answer = engine.step(ops.free([]), operation)
     other, result = answer.results
@@ -282,8 +281,7 @@ def test_the_revision_counts_publications_and_evictions() -> None:
     engine.admit(1, range(24))
     revision = engine.step().revision
     assert revision == first + 3
-    engine.send(ops.free([1]))
-    engine.settle()
+    engine.do(ops.free([1]))
     assert engine.step(ops.admit(2, range(50, 82))).revision == revision + 3
     assert engine.world.observed().counters.num_evictions == 3
 

@@ -61,8 +61,7 @@ def test_an_ended_sessions_callers_hear_why() -> None:
     closed.close()
     with pytest.raises(SessionNotFoundError):
         closed.renew()
-    world.clock.now += 31
-    world.core.tick()
+    world.after(31)
     with pytest.raises(SessionExpiredError):
         expired.renew()
     killed = world.engine()
@@ -202,21 +201,17 @@ def test_a_lease_is_renewed_by_messages() -> None:
     world.pump()
     assert world.usage()["held"] == world.usage()["retired"] == 0
     for slept_s in (16, 31, 1000):  # more than half a lease between two ticks, and more than all
-        world.clock.now += slept_s
-        world.core.tick()
-        world.clock.now += 14.9
-        world.core.tick()
+        world.after(slept_s)
+        world.after(14.9)
         loud.renew()  # all leases ran anew from the tick after the sleep
 
 
 def test_a_control_plane_that_slept_says_so(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.core.tick()
-    world.clock.now += 14.9
-    world.core.tick()
+    world.after(14.9)
     assert "slept" not in caplog.text
-    world.clock.now += 20
-    world.core.tick()
+    world.after(20)
     assert "this process slept late_s=12.500" in caplog.text
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import ELEMENT_BYTES
-from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -51,7 +51,7 @@ def left_by_ann(**settings: Any) -> Rig:
 
 
 def read(rig: Rig, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    return stored(rig.executor, session_id, sequence_id, num_blocks).view(torch.uint8)
+    return rig.stored(session_id, sequence_id, num_blocks).view(torch.uint8)
 
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])

@@ -14,7 +14,7 @@ from data_plane.server.tensor_codec import tensor_from_message, tensor_to_messag
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, PlanOutOfOrderError
 from tests.helpers.data import data_rig
-from tests.helpers.data.data_rig import LateRig, Rig, embedded_backend, stored
+from tests.helpers.data.data_rig import LateRig, Rig, embedded_backend
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import LateRuntime
 from tests.helpers.data.plan_author import (
@@ -142,7 +142,7 @@ def test_blocks_that_could_not_be_cleared_are_still_anothers_for_the_next_plan()
         rig.executor.read_blocks(2, 1, [0])
     assert bool(rig.executor.pools.device_tier[0].any())
     rig.run(3, set_blocks(1, [(0, 3)]), session_id=2, resync=True)
-    assert not bool(stored(rig.executor, 2, 1, 1).any())
+    assert not bool(rig.stored(2, 1, 1).any())
 
 
 def test_a_plan_that_has_its_receipt_is_answered_with_it_when_a_later_one_failed() -> None:

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from kvplane.errors import (
     InvalidRequestError,
-    PlanOutOfOrderError,
-    SequenceNotFoundError,
 )
 from kvplane.shard import Shard
 from kvplane.wire import signing
@@ -133,35 +131,6 @@ def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
     counters, num_bytes = rig.executor.counters, 2 * rig.executor.layout.block_bytes()
     assert counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
     assert counters.transfer_bytes == {"swap_out": num_bytes, "swap_in": num_bytes}
-
-
-def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(rig: Rig) -> None:
-    rig.admit(1)
-    rig.run(
-        2,
-        set_blocks(2, [(2, 1)]),
-        set_blocks(3, [(3, 1)]),
-        set_blocks(4, [(2, 1)], tier=HOST),
-        transfer(ref(0), ref(2)),
-        transfer(ref(2), ref(3)),
-        transfer(ref(3), ref(2, 1, HOST)),
-    )
-    first, _ = rig.executor.read_blocks(1, 1, [0])
-    last, _ = rig.executor.read_blocks(1, 4, [0])
-    assert torch.equal(first, last)
-
-
-def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> None:
-    rig.admit(1)
-    rig.start(2, span(1, 12, 1))
-    rig.run(
-        5, set_blocks(9, [(0, 1), (1, 1)], allocated=False), span(9, 12, 1), previous=0, resync=True
-    )
-    with rig.refuses(SequenceNotFoundError):
-        rig.executor.read_blocks(1, 1, [0])
-    with rig.refuses(PlanOutOfOrderError, "plan.number"):
-        rig.start(2, span(1, 12, 1))
-    assert rig.run(7, span(9, 13, 1), previous=5).plan_number == 7
 
 
 @given(st.integers(0, 23), st.integers(1, 24), st.integers(-1, 3), st.integers(1, 3))

@@ -11,7 +11,6 @@ import torch
 from data_plane.execution.plan_runner import PlanLayer
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
-    BadSignatureError,
     BlockNotWritableError,
     InvalidRequestError,
     KvplaneError,
@@ -31,7 +30,6 @@ from tests.helpers.data.plan_author import (
     pack_changes,
     pack_spans,
     pack_transfers,
-    publications,
     ref,
     set_blocks,
     span,
@@ -61,6 +59,11 @@ BAD_PLANS: dict[str, tuple[type[KvplaneError], str, dict[str, Any]]] = {
         InvalidRequestError,
         "plan.session.session_id",
         {"session": pb.SessionRef(incarnation=1, session_id=2)},
+    ),
+    "the number of another plan": (
+        PlanConflictError,
+        "plan.number",
+        {"number": 1, "previous": 0},
     ),
     "a skipped plan": (PlanOutOfOrderError, "plan.previous", {"number": 4, "previous": 3}),
     "a span past its table": (
@@ -178,23 +181,6 @@ def test_a_refused_plan_undoes_the_changes_that_came_before_the_bad_part(
     assert rig.run(2, *good).plan_number == 2, "the good part alone is a plan"
 
 
-def test_a_plan_or_a_grant_that_was_not_signed_so_is_refused(rig: Rig) -> None:
-    for signed in (rig.plan(2, span(1, 12, 1)), rig.author.grant(2)):
-        signed.payload += b"\0"
-        with rig.refuses(BadSignatureError):
-            rig.executor.start(1, signed)
-        with rig.refuses(BadSignatureError):
-            rig.executor.open(signed)
-
-
-def test_the_same_number_with_another_content_is_a_conflict(rig: Rig) -> None:
-    with rig.refuses(PlanConflictError, "plan.number"):
-        rig.start(1)
-    rig.start(2, span(1, 12, 1))
-    with rig.refuses(PlanConflictError, "plan.number"):
-        rig.start(2, span(1, 12, 2))
-
-
 def test_a_replayed_plan_of_a_closed_session_is_refused(rig: Rig) -> None:
     rig.open(2)
     plan = rig.plan(1, set_blocks(1, [(5, 1)]), session_id=2)
@@ -204,12 +190,6 @@ def test_a_replayed_plan_of_a_closed_session_is_refused(rig: Rig) -> None:
         rig.executor.start(2, plan)
     with rig.refuses(SessionExpiredError):
         rig.executor.start(rig.author.grant(2), plan)
-
-
-def test_a_plan_is_refused_while_another_runs(rig: Rig) -> None:
-    rig.start(2, span(1, 12, 1))
-    with rig.refuses(PlanOutOfOrderError, "plan.previous"):
-        rig.start(3, span(1, 13, 1))
 
 
 def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig) -> None:
@@ -308,16 +288,6 @@ def test_blocks_that_hold_nothing_of_the_span_are_refused(
     rig.start(2, span(1, 12, 1))
     with rig.refuses(InvalidRequestError, field):
         rig.executor.write_blocks(1, sequence, first, torch.zeros(shape))
-
-
-def test_malformed_publications_are_refused_by_their_field(rig: Rig) -> None:
-    message = publications((0, 1), (1, 1))
-    message.group = 1
-    with rig.refuses(InvalidRequestError, "publications.group"):
-        rig.executor.publish(message)
-    message.group, message.hashes = 0, b"short"
-    with rig.refuses(InvalidRequestError, "publications.hashes"):
-        rig.executor.publish(message)
 
 
 @pytest.mark.parametrize(

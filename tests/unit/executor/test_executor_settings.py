@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
+from tests.helpers.data.data_server import write_layout
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.refusals import refused
 
@@ -31,9 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def layout_file(tmp_path: Path) -> Path:
-    path = tmp_path / "layout.json"
-    path.write_text(json.dumps(asdict(LAYOUT)))
-    return path
+    return write_layout(tmp_path)
 
 
 def test_a_layout_is_read_back_from_json(layout_file: Path) -> None:

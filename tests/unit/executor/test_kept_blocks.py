@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvplane.errors import StaleGenerationError
-from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     HOST,
     drop,
@@ -36,10 +36,6 @@ def rig() -> Rig:
     return rig
 
 
-def read(rig: Rig, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    return stored(rig.executor, session_id, sequence_id, num_blocks)
-
-
 def test_a_cached_block_is_kept_in_the_host_tier_and_comes_back(rig: Rig) -> None:
     device, host = rig.executor.pools.device_tier, rig.executor.pools.host_tier
     kept = device[:2].clone()
@@ -48,7 +44,7 @@ def test_a_cached_block_is_kept_in_the_host_tier_and_comes_back(rig: Rig) -> Non
     assert torch.equal(host[1:3], kept)
     back = [transfer(ref(i + 1, 1, HOST), ref(i + 4)) for i in (0, 1)]
     rig.run(1, set_blocks(1, [(4, 1), (5, 1)]), *back, session_id=4)
-    assert torch.equal(read(rig, 4, 1, 2), kept.transpose(0, 1))
+    assert torch.equal(rig.stored(4, 1, 2), kept.transpose(0, 1))
     assert rig.executor.blocks.num_published == 2, "they are where they were as well"
 
 
@@ -59,7 +55,7 @@ def test_what_is_evicted_is_saved_by_the_plan_that_takes_its_block(rig: Rig) -> 
         1, set_blocks(1, [(0, 2)]), ref(3, 1, HOST), transfer(ref(0), ref(3, 1, HOST)), session_id=2
     )
     assert torch.equal(rig.executor.pools.host_tier[3], kept)
-    assert not bool(read(rig, 2, 1, 1).any())
+    assert not bool(rig.stored(2, 1, 1).any())
     assert rig.executor.blocks.num_published == 1
 
 

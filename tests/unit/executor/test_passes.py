@@ -19,7 +19,7 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.slices import run_to_end
-from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend, stored
+from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
@@ -80,7 +80,7 @@ def test_passes_write_and_attend_as_the_whole_plan_does(rig: Rig) -> None:
             assert torch.equal(outputs[index][layer], whole[rows_of(index)])
     for i, blocks in BLOCKS.items():
         num = len(blocks)
-        assert torch.equal(stored(rig.executor, 1, i, num), stored(other.executor, 1, i, num))
+        assert torch.equal(rig.stored(1, i, num), other.stored(1, i, num))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -18,7 +18,7 @@ from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError
-from tests.helpers.data.data_rig import LateRig, Rig, stored
+from tests.helpers.data.data_rig import LateRig, Rig
 from tests.helpers.data.executor_twins import run_twins
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import late_kernels
@@ -240,7 +240,7 @@ def test_blocks_are_cleared_after_what_was_given_before_and_before_the_transfers
         span(1, 17, 1),
         session_id=2,
     )
-    blocks = stored(rig.executor, 2, 2, 3)
+    blocks = rig.stored(2, 2, 3)
     rig.executor.finish()
     assert bool(before.any())
     assert not bool(blocks.any()), "what was copied to the host tier had been cleared"

@@ -246,15 +246,6 @@ def test_a_plan_of_whole_tables_forgets_the_others_of_its_session() -> None:
     tables.check_integrity()
 
 
-def test_a_plan_that_says_what_all_tables_are_keeps_what_it_names() -> None:
-    tables = sound()
-    apply(tables, keep(1, 1), set_blocks(1, [(3, 1)], first_block=1), fork(9, 1, 2), resync=True)
-    assert entries(tables) == {1: [(0, 1), (3, 1)], 9: [(0, 1), (3, 1)]}
-    assert tables.ref_counts[DEVICE][:4].tolist() == [2, 0, 1, 2]
-    assert tables.ref_counts[HOST][0] == 0
-    tables.check_integrity()
-
-
 def test_of_long_tables_that_are_kept_only_what_is_lost_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
