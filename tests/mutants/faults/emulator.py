@@ -186,8 +186,8 @@ FAULTS = (
         PLAIN,
         {
             "unused_slots_taken_along": (
-                "return position >= span.begin && position < span.end;",
-                "return position >= span.begin && position < (span.end + 15) / 16 * 16;",
+                "return position >= range.begin && position < range.end;",
+                "return position >= range.begin && position < (range.end + 15) / 16 * 16;",
             ),
             "splits_share_a_place": (
                 "(int64_t{split} * sequence.query_len + token)",

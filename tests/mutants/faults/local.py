@@ -15,7 +15,7 @@ REGION = "data_plane/server/local/region.py"
 ENDPOINT = "data_plane/server/local/endpoint.py"
 CONNECTION = "data_plane/server/local/connection.py"
 STREAM = "data_plane/server/execute_stream.py"
-SERVED = "csrc/local/served_layers.h"
+SERVED = "csrc/local/layer_server.h"
 SERVED_LAYERS = "tests/unit/executor/test_served_layers.py"
 
 FAULTS = (

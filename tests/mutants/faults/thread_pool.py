@@ -11,31 +11,31 @@ FAULTS = (
     Fault(
         "a_caller_that_does_not_wait",
         POOL,
-        "while (slot.word.load() == awaited) sleep_while(slot.word, awaited);",
+        "while (helper.word.load() == awaited) sleep_while(helper.word, awaited);",
         "",
         CALLERS,
     ),
     Fault(
         "a_sleeping_caller_that_is_not_woken",
         POOL,
-        "== kAwaited) wake(slot->word);",
+        "== kAwaited) wake(helper->word);",
         "== kAwaited) {}",
         CALLERS,
     ),
     Fault(
         "a_helper_that_finishes_before_it_works",
         POOL,
-        "      slot->job->work(slot->worker);\n",
-        "      Job* job = slot->job;\n"
-        "      slot->word.exchange(in_state(word, kIdle));\n"
-        "      job->work(slot->worker);\n",
+        "      helper->job->work(helper->worker);\n",
+        "      Job* job = helper->job;\n"
+        "      helper->word.exchange(in_state(word, kIdle));\n"
+        "      job->work(helper->worker);\n",
         CALLERS,
     ),
     Fault(
         "an_offer_that_stays_after_its_call",
         POOL,
-        "if (slot.word.compare_exchange_strong(word, in_state(offered, kIdle))) return;",
-        "if (slot.word.load() == word) return;",
+        "if (helper.word.compare_exchange_strong(word, in_state(offered, kIdle))) return;",
+        "if (helper.word.load() == word) return;",
         CALLERS,
     ),
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvplane_kernels import ServedLayers
+from kvplane_kernels import LayerServer
 
 from data_plane.execution.plan_runner import PlanLayer
 from kvplane.attention_options import AttentionOptions
@@ -31,7 +31,7 @@ class Rig:
     """A client's socket, the data plane's end of it, and what else the data plane waits for."""
 
     client: socket.socket
-    served: ServedLayers
+    served: LayerServer
     ready: select.epoll
     doorbell: int
 
@@ -61,7 +61,7 @@ def new_rig(most_s: float = 0.001) -> Iterator[Rig]:
     with ours, theirs, select.epoll() as ready:
         ready.register(theirs, select.EPOLLIN)
         ready.register(doorbell, select.EPOLLIN)
-        served = ServedLayers(fd=theirs.fileno(), spin_s=0.0, most_s=most_s)
+        served = LayerServer(fd=theirs.fileno(), spin_s=0.0, most_s=most_s)
         yield Rig(ours, served, ready, doorbell)
     os.close(doorbell)
 
