@@ -45,7 +45,7 @@ FAULTS = (
         CHANGES,
         "    _check_own_tables(tables, session_id, new, allocated)\n",
         "",
-        REJECTIONS,
+        TABLES,
     ),
     Fault(  # A sequence whose blocks were given to another session is read as before.
         "stale_entries_readable",
