@@ -86,7 +86,7 @@ def test_a_client_that_goes_away_ends_the_sleep(rig: Rig) -> None:
 class Bound:
     """A plan of one token, whose first layer is bound by several numbers."""
 
-    def __init__(self, served: ServedLayers) -> None:
+    def __init__(self, served: LayerServer) -> None:
         self.executing, self.served = Executing(), served
         self.executing.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 1))
         self.tensors = [torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4)]
