@@ -26,10 +26,9 @@
 
 namespace kvplane {
 
-class ServedLayers {
+class LayerServer {
  public:
-  ServedLayers(int fd, double spin_s, double most_s)
-      : socket_(fd), spin_(spin_s), most_s_(most_s) {}
+  LayerServer(int fd, double spin_s, double most_s) : socket_(fd), spin_(spin_s), most_s_(most_s) {}
 
   // Forgets all bindings, and the present plan.
   void clear() {

@@ -8,8 +8,8 @@
 #include "cuda/attention/batch.cuh"
 #include "cuda/device/eight_bits.cuh"
 #include "cuda/device/launch.h"
-#include "cuda/device/probe.h"
 #include "cuda/device/ptx.cuh"
+#include "cuda/probe/probe.h"
 
 namespace kvplane::cuda {
 namespace {
