@@ -101,7 +101,7 @@ PYBIND11_MODULE(_native, m) {
 
   bind_types(m);
   bind_bound_layers(m);
-  bind_served_layers(m);
+  bind_layer_server(m);
   bind_layer_calls(m);
   bind_span_rows(m);
 

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <string>
 
-#include "cuda/device/probe.h"
 #include "cuda/operations.h"
+#include "cuda/probe/probe.h"
 #include "local/device_memory.h"
 #include "tensor_view.h"
 

@@ -17,12 +17,13 @@ PRODUCT: Final = ("protos", "control_plane", "data_plane", "csrc", "kvplane", "e
 APART: Final = ("integrations", "examples", "scripts", "deploy", "benchmarks", "tests", "docs")
 _CODE: Final = {".py", ".pyi", ".proto", ".sh", ".js", ".css", ".html", ".go", ".rs"}
 _NATIVE: Final = {".h", ".cpp", ".cu", ".cuh"}
-_TEXT: Final = {".md", ".yml", ".yaml"}
+_TEXT: Final = {".md", ".yml", ".yaml", ".txt"}
 
 
 def part_of(path: Path) -> str | None:
     """Return the part that counts a file's lines; None for generated files, data or settings."""
-    if "_pb2" in path.name or path.suffix not in _CODE | _NATIVE | _TEXT:
+    is_counted = path.suffix in _CODE | _NATIVE | _TEXT and path.name != "CMakeLists.txt"
+    if "_pb2" in path.name or not is_counted:
         return None
     if len(path.parts) == 1:
         return "docs" if path.suffix == ".md" else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from kvplane_blocks import LayerGroup
 from kvplane_blocks import Pool as NativePool
@@ -168,7 +168,7 @@ class Pool:
         """Begin to build the native cores from the reports of all shards."""
         self.is_building = True
         for group, rebuild in enumerate(self.shards.reports.rebuilds):
-            rebuild.begin(*self._settings(group), now_s=self.now_s)
+            rebuild.begin(self.now_s, **self._settings(group))
 
     def end_build(self) -> None:
         """Replace the native cores by those that were built from reports."""
@@ -178,26 +178,26 @@ class Pool:
     def _made(self, num_blocks: Sequence[dict[tpb.Tier, int]]) -> list[LayerGroup]:
         size = self.block_size
         return [
-            LayerGroup(size, of_group[_DEVICE], of_group[_HOST], *self._settings(group))
+            LayerGroup(size, of_group[_DEVICE], of_group[_HOST], **self._settings(group))
             for group, of_group in enumerate(num_blocks)
         ]
 
-    def _settings(self, group: int) -> tuple[bytes, bytes, str, int, int, int, int]:
+    def _settings(self, group: int) -> dict[str, Any]:
         """Return the settings of a core that continues the generations of the present one,
         including those of blocks that a smaller shard lacks: a shard that kept running must never
         see a generation again.
         """
         config, present = self._config, self.groups[group : group + 1]
         device, host = (b"".join(core.generations(tier) for core in present) for tier in TIERS)
-        return (
-            device,
-            host,
-            config.eviction_policy,
-            self.layout.groups[group].sliding_window_tokens,
-            config.max_sequences,
-            config.max_table_entries,
-            config.max_tenant_blocks,
-        )
+        return {
+            "device_generations": device,
+            "host_generations": host,
+            "eviction_policy": config.eviction_policy,
+            "window_tokens": self.layout.groups[group].sliding_window_tokens,
+            "max_sequences": config.max_sequences,
+            "max_table_entries": config.max_table_entries,
+            "max_owner_blocks": config.max_tenant_blocks,
+        }
 
     def _adopt(self, groups: list[LayerGroup]) -> None:
         self._earlier_counters = self._count()

@@ -223,14 +223,16 @@ def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
     ahead = message.num_lookahead_slots
     num_obtainable = 0
     if not step.admission.is_growth_blocked:
-        done = native.append_if_sure(handle, ids, firsts, slots, *given, ahead, step.check_as)
-        if done is not None:
-            return done
+        sure = native.append(handle, ids, firsts, slots, *given, ahead, step.check_as, True)
+        if sure is not None:
+            return sure
         num_obtainable = native.num_obtainable(handle, tpb.TIER_DEVICE)
     growth = native.growth(handle, ids, firsts, slots, ahead, step.check_as)
     if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
         return _append_in_turn(step, message)
-    return native.append(handle, ids, firsts, slots, *given, ahead, step.check_as)
+    done = native.append(handle, ids, firsts, slots, *given, ahead, step.check_as)
+    assert done is not None
+    return done
 
 
 def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
@@ -265,9 +267,11 @@ def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
             done += bytes(4)
         else:
             token_ids = all_tokens[begin:end]
-            one, refused = native.append(
+            answer = native.append(
                 handle, ids, firsts, slots, tokens, token_ids, ahead, step.check_as
             )
+            assert answer is not None
+            one, refused = answer
             failures += [(item, *failure[1:]) for failure in refused or ()]
             done += one
         begin = end

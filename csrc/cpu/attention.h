@@ -37,8 +37,8 @@ struct Member {
 struct Part {
   int64_t split;
   std::vector<Member> members;
-  Span kv_heads;
-  Span seen;  // positions whose slots may be read
+  Range kv_heads;
+  Range seen;  // positions whose slots may be read
 };
 
 // The format of rows during the computation.
@@ -118,8 +118,8 @@ class Attention {
     return static_cast<int64_t>(sizeof(RowState) + sizeof(float) * value_size());
   }
 
-  Span splits_of(const Item& item) const {
-    const Span all = positions_of(p_, item);
+  Range splits_of(const Item& item) const {
+    const Range all = positions_of(p_, item);
     return {all.begin / kSplitTokens, (all.end + kSplitTokens - 1) / kSplitTokens};
   }
 
@@ -134,7 +134,7 @@ class Attention {
   // Computes a whole item, except splits whose states are in `computed`: by the item's splits.
   void run(int worker, const Item& item, const std::vector<States>& computed) {
     Workspace& w = workspaces_[static_cast<size_t>(worker)];
-    const Span splits = splits_of(item);
+    const Range splits = splits_of(item);
     Part part = part_of(item, splits.begin, w.split);
     bool loaded = false;
     clear(item, w.total);
@@ -172,7 +172,7 @@ class Attention {
   }
 
   // The rows of a member that are in the part.
-  Span rows_of(const Part& part, const Item& item) const {
+  Range rows_of(const Part& part, const Item& item) const {
     const int64_t of_head = rows_of_kv_head(item);
     return {(part.kv_heads.begin - item.first_kv_head) * of_head,
             (part.kv_heads.end - item.first_kv_head) * of_head};
@@ -180,7 +180,7 @@ class Attention {
 
   void load_queries(const Part& part, Workspace& w) const {
     for (const Member& member : part.members) {
-      const Span rows = rows_of(part, *member.item);
+      const Range rows = rows_of(part, *member.item);
       for (int64_t r = rows.begin; r < rows.end; ++r) load_query(member, r, w);
     }
   }
@@ -210,7 +210,7 @@ class Attention {
 
   void clear(const Item& item, const States& states) const { clear(states, {0, num_rows(item)}); }
 
-  void clear(const States& states, Span rows) const {
+  void clear(const States& states, Range rows) const {
     std::fill(states.out + rows.begin * value_size(), states.out + rows.end * value_size(), 0.0f);
     std::fill(states.state + rows.begin, states.state + rows.end,
               RowState{-std::numeric_limits<float>::infinity(), {}});
@@ -311,7 +311,7 @@ class Attention {
                   begin_row = (kv_head - item.first_kv_head) * of_head;
     for (int64_t r = begin_row; r < begin_row + of_head; ++r) {
       const int64_t position = item.first_position + (r - begin_row) / item.num_heads;
-      const Span seen = visible(p_, position);
+      const Range seen = visible(p_, position);
       const int64_t begin = std::max<int64_t>(0, seen.begin - first);
       const int64_t end = std::min(kTileTokens, seen.end - first);
       if (begin >= end) continue;

@@ -28,7 +28,7 @@ struct Item {
 };
 
 // Half-open range of positions, or of splits.
-struct Span {
+struct Range {
   int64_t begin;
   int64_t end;
 };
@@ -39,7 +39,7 @@ inline int64_t block_at(const PagedAttentionParams& p, int64_t sequence, int64_t
                              : static_cast<const int32_t*>(p.block_tables)[i];
 }
 
-inline Span visible(const PagedAttentionParams& p, int64_t position) {
+inline Range visible(const PagedAttentionParams& p, int64_t position) {
   const int64_t window = p.sliding_window_tokens;
   return {window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, position + 1};
 }
@@ -52,7 +52,7 @@ inline int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
 inline int64_t rows_of_kv_head(const Item& item) { return item.num_tokens * item.num_heads; }
 
 // The positions that any of the item's rows attends to.
-inline Span positions_of(const PagedAttentionParams& p, const Item& item) {
+inline Range positions_of(const PagedAttentionParams& p, const Item& item) {
   return {visible(p, item.first_position).begin, item.first_position + item.num_tokens};
 }
 

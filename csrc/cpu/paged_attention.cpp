@@ -59,7 +59,7 @@ class ComputedSplits {
 
   // Returns whether the split was new.
   bool add(size_t item, int64_t split) {
-    const Span splits = attention_.splits_of(items_[item]);
+    const Range splits = attention_.splits_of(items_[item]);
     std::vector<int64_t>& rows = first_rows_[item];
     rows.resize(static_cast<size_t>(splits.end - splits.begin), -1);
     int64_t& first = rows[static_cast<size_t>(split - splits.begin)];
@@ -105,9 +105,9 @@ void add_shared_parts(const SharedSplit& shared, const std::vector<Item>& items,
   const Item& first = items[shared.items.front()];
   const int64_t end = first.first_kv_head + first.num_kv_heads;
   const int64_t num_heads = std::max<int64_t>(1, kAttendRows / of_head);
-  const Span seen = {shared.split * kSplitTokens, (shared.split + 1) * kSplitTokens};
+  const Range seen = {shared.split * kSplitTokens, (shared.split + 1) * kSplitTokens};
   for (int64_t head = first.first_kv_head; head < end; head += num_heads) {
-    const Span heads = {head, std::min(head + num_heads, end)};
+    const Range heads = {head, std::min(head + num_heads, end)};
     Part part = {shared.split, {}, heads, seen};
     int64_t num_rows = 0;
     for (const size_t i : shared.items) {
@@ -129,7 +129,7 @@ size_t first_by_splits(const PagedAttentionParams& p, const std::vector<Item>& i
   int64_t num_bytes = 0;  // of states
   for (int64_t parts = 0; first > 0 && parts < kLastParts * workers; --first) {
     const Item& item = items[first - 1];
-    const Span splits = attention.splits_of(item);
+    const Range splits = attention.splits_of(item);
     const int64_t num_splits = splits.end - splits.begin;
     num_bytes += num_splits * attention.num_rows(item) * attention.state_bytes();
     if (num_splits < 2 || num_bytes > p.max_state_bytes) break;
@@ -147,7 +147,7 @@ void run_parts(const std::vector<Item>& items, const std::vector<SharedSplit>& s
   }
   std::vector<std::pair<size_t, int64_t>> alone;
   for (size_t i = first; i < items.size(); ++i) {
-    const Span splits = attention->splits_of(items[i]);
+    const Range splits = attention->splits_of(items[i]);
     for (int64_t split = splits.begin; split < splits.end; ++split) {
       if (computed.add(i, split)) alone.emplace_back(i, split);
     }
@@ -197,7 +197,7 @@ size_t end_of_piece(const PagedAttentionParams& p, const std::vector<Item>& item
   for (size_t i = begin; i < items.size();) {
     const size_t first = i;
     for (; i < items.size() && items[i].first_token == items[first].first_token; ++i) {
-      const Span seen = positions_of(p, items[i]);
+      const Range seen = positions_of(p, items[i]);
       const int64_t splits = (seen.end - 1) / kSplitTokens - seen.begin / kSplitTokens + 1;
       num_bytes += splits * rows_of_kv_head(items[i]) * items[i].num_kv_heads * row_bytes;
     }

@@ -25,14 +25,14 @@ struct SharedSplit {
 };
 
 // The table entries of a split.
-inline Span blocks_of(const PagedAttentionParams& p, int64_t split) {
+inline Range blocks_of(const PagedAttentionParams& p, int64_t split) {
   const int64_t size = p.pages.block_size;
   return {split * kSplitTokens / size, ((split + 1) * kSplitTokens + size - 1) / size};
 }
 
 inline bool have_equal_blocks(const PagedAttentionParams& p, int64_t sequence, int64_t other,
                               int64_t split) {
-  const Span blocks = blocks_of(p, split);
+  const Range blocks = blocks_of(p, split);
   for (int64_t b = blocks.begin; b < blocks.end; ++b) {
     if (block_at(p, sequence, b) != block_at(p, other, b)) return false;
   }
@@ -72,7 +72,7 @@ inline std::vector<SharedSplit> find_shared_splits(const PagedAttentionParams& p
   while (num_cuts < items.size() && items[num_cuts].first_token == items[0].first_token) ++num_cuts;
   for (size_t i = 0; i < items.size(); i += num_cuts) {
     if (2 * rows_of_kv_head(items[i]) > kAttendRows) continue;
-    const Span seen = positions_of(p, items[i]);
+    const Range seen = positions_of(p, items[i]);
     const int64_t begin = (seen.begin + kSplitTokens - 1) / kSplitTokens;
     for (int64_t split = begin; (split + 1) * kSplitTokens <= seen.end; ++split) {
       const int64_t block = block_at(p, items[i].sequence, blocks_of(p, split).begin);

@@ -1,9 +1,9 @@
-// The threads of parallel_for: helpers, each with a slot in which a caller offers it a job.
+// The threads of parallel_for: each helper has a word by which a caller offers it a job.
 //
 //   caller:  claims, offers --- takes items ----- withdraws the offer, or waits for the helper
 //   helper:  spins, sleeps ---- accepts --- takes items ---- finishes --- spins, sleeps
 //
-// Caller and helper communicate by one word of the slot: the number of the latest claim, and a
+// Caller and helper communicate by one word of the helper: the number of the latest claim, and a
 // state. The number tells a delayed caller from a later one. Sleeping is a state too, so no thread
 // goes to sleep on a word that has changed.
 //
@@ -96,7 +96,7 @@ bool spin_until(const Done& done) {
   return true;
 }
 
-struct alignas(128) Slot {
+struct alignas(128) Helper {
   std::atomic<uint32_t> word{kIdle};
   std::atomic<int> cpu{-1};  // the one that the helper was on
   pid_t thread_id = 0;
@@ -118,104 +118,104 @@ class ThreadPool {
  public:
   void run(Job* job, int num_helpers) {
     const int num = grow(num_helpers);
-    std::vector<std::pair<Slot*, uint32_t>> offers;
+    std::vector<std::pair<Helper*, uint32_t>> offers;
     const int cpu = sched_getcpu();
     for (int i = 0; i < num && static_cast<int>(offers.size()) < num_helpers; ++i) {
-      uint32_t word = slots_[i]->word.load();
+      uint32_t word = helpers_[i]->word.load();
       const State state = state_of(word);
       if (state != kIdle && state != kAsleep) continue;
-      if (!slots_[i]->word.compare_exchange_strong(word, next_claim(word))) continue;
+      if (!helpers_[i]->word.compare_exchange_strong(word, next_claim(word))) continue;
       const int worker = static_cast<int>(offers.size()) + 1;
-      offers.emplace_back(slots_[i], offer(*slots_[i], job, worker, cpu, state == kAsleep));
+      offers.emplace_back(helpers_[i], offer(*helpers_[i], job, worker, cpu, state == kAsleep));
     }
     job->work(0);
-    for (const auto& [slot, word] : offers) take_back(*slot, word);
+    for (const auto& [helper, word] : offers) take_back(*helper, word);
   }
 
  private:
   // Returns the word of the offer.
-  static uint32_t offer(Slot& slot, Job* job, int worker, int caller_cpu, bool asleep) {
-    slot.job = job;
-    slot.worker = worker;
-    if (asleep || slot.cpu.load(std::memory_order_relaxed) == caller_cpu) {
-      keep_off(slot, caller_cpu);
+  static uint32_t offer(Helper& helper, Job* job, int worker, int caller_cpu, bool asleep) {
+    helper.job = job;
+    helper.worker = worker;
+    if (asleep || helper.cpu.load(std::memory_order_relaxed) == caller_cpu) {
+      keep_off(helper, caller_cpu);
     }
-    const uint32_t offered = in_state(slot.word.load(), kOffered);
-    slot.word.store(offered);
-    if (asleep) wake(slot.word);
+    const uint32_t offered = in_state(helper.word.load(), kOffered);
+    helper.word.store(offered);
+    if (asleep) wake(helper.word);
     return offered;
   }
 
-  static void keep_off(Slot& slot, int cpu) {
+  static void keep_off(Helper& helper, int cpu) {
     cpu_set_t others = kCpus;
-    if (cpu < 0 || slot.avoided_cpu == cpu) return;
+    if (cpu < 0 || helper.avoided_cpu == cpu) return;
     CPU_CLR(cpu, &others);
     if (CPU_COUNT(&others) == 0) return;
     // If this fails, the helper only starts later.
-    if (sched_setaffinity(slot.thread_id, sizeof others, &others) == 0) slot.avoided_cpu = cpu;
+    if (sched_setaffinity(helper.thread_id, sizeof others, &others) == 0) helper.avoided_cpu = cpu;
   }
 
-  static void take_back(Slot& slot, uint32_t offered) {
+  static void take_back(Helper& helper, uint32_t offered) {
     uint32_t word = offered;
-    if (slot.word.compare_exchange_strong(word, in_state(offered, kIdle))) return;
+    if (helper.word.compare_exchange_strong(word, in_state(offered, kIdle))) return;
     uint32_t working = in_state(offered, kWorking);
-    if (spin_until([&] { return slot.word.load() != working; })) return;
+    if (spin_until([&] { return helper.word.load() != working; })) return;
     const uint32_t awaited = in_state(offered, kAwaited);
-    if (!slot.word.compare_exchange_strong(working, awaited)) return;
-    while (slot.word.load() == awaited) sleep_while(slot.word, awaited);
+    if (!helper.word.compare_exchange_strong(working, awaited)) return;
+    while (helper.word.load() == awaited) sleep_while(helper.word, awaited);
   }
 
   // Adds helpers up to `num_wanted`, or as many as the system allows. Returns how many there are.
   int grow(int num_wanted) {
-    int num = num_slots_.load(std::memory_order_acquire);
+    int num = num_helpers_.load(std::memory_order_acquire);
     if (num >= num_wanted || num == kMaxHelpers) return num;
     const std::lock_guard<std::mutex> lock(growing_);
     try {
-      for (num = num_slots_.load(); num < num_wanted && num < kMaxHelpers; ++num) {
-        slots_[num] = new Slot;
+      for (num = num_helpers_.load(); num < num_wanted && num < kMaxHelpers; ++num) {
+        helpers_[num] = new Helper;
         std::atomic<bool> started{false};
-        std::thread(&ThreadPool::help, slots_[num], &started).detach();
+        std::thread(&ThreadPool::help, helpers_[num], &started).detach();
         while (!started.load(std::memory_order_acquire)) std::this_thread::yield();
-        num_slots_.store(num + 1, std::memory_order_release);
+        num_helpers_.store(num + 1, std::memory_order_release);
       }
     } catch (const std::system_error&) {
     }
-    return num_slots_.load();
+    return num_helpers_.load();
   }
 
-  [[noreturn]] static void help(Slot* slot, std::atomic<bool>* started) {
-    slot->thread_id = static_cast<pid_t>(syscall(SYS_gettid));
+  [[noreturn]] static void help(Helper* helper, std::atomic<bool>* started) {
+    helper->thread_id = static_cast<pid_t>(syscall(SYS_gettid));
     // The creator's mask, which the thread has inherited, may be a single CPU.
     if (CPU_COUNT(&kCpus) > 0) sched_setaffinity(0, sizeof kCpus, &kCpus);
     started->store(true, std::memory_order_release);
     while (true) {
-      uint32_t word = wait_for_offer(slot->word);
-      if (!slot->word.compare_exchange_strong(word, in_state(word, kWorking))) continue;
-      slot->cpu.store(sched_getcpu(), std::memory_order_relaxed);
-      slot->job->work(slot->worker);
+      uint32_t word = wait_for_offer(helper->word);
+      if (!helper->word.compare_exchange_strong(word, in_state(word, kWorking))) continue;
+      helper->cpu.store(sched_getcpu(), std::memory_order_relaxed);
+      helper->job->work(helper->worker);
       // From here on the job may be destroyed.
-      if (state_of(slot->word.exchange(in_state(word, kIdle))) == kAwaited) wake(slot->word);
+      if (state_of(helper->word.exchange(in_state(word, kIdle))) == kAwaited) wake(helper->word);
     }
   }
 
   // Returns the word of an offer, which its caller may have withdrawn since.
-  static uint32_t wait_for_offer(std::atomic<uint32_t>& slot_word) {
-    uint32_t word = slot_word.load();
-    const auto is_offered = [&] { return state_of(word = slot_word.load()) == kOffered; };
+  static uint32_t wait_for_offer(std::atomic<uint32_t>& helper_word) {
+    uint32_t word = helper_word.load();
+    const auto is_offered = [&] { return state_of(word = helper_word.load()) == kOffered; };
     while (!spin_until(is_offered)) {
-      // For a claimed slot spin again: its offer will come soon.
+      // For a claimed helper spin again: its offer will come soon.
       if (state_of(word) == kIdle) {
         const uint32_t asleep = in_state(word, kAsleep);
-        if (slot_word.compare_exchange_strong(word, asleep)) word = asleep;
+        if (helper_word.compare_exchange_strong(word, asleep)) word = asleep;
       }
-      if (state_of(word) == kAsleep) sleep_while(slot_word, word);
+      if (state_of(word) == kAsleep) sleep_while(helper_word, word);
     }
     return word;
   }
 
   std::mutex growing_;
-  std::atomic<int> num_slots_{0};
-  Slot* slots_[kMaxHelpers] = {};
+  std::atomic<int> num_helpers_{0};
+  Helper* helpers_[kMaxHelpers] = {};
 };
 
 // Never destroyed: threads may sleep in it until the process ends. A child of fork() has none of

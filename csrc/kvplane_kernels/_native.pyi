@@ -98,8 +98,8 @@ def note_written(
 ) -> None:
     """Raise the counts of blocks that a plan has written: csrc/span_rows.h."""
 
-class ServedLayers:
-    """Answers packets on ``fd`` that ask for bound layers: csrc/local/served_layers.h."""
+class LayerServer:
+    """Answers packets on ``fd`` that ask for bound layers: csrc/local/layer_server.h."""
 
     def __init__(self, *, fd: int, spin_s: float, most_s: float) -> None: ...
     def clear(self) -> None: ...

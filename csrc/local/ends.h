@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "local/layer_call.h"
-#include "local/served_layers.h"
+#include "local/layer_server.h"
 
 namespace kvplane {
 
@@ -41,30 +41,30 @@ inline void wait_for_packet(AnswerSocket& answers, double end_s) {
   }
 }
 
-inline void bind_served_layers(pybind11::module_& m) {
+inline void bind_layer_server(pybind11::module_& m) {
   namespace py = pybind11;
   using py::arg;
-  py::class_<ServedLayers>(m, "ServedLayers", py::module_local())
+  py::class_<LayerServer>(m, "LayerServer", py::module_local())
       .def(py::init<int, double, double>(), py::kw_only(), arg("fd"), arg("spin_s"), arg("most_s"))
-      .def("clear", &ServedLayers::clear)
-      .def("bind", &ServedLayers::bind, py::kw_only(), arg("binding"), arg("index"), arg("group"),
+      .def("clear", &LayerServer::clear)
+      .def("bind", &LayerServer::bind, py::kw_only(), arg("binding"), arg("index"), arg("group"),
            arg("num_tokens"), arg("layer"), arg("query"), arg("key"), arg("value"), arg("out"))
-      .def("unbind", &ServedLayers::unbind, arg("binding"))
+      .def("unbind", &LayerServer::unbind, arg("binding"))
       .def(
           "begin",
-          [](ServedLayers& self, const std::vector<const BoundBatch*>& batches, size_t next,
+          [](LayerServer& self, const std::vector<const BoundBatch*>& batches, size_t next,
              size_t end, int num_threads,
              const py::bytes& named) { self.begin(batches, next, end, num_threads, named); },
           arg("batches"), arg("next"), arg("end"), arg("num_threads"), arg("named"))
       .def(
           "asks_for_layer",
-          [](const ServedLayers& self, const py::bytes& named) {
+          [](const LayerServer& self, const py::bytes& named) {
             return self.asks_for_layer(named);
           },
           arg("named"))
       .def(
           "look",
-          [](ServedLayers& self, int epoll, bool waits) {
+          [](LayerServer& self, int epoll, bool waits) {
             bool found = false;
             {
               const py::gil_scoped_release released;
@@ -76,7 +76,7 @@ inline void bind_served_layers(pybind11::module_& m) {
           arg("epoll"), arg("waits"))
       .def(
           "serve",
-          [](ServedLayers& self, int epoll, bool waits) {
+          [](LayerServer& self, int epoll, bool waits) {
             {
               const py::gil_scoped_release released;
               self.serve(epoll, waits);
@@ -85,12 +85,12 @@ inline void bind_served_layers(pybind11::module_& m) {
           },
           arg("epoll"), arg("waits"))
       .def("take",
-           [](ServedLayers& self) -> py::object {
+           [](LayerServer& self) -> py::object {
              const std::optional<std::string> packet = self.take();
              if (!packet) return py::none();
              return py::bytes(*packet);
            })
-      .def("take_ran", &ServedLayers::take_ran);
+      .def("take_ran", &LayerServer::take_ran);
 }
 
 inline void bind_layer_calls(pybind11::module_& m) {

@@ -35,7 +35,6 @@ void write(Fields& fields, uint64_t value, const std::string& text) {
   fields.varint(3, value);
   fields.varint(15, value % 2 == 1);
   fields.varint(16, value % 2 == 1 ? Tier::kDevice : Tier{});
-  fields.fixed64(17, value);
   fields.bytes(18, text);
   fields.column(19, column.data(), column.size());
   fields.message(20, nested.num_bytes());

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from kvplane.errors import KvplaneError
+from kvplane.layout import Layout
 from kvplane.sync import ControlClient
 from tests.helpers.byte_model import VOCABULARY as VOCABULARY
 from tests.helpers.byte_model import save_byte_model as save_byte_model
@@ -39,7 +42,9 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 class Process:
-    """One program at one address. A release's ``python`` runs it in ``folder``."""
+    """One program at one address, from ``start`` on or as a context manager. A release's ``python``
+    runs it in ``folder``.
+    """
 
     def __init__(
         self,
@@ -70,6 +75,12 @@ class Process:
             )
         return self
 
+    def __enter__(self) -> Process:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     @property
     def pid(self) -> int:
         assert self._process is not None, "it was not started"
@@ -94,12 +105,24 @@ class Process:
             self.kill()
 
 
+def data_plane(
+    control: str, served: Path | Layout, log: Path, *flags: str, pool_id: str = POOL
+) -> Process:
+    """A data plane of a model's folder, or of a layout. It is not started."""
+    what = ("--model", str(served))
+    if isinstance(served, Layout):
+        what = ("--layout", str(log.with_suffix(".json")))
+        log.with_suffix(".json").write_text(json.dumps(asdict(served)))
+    where = ("--control-plane", control, "--pool-id", pool_id, "--num-threads", "1")
+    return Process("data_plane", log, *where, *what, *flags)
+
+
 class Pair:
     """A control plane and a data plane of one small pool, which is ready when it is entered."""
 
     def __init__(
         self,
-        model: Path,
+        served: Path | Layout,
         logs: Path,
         *,
         num_device_blocks: int = 64,
@@ -111,13 +134,12 @@ class Pair:
     ) -> None:
         self._pool_id = pool_id
         self.control = Process("control_plane", logs / "control.log", "--lease-s", str(lease_s))
-        self.data = Process(
-            "data_plane", logs / "data.log",
-            "--control-plane", self.control.address, "--model", str(model), "--pool-id", pool_id,
+        self.data = data_plane(
+            self.control.address, served, logs / "data.log",
             "--num-device-blocks", str(num_device_blocks),
-            "--num-host-blocks", str(num_host_blocks), "--num-threads", "1",
+            "--num-host-blocks", str(num_host_blocks),
             *([] if shared_memory else ["--num-local-regions", "0"]),
-            *arguments,
+            *arguments, pool_id=pool_id,
         )  # fmt: skip
 
     def __enter__(self) -> Pair:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_planes import POOL, Pair, Process, wait_until
+from engine_planes import POOL, Pair, Process, data_plane, wait_until
 
 from kvplane.results import PoolInfo
 from kvplane.sync import ControlClient
@@ -230,9 +230,8 @@ def test_a_data_plane_that_was_taken_over_while_it_slept_ends_and_says_why(
 ) -> None:
     """Started again, as by a supervisor, it has a newer epoch and takes the shard back."""
     control = Process("control_plane", tmp_path / "control.log", "--heartbeat-s", "0.5").start()
-    common = ("--control-plane", control.address, "--model", str(model), "--pool-id", POOL)
     first, second = (
-        Process("data_plane", tmp_path / f"{name}.log", *common, "--num-device-blocks", "8")
+        data_plane(control.address, model, tmp_path / f"{name}.log", "--num-device-blocks", "8")
         for name in ("first", "second")
     )
 

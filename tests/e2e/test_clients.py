@@ -9,15 +9,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from examples.planes import Planes
 from kvplane import LayerGroup, Layout, sync
 from kvplane.release import release
+from kvplane.results import total_of
+from tests.e2e.engine_planes import Pair
 from tests.helpers import json_caller, programs
 from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.tools import needs
@@ -32,26 +32,18 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planes]:
-    folder = tmp_path_factory.mktemp("planes")
-    layout = folder / "layout.json"
-    layout.write_text(json.dumps(asdict(LAYOUT)))
-    flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
-    with Planes(folder, flags) as planes:
-        with sync.ControlClient(planes.control.address) as client:
-            client.wait_ready("default", 60.0)
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(LAYOUT, tmp_path_factory.mktemp("planes"), pool_id="default") as planes:
         yield planes
 
 
 @pytest.fixture
-def planes(running: Planes) -> Iterator[Planes]:
+def planes(running: Pair) -> Iterator[Pair]:
     yield running
-    counted = running.control.metrics()
-    sessions, sequences = (
-        sum(value for name, value in counted.items() if name.startswith(prefix))
-        for prefix in ("kvplane_sessions{", 'kvplane_sequences{pool="default"')
-    )
-    assert (sessions, sequences) == (0, 0), "a client left something behind"
+    with sync.ControlClient(running.control.address) as client:
+        counted = client.get_counters("default")
+    left = counted["sessions"], total_of(counted, "sequences")
+    assert left == (0, 0), "a client left something behind"
 
 
 def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:
@@ -67,7 +59,7 @@ def shown(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["sync", "async"])
-def test_the_python_programs_of_the_page_attend(planes: Planes, number: int) -> None:
+def test_the_python_programs_of_the_page_attend(planes: Pair, number: int) -> None:
     program = shown("python")[number].replace("127.0.0.1:50051", planes.control.address)
     done = programs.run("-c", program)
     assert (done.returncode, done.stdout) == (0, ATTENDED.format(", ")), done.stderr
@@ -93,13 +85,13 @@ def node_folder() -> Path:
 
 @pytest.mark.parametrize("source", ["protos", "reflection"])
 def test_node_attends_with_the_contract_from_files_or_from_the_planes(
-    planes: Planes, node_folder: Path, source: str
+    planes: Pair, node_folder: Path, source: str
 ) -> None:
     said = run("node", "session.js", planes.control.address, source, cwd=node_folder)
     assert said == ATTENDED.format(",")
 
 
-def test_go_attends(planes: Planes, tmp_path: Path) -> None:
+def test_go_attends(planes: Pair, tmp_path: Path) -> None:
     cache = ROOT / "build" / "clients" / "go-cache"
     write_stubs(tmp_path, cache)
     program = tmp_path / "session"
@@ -109,7 +101,7 @@ def test_go_attends(planes: Planes, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_rust_attends(planes: Planes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rust_attends(planes: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a copy under build/, beside which cargo keeps what it has compiled of other crates."""
     needs("cargo")
     folder = ROOT / "build" / "clients" / "examples" / "rust"
@@ -135,7 +127,7 @@ def filled(value: Any, seen: dict[str, Any], name: str = "") -> Any:
     return seen[name] if value == "FROM ABOVE" else value
 
 
-def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Planes) -> None:
+def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Pair) -> None:
     (script,) = shown("bash")
     (_, *listed), *calls = json_caller.lines_of(script)
     assert listed == ["list", SERVICE]

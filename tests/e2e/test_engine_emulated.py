@@ -37,8 +37,7 @@ def answers(control: Process, pool_id: str) -> list[list[int]]:
 def test_the_shipped_model_answers_the_same_on_the_emulated_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control = Process("control_plane", tmp_path / "control.log").start()
-    try:
+    with Process("control_plane", tmp_path / "control.log") as control:
         expected = answers(control, "cpu")
         emulated = emulated_kernels()
         swaps: list[int] = []
@@ -55,6 +54,4 @@ def test_the_shipped_model_answers_the_same_on_the_emulated_kernels(
         )
         assert answers(control, "emulated") == expected
         assert len(swaps) >= 2, "out and in"
-    finally:
-        control.stop()
     assert "".join(chr(token - 3) for token in expected[0][:3]) == "uvw"

@@ -4,9 +4,7 @@ that are shared, copied, swapped and evicted change nothing of what it says.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from dense_kv import DenseKv, LayerScales, calibrated
-from engine_planes import ROOT, Process
+from engine_planes import ROOT, Process, data_plane
 
 from engine import LLM
 from engine.request import RequestOutput
@@ -35,9 +33,8 @@ FAR = 2.0  # from those of keys and values in float32, which have 20 bits of man
 
 @pytest.fixture(scope="module")
 def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    process = Process("control_plane", tmp_path_factory.mktemp("logs") / "control.log").start()
-    yield process.address
-    process.stop()
+    with Process("control_plane", tmp_path_factory.mktemp("logs") / "control.log") as process:
+        yield process.address
 
 
 @pytest.fixture(scope="module")
@@ -111,21 +108,14 @@ def test_an_engine_takes_type_and_scales_from_a_pool_in_another_process(
     layout = layout_from_hf(
         folder, kv_dtype="float8_e5m2", model_id=layout_from_hf(RECALL).model_id
     )
-    path = tmp_path / "layout.json"
-    path.write_text(json.dumps(asdict(layout)))
-    data = Process(
-        "data_plane", tmp_path / "data.log", "--control-plane", control, "--layout", str(path),
-        "--pool-id", "remote", "--num-device-blocks", "128",
-    ).start()  # fmt: skip
+    blocks = ("--num-device-blocks", "128")
     settings = {"control_plane": control, "pool_id": "remote", "timeout_s": 30.0}
-    try:
+    with data_plane(control, layout, tmp_path / "data.log", *blocks, pool_id="remote"):
         with LLM(RECALL, **settings) as llm:
             outputs = answer(llm, [question for question in ASKED if question.is_greedy][:3])
         with pytest.raises(LayoutMismatchError):
             LLM(RECALL, kv_dtype="float8_e4m3fn", **settings)
         with pytest.raises(LayoutMismatchError):  # other weights, though of the same scales
             LLM(folder, kv_dtype="float8_e5m2", **settings)
-    finally:
-        data.stop()
     same = DenseKv(RECALL, torch.float8_e5m2, scales)
     assert max(distance(same, output) for output in outputs) <= SOME

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_planes import Process
+from engine_planes import Process, data_plane
 
 from engine import LLM, SamplingParams
 from engine.parallel.backends import RankBackend, SharedSession
@@ -94,18 +94,16 @@ def check_parallel(engine: LLM, expected: list[CompletionOutput]) -> None:
 def test_ranks_with_embedded_shards_give_the_same_tokens(
     model, tmp_path, expected, num_ranks
 ) -> None:
-    control = Process("control_plane", tmp_path / "control.log").start()
-    try:
-        with engine_on(
-            model, control.address, data_plane="embedded", tensor_parallel=num_ranks,
-            num_device_blocks=64, recovery_timeout_s=100.0,
-        ) as engine:  # fmt: skip
-            check_parallel(engine, expected)
-            shards = engine.get_pool().shards
-            assert [info.shard.index for info in shards] == list(range(num_ranks))
-            check_parallel(engine, expected)
-    finally:
-        control.stop()
+    settings = {"data_plane": "embedded", "num_device_blocks": 64, "recovery_timeout_s": 100.0}
+    settings["tensor_parallel"] = num_ranks
+    with (
+        Process("control_plane", tmp_path / "control.log") as control,
+        engine_on(model, control.address, **settings) as engine,
+    ):
+        check_parallel(engine, expected)
+        shards = engine.get_pool().shards
+        assert [info.shard.index for info in shards] == list(range(num_ranks))
+        check_parallel(engine, expected)
 
 
 @pytest.mark.nightly  # two engines, of which one has two processes
@@ -115,26 +113,22 @@ def test_ranks_compute_with_the_frequencies_of_a_chosen_length(model, tmp_path) 
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 16.0}
     config |= {"max_position_embeddings": 16, "rope_parameters": rope}
     (folder / "config.json").write_text(json.dumps(config))
-    control = Process("control_plane", tmp_path / "control.log").start()
     settings = {"data_plane": "embedded", "num_device_blocks": 64, "recovery_timeout_s": 100.0}
     settings["max_total_tokens"] = 256
-    try:
+    with Process("control_plane", tmp_path / "control.log") as control:
         with engine_on(folder, control.address, pool_id="one", **settings) as engine:
             wanted = answers(engine)
         with engine_on(folder, control.address, tensor_parallel=2, **settings) as engine:
             check_parallel(engine, wanted)
-    finally:
-        control.stop()
 
 
 @pytest.mark.nightly  # two engines on two shards; on push one whose shard is killed ends
 def test_a_killed_shard_comes_back_and_the_answers_are_the_same(model, tmp_path, expected) -> None:
     control = Process("control_plane", tmp_path / "control.log").start()
     shards = [
-        Process(
-            "data_plane", tmp_path / f"data{i}.log", "--control-plane", control.address,
-            "--model", str(model), "--pool-id", POOL, "--num-device-blocks", "64",
-            "--num-shards", "2", "--shard-index", str(i), "--num-threads", "1",
+        data_plane(
+            control.address, model, tmp_path / f"data{i}.log", "--num-device-blocks", "64",
+            "--num-shards", "2", "--shard-index", str(i), pool_id=POOL,
         ).start()
         for i in range(2)
     ]  # fmt: skip

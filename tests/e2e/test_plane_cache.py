@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_planes import Process, wait_until
+from engine_planes import Pair, wait_until
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvplane import LayerGroup, Layout
@@ -410,14 +408,8 @@ def test_models_of_16_bits() -> None:
 def test_another_layout_than_the_pools_is_refused(tmp_path: Path) -> None:
     model = tiny_llama()
     layout = Layout("tiny", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 2, 16),))
-    (tmp_path / "layout.json").write_text(json.dumps(asdict(layout)))
-    control = Process("control_plane", tmp_path / "control.log").start()
-    flags = ["--layout", str(tmp_path / "layout.json"), "--num-device-blocks", "128"]
-    to_control = ["--control-plane", control.address]
-    data = Process("data_plane", tmp_path / "data.log", *to_control, *flags).start()
-    remote: dict[str, Any] = {"control_plane": control.address, "model_id": "tiny"}
-    remote["timeout_s"] = 30.0
-    try:
+    with Pair(layout, tmp_path, pool_id="default") as pair:
+        remote: dict[str, Any] = {"control_plane": pair.control.address, "model_id": "tiny"}
         with pytest.raises(LayoutMismatchError):
             PlaneCache(model, **remote | {"model_id": "another"})
         with pytest.raises(InvalidRequestError, match="model_id: must be given"):
@@ -426,6 +418,3 @@ def test_another_layout_than_the_pools_is_refused(tmp_path: Path) -> None:
             PlaneCache(tiny_llama().to(torch.bfloat16), **remote)
         greedy_with_padding(model, **remote)
         close_planes(model)
-    finally:
-        data.stop()
-        control.stop()

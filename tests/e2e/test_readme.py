@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.planes import Planes
 from kvplane import LayerGroup, Layout
+from tests.e2e.engine_planes import Pair
 from tests.helpers.programs import ROOT, run
 
 README = (ROOT / "README.md").read_text()
@@ -32,10 +30,7 @@ def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_s
     tmp_path: Path,
 ) -> None:
     program = PROGRAMS[1]
-    layout = tmp_path / "layout.json"
-    layout.write_text(json.dumps(asdict(LAYOUT)))
-    flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
-    with Planes(tmp_path, flags) as planes:
+    with Pair(LAYOUT, tmp_path, pool_id="default") as planes:
         done = run("-c", program.replace("127.0.0.1:50051", planes.control.address))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "(5, 2, 16)\n"

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from engine_planes import POOL, Process
+from engine_planes import POOL, Process, data_plane
 
 from engine import LLM, SamplingParams
 from kvplane import ControlClient, DataClient, ops
@@ -38,11 +38,8 @@ class Fleet:
             )
             for i in range(2)
         ]  # fmt: skip
-        self.data = Process(
-            "data_plane", folder / "data.log", "--control-plane", self.addresses,
-            "--model", str(model), "--pool-id", POOL, "--num-device-blocks", "64",
-            "--num-threads", "1",
-        )  # fmt: skip
+        blocks = ("--num-device-blocks", "64")
+        self.data = data_plane(self.addresses, model, folder / "data.log", *blocks)
 
     @property
     def addresses(self) -> str:

@@ -1,6 +1,6 @@
 """All orders of events in small scenarios of both planes: none leads to what must not be.
 
-The planted faults of ``tests/mutants/faults/planes.py`` that are named "all orders" show that the
+The planted faults of ``tests/mutants/faults/planes.txt`` that are named "all orders" show that the
 search finds what was there once.
 """
 

@@ -58,7 +58,7 @@ def append(world: World, session: Session) -> None:
     packed = b"".join(count.to_bytes(4, "little") for count in counts)
     world.pool.growth(session.handle, ids, firsts, slots, ahead)
     columns = ids, firsts, slots, packed, tokens, ahead
-    if data.ConsumeBool() and world.pool.append_if_sure(session.handle, *columns) is not None:
+    if data.ConsumeBool() and world.pool.append(session.handle, *columns, only_if_sure=True):
         return
     world.pool.append(session.handle, *columns)
 

@@ -93,8 +93,6 @@ def new_core(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) 
         block_tokens,
         data.PickValueInList([NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS // 2, MANY_BLOCKS]),
         data.ConsumeIntInRange(0, 6),
-        b"",
-        b"",
         window_tokens=data.PickValueInList([0, 0, 3]),
         **same,
     )

@@ -23,7 +23,6 @@ def announce(world: World, _: Session) -> None:
     if world.data.ConsumeBool():
         core.take_publications(world.unsigned(3, 64))
     else:
-        core.all_publications(world.unsigned(3, 64))
         core.publications_in(world.unsigned(9, 64), world.unsigned(9, 64))
 
 

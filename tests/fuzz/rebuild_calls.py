@@ -55,11 +55,11 @@ def filled(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) ->
     return group
 
 
-def reported(pool: LayerGroup, most_blocks: int) -> Reported:
+def reported(pool: LayerGroup) -> Reported:
     return Reported(
         (pool.usage(DEVICE)[0], pool.usage(HOST)[0]),
         (pool.generations(DEVICE), pool.generations(HOST)),
-        [(root, columns) for root, *columns in pool.all_publications(most_blocks)],
+        [(root, columns) for root, *columns in pool.publications_in(0, 1 << 32)[0]],
     )
 
 
@@ -132,7 +132,8 @@ class Reports:
         policy = data.PickValueInList([*POLICIES, *POLICIES, "no such policy"])
         window, now_s = data.PickValueInList([0, 0, 3]), data.PickValueInList([0.0, 7.0])
         rest = {**same, "eviction_policy": policy, "window_tokens": window, "now_s": now_s}
-        rebuild.begin(*known, **rest)
+        generations = dict(zip(("device_generations", "host_generations"), known, strict=True))
+        rebuild.begin(**generations, **rest)
         most_blocks = data.PickValueInList([1, 2, 1000, 2**63 - 1])
         for _ in range(MOST_STEPS):
             if rebuild.step(most_blocks):
@@ -146,7 +147,7 @@ class Reports:
 def rebuilt(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> LayerGroup | None:
     """One layer group of a pool; None if the shards have not reported all."""
     pool = filled(data, block_tokens, same)
-    found = reported(pool, 1 + data.ConsumeIntInRange(0, 3))
+    found = reported(pool)
     reports = Reports(data, found, block_tokens)
     with suppress(*REFUSALS):
         reports.tell_all()

@@ -5,7 +5,6 @@ test_simulated_gpu.py names this file to pytest, which does not collect it by it
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -13,9 +12,7 @@ from transformers import LlamaForCausalLM
 
 from kvplane.transformers import close_planes
 from kvplane.transformers.model_state import namespace_of
-from tests.e2e.engine_planes import Process
 from tests.helpers import plane_cache_checks as checks
-from tests.helpers.programs import run
 from tests.models import model_states as states
 
 FOUND = 32  # of 45 tokens, all whole blocks
@@ -33,19 +30,7 @@ def test_a_model_that_moves_finds_nothing_that_it_left() -> None:
 
 
 def test_two_processes_find_what_their_own_device_left(tmp_path: Path) -> None:
-    control = Process("control_plane", tmp_path / "control.log").start()
-    data = states.data_plane(control.address, "device", tmp_path)
-    found = []
-    try:
-        for _ in range(2):
-            done = run("tests.models.model_states", control.address, *ASKED)
-            assert done.returncode == 0, done.stderr
-            results = json.loads(done.stdout.splitlines()[-1])
-            found.append([num for num, _ in results])
-            assert max(off for _, off in results) < checks.ATOL
-    finally:
-        data.stop()
-        control.stop()
+    found = states.found_twice(tmp_path, ["device"], ASKED)
     assert found == [[0, 0], [FOUND, FOUND]]
 
 

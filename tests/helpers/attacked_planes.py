@@ -25,8 +25,8 @@ import grpc
 
 from kvplane.errors import KvplaneError
 from kvplane.wire.error_codec import from_rpc_error
-from tests.helpers.data.data_server import write_layout
-from tests.helpers.data.plan_author import POOL_ID, PlanAuthor
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor
+from tests.helpers.planes_in_process import write_layout
 from tests.helpers.planning.register_side import RegisterSide
 
 CALLER = Path(__file__).with_name("honest_caller.py")
@@ -101,7 +101,7 @@ async def data_plane_process(
     """
     side = await RegisterSide(heartbeat_s=1.0).start()
     own = ["--control-plane", side.address, "--pool-id", POOL_ID, "--num-threads", "1"]
-    own += ["--layout", str(write_layout(folder)), "--num-device-blocks", str(num_blocks)]
+    own += ["--layout", str(write_layout(folder, LAYOUT)), "--num-device-blocks", str(num_blocks)]
     with PlaneProcess("data_plane", folder, *own, *flags, variables=variables) as plane:
         async with asyncio.timeout(PATIENCE_S):
             await side.accepted.wait()

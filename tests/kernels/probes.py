@@ -1,4 +1,4 @@
-"""Single steps of the CUDA kernels (csrc/cuda/device/probe.cu), and inputs that show them."""
+"""Single steps of the CUDA kernels (csrc/cuda/probe/probe.cu), and inputs that show them."""
 
 from __future__ import annotations
 

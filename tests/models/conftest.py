@@ -13,7 +13,5 @@ from tests.e2e.engine_planes import Process
 @pytest.fixture
 def control_plane(tmp_path: Path) -> Iterator[str]:
     """The address of one for each test: it keeps pools that went away, up to a bound."""
-    process = Process("control_plane", tmp_path / "control.log")
-    process.start()
-    yield process.address
-    process.stop()
+    with Process("control_plane", tmp_path / "control.log") as process:
+        yield process.address

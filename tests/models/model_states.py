@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +20,9 @@ from kvplane import Layout
 from kvplane.errors import LayoutMismatchError
 from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import PlaneCache, close_planes
-from tests.e2e.engine_planes import Process
-from tests.helpers.plane_cache_checks import answer, one_prompt, tiny_llama
+from tests.e2e import engine_planes as planes
+from tests.helpers.plane_cache_checks import ATOL, answer, one_prompt, tiny_llama
+from tests.helpers.programs import run
 from tests.models.tiny_models import draw_weights, tiny_model
 
 MODEL_ID: Final = "states"
@@ -110,15 +111,31 @@ def pool_of(row: str) -> str:
     return OTHERS[row][0] if row in OTHERS else "llama"
 
 
-def data_plane(control: str, row: str, folder: Path) -> Process:
-    """A data plane on the CPU with the row's pool."""
+def data_plane(control: str, row: str, folder: Path) -> planes.Process:
+    """A data plane on the CPU with the row's pool. It is not started."""
     groups = layer_groups(made(row)[0].config)
     layout = Layout(MODEL_ID, 16, "float32", "float32", groups)
-    path = folder / f"{pool_of(row)}.json"
-    path.write_text(json.dumps(asdict(layout)))
-    flags = ["--layout", str(path), "--pool-id", pool_of(row), "--num-device-blocks", "256"]
-    flags += ["--control-plane", control, "--device", "cpu", "--num-threads", "1"]
-    return Process("data_plane", path.with_suffix(".log"), *flags).start()
+    pool_id, flags = pool_of(row), ("--num-device-blocks", "256", "--device", "cpu")
+    return planes.data_plane(control, layout, folder / f"{pool_id}.log", *flags, pool_id=pool_id)
+
+
+def found_twice(folder: Path, rows: Sequence[str], asked: Sequence[str]) -> list[list[int]]:
+    """How many tokens two processes find, one after the other, in each state that is asked for, in
+    pools of the rows' models.
+    """
+    found = []
+    with ExitStack() as stack:
+        process = planes.Process("control_plane", folder / "control.log")
+        control = stack.enter_context(process).address
+        for row in rows:
+            stack.enter_context(data_plane(control, row, folder))
+        for _ in range(2):
+            done = run("tests.models.model_states", control, *asked)
+            assert done.returncode == 0, done.stderr
+            results = json.loads(done.stdout.splitlines()[-1])
+            found.append([num for num, _ in results])
+            assert max(off for _, off in results) < ATOL
+    return found
 
 
 def off_by(got: Any, want: Any) -> float:

@@ -52,13 +52,11 @@ def test_one_model_finds_under_its_adapters_what_it_left_under_them(peft: Path) 
 
 
 def test_two_processes_share_what_equal_adapters_compute(peft: Path, tmp_path: Path) -> None:
-    control = Process("control_plane", tmp_path / "control.log").start()
-    data = states.data_plane(control.address, "weights", tmp_path)
-    try:
+    with (
+        Process("control_plane", tmp_path / "control.log") as control,
+        states.data_plane(control.address, "weights", tmp_path),
+    ):
         first, again = (run(peft, "two", control.address) for _ in range(2))
-    finally:
-        data.stop()
-        control.stop()
     assert {name: found for name, found, _ in first} == {
         name: FOUND if name in SAME else 0 for name, _, _ in first
     }

@@ -5,7 +5,6 @@ Each row has two states A and B of a model. Answers are compared with those of e
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +18,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.transformers.model_state import namespace_of
-from tests.e2e.engine_planes import Process
 from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, one_prompt, tiny_llama
-from tests.helpers.programs import run
 from tests.models import model_states as states
 from tests.models.model_states import LLAMA, OTHERS, ask
 
@@ -68,19 +65,7 @@ def test_two_processes_share_what_equal_states_compute_and_nothing_else(tmp_path
     others = ("soft cap", "window")
     asked = ["weights.A", *(f"{row}.B" for row in rows)]
     asked += [f"{row}.{state}" for row in others for state in "AB"]
-    found = []
-    control = Process("control_plane", tmp_path / "control.log").start()
-    data = [states.data_plane(control.address, row, tmp_path) for row in ("weights", *others)]
-    try:
-        for _ in range(2):
-            done = run("tests.models.model_states", control.address, *asked)
-            assert done.returncode == 0, done.stderr
-            results = json.loads(done.stdout.splitlines()[-1])
-            found.append([num for num, _ in results])
-            assert max(off for _, off in results) < ATOL
-    finally:
-        for process in (*data, control):
-            process.stop()
+    found = states.found_twice(tmp_path, ("weights", *others), asked)
     # Another window is another layout, which the pool refuses.
     first, again = [0] * (len(asked) - 1), [FOUND] * (len(asked) - 1)
     assert found == [[*first, states.REFUSED], [*again, states.REFUSED]]

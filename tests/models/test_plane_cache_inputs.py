@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from kvplane import LayerGroup, Layout
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
-from tests.e2e.engine_planes import Process
+from tests.e2e.engine_planes import Pair
 from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
 from tests.helpers.programs import run
 from tests.models import tiny_pictures as tiny
@@ -172,23 +171,15 @@ def test_an_image_in_a_later_turn_is_not_that_of_another_branch(in_pool: Any) ->
 def test_two_processes_on_one_pool_share_an_image_and_never_two(tmp_path: Path) -> None:
     group = LayerGroup("full", tuple(range(tiny.NUM_LAYERS)), 2, 16)
     layout = Layout("llava", BLOCK_SIZE, "float32", "float32", (group,))
-    (tmp_path / "layout.json").write_text(json.dumps(asdict(layout)))
-    control = Process("control_plane", tmp_path / "control.log").start()
-    flags = ["--layout", str(tmp_path / "layout.json"), "--num-device-blocks", "128"]
-    to_control = ["--control-plane", control.address]
-    data = Process("data_plane", tmp_path / "data.log", *to_control, *flags).start()
-    try:
-        found = []
+    found = []
+    with Pair(layout, tmp_path, pool_id="default") as pair:
         for seeds in (["1"], ["2", "1", "2"]):
-            done = run("tests.models.tiny_pictures", control.address, *seeds)
+            done = run("tests.models.tiny_pictures", pair.control.address, *seeds)
             assert done.returncode == 0, done.stderr
             for answer in json.loads(done.stdout.splitlines()[-1]):
                 assert answer["off"] < ATOL
                 found += answer["found"]
-        assert found == [0, BEFORE_IMAGE, WHOLE, WHOLE]
-    finally:
-        data.stop()
-        control.stop()
+    assert found == [0, BEFORE_IMAGE, WHOLE, WHOLE]
 
 
 def test_images_whose_tokens_see_each_other_are_refused_and_text_is_not(in_pool: Any) -> None:

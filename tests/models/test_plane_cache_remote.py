@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from data_plane.server.server import layout_from_json
 from engine.commands.main import main
+from kvplane import Layout
 from kvplane.errors import LayoutMismatchError
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.transformers.models import adapters
-from tests.e2e.engine_planes import Process
+from tests.e2e.engine_planes import Process, data_plane
 from tests.helpers.plane_cache_checks import CHECKS, Check, greedy_with_padding, second_call
 from tests.models.tiny_models import save_tiny
 
@@ -26,16 +28,14 @@ OWN_SHAPES = "mimo_v2_flash"
 
 @pytest.fixture(scope="module")
 def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    process = Process("control_plane", tmp_path_factory.mktemp("control") / "log").start()
-    yield process.address
-    process.stop()
+    with Process("control_plane", tmp_path_factory.mktemp("control") / "log") as process:
+        yield process.address
 
 
-def data_plane(control: str, folder: Path, *layout: str) -> Process:
-    """A pool that has the folder's name."""
-    pool = ["--pool-id", folder.name, "--num-device-blocks", "128", "--num-threads", "1"]
-    flags = ["--control-plane", control, *layout, *pool]
-    return Process("data_plane", folder / "data.log", *flags).start()
+def started(control: str, folder: Path, layout: Layout | None = None) -> Process:
+    """A data plane of the folder's model, or of a layout; its pool has the folder's name."""
+    log, flags = folder / "data.log", ("--num-device-blocks", "128")
+    return data_plane(control, layout or folder, log, *flags, pool_id=folder.name).start()
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -59,7 +59,7 @@ def remote(
 ) -> Iterator[tuple[PreTrainedModel, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, folder)
-    data = data_plane(control, folder, "--model", str(folder))
+    data = started(control, folder)
     model = load(folder)
     yield model, settings(control, folder)
     close_planes(model)
@@ -79,7 +79,7 @@ def test_a_layout_that_only_the_loaded_model_tells_is_printed_for_a_data_plane(
     """By its config such a model has half the KV heads in its layers with a window."""
     save_tiny(OWN_SHAPES, tmp_path)
     model = load(tmp_path)
-    data = data_plane(control, tmp_path, "--model", str(tmp_path))
+    data = started(control, tmp_path)
     with pytest.raises(LayoutMismatchError):
         PlaneCache(model, **settings(control, tmp_path))
     data.stop()
@@ -89,7 +89,7 @@ def test_a_layout_that_only_the_loaded_model_tells_is_printed_for_a_data_plane(
         printed[flag] = capsys.readouterr().out
     assert printed["--no-probe"] != printed["--probe"]
     (tmp_path / "layout.json").write_text(printed["--probe"])
-    data = data_plane(control, tmp_path, "--layout", str(tmp_path / "layout.json"))
+    data = started(control, tmp_path, layout_from_json(tmp_path / "layout.json"))
     for check in (greedy_with_padding, second_call):
         check(model, **settings(control, tmp_path))
     close_planes(model)

@@ -20,7 +20,7 @@ def row(key: str, fault: Fault) -> str:
     tier = "push" if any(key in keys for keys in ON_PUSH.values()) else "nightly"
     by = fault.killed_by if isinstance(fault.killed_by, str) else repr(fault.killed_by)
     return "\t".join(
-        (area, name, tier, fault.file, f"{by} -k {fault.only!r}" if fault.only else by)
+        (area, name, tier, fault.places[0][0], f"{by} -k {fault.only!r}" if fault.only else by)
     )
 
 

@@ -2,56 +2,90 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import argparse
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from tests.mutants.machines import MACHINES, MACHINES_OF_TESTS, Machine
+
 TABLES: Final = Path(__file__).parent / "faults"
-Machine = Callable[[Path], tuple[bool, str]]
-"""Takes a tree; returns whether it fails there, as it must with a fault, and what it printed."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``file`` has ``old`` once; with ``new`` in its place, ``killed_by`` must fail.
+    """Each place, a file, ``old`` and ``new``, has ``old`` once; with ``new`` there, ``killed_by``
+    must fail.
 
     killed_by: ids of tests, with " + " between them, or a machine. only: an expression for -k.
-    also: more places of the same fault, each a file, ``old`` and ``new``. timeout_s: of each test,
-    for faults that make tests wait for ever.
+    timeout_s: of each test, for faults that make tests wait for ever.
     """
 
     name: str
-    file: str
-    old: str
-    new: str
+    places: tuple[tuple[str, str, str], ...]
     killed_by: str | Machine
     only: str = ""
-    also: tuple[tuple[str, str, str], ...] = ()
     timeout_s: int = 120
 
-    @property
-    def places(self) -> tuple[tuple[str, str, str], ...]:
-        """All places of the fault."""
-        return ((self.file, self.old, self.new), *self.also)
 
+def read(table: Path) -> list[Fault]:
+    """Read a table of faults. It has lines of these kinds, of which ``file`` and ``by`` hold for
+    all faults after them.
 
-def planted(
-    file: str, killed_by: str | Machine, texts: Mapping[str, tuple[str, str]], *, only: str = ""
-) -> tuple[Fault, ...]:
-    """Return faults of one file that the same tests must notice. ``texts``: by the fault's name,
-    ``old`` and ``new``.
+    ``file PATH``: what the faults change. ``by TESTS [-k EXPRESSION] [--timeout=SECONDS]``, or a
+    machine's name in place of tests, perhaps with tests after it: what must fail. ``@@ NAME``: a
+    fault begins; lines as in a diff follow, but each may be a part of a line of the file. One
+    without such lines has those of the fault before it. ``also PATH``: a further place of the
+    fault, with lines of its own. ``# TEXT``: a comment.
     """
-    return tuple(Fault(name, file, old, new, killed_by, only) for name, (old, new) in texts.items())
+    faults: list[Fault] = []
+    file = by = ""
+    hunks: list[tuple[str, list[str]]] = []
+    for line in [*table.read_text().splitlines(), "@@ "]:
+        word, _, rest = line.partition(" ")
+        if line[:1] in ("-", "+", " "):
+            hunks[-1][1].append(line)
+        elif word == "also":
+            hunks.append((rest, []))
+        elif word in ("file", "by", "@@"):
+            if hunks:
+                last = faults[-1]
+                faults[-1] = replace(last, places=_places(hunks) or faults[-2].places)
+                hunks = []
+            if word == "file":
+                file = rest
+            elif word == "by":
+                by = rest
+            elif rest:
+                faults.append(Fault(rest, (), *_killed_by(by)))
+                hunks = [(file, [])]
+        else:
+            assert word == "#", f"{table.name}: {line}"
+    return faults
 
 
-def first(head: str, *lines: str) -> tuple[str, str]:
-    """Return ``old`` and ``new`` that put lines before all else in a function. ``head``: the last
-    line of its signature, with its indent.
-    """
-    indent = " " * (len(head) - len(head.lstrip()) + 4)
-    return f"{head}\n", "\n".join((head, *(indent + line for line in lines), ""))
+def _places(hunks: list[tuple[str, list[str]]]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(
+        (file, *("\n".join(line[1:] for line in lines if line[0] != sign) for sign in "+-"))
+        for file, lines in hunks
+        if lines
+    )
+
+
+def _killed_by(words: str) -> tuple[str | Machine, str, int]:
+    """Return what must fail, which of its tests, and their time."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tests", nargs="+")
+    parser.add_argument("-k", dest="only", default="")
+    parser.add_argument("--timeout", type=int, default=120)
+    found = parser.parse_args(shlex.split(words))
+    name, *tests = found.tests
+    if name in MACHINES:
+        return MACHINES[name], found.only, found.timeout
+    if name in MACHINES_OF_TESTS:
+        return MACHINES_OF_TESTS[name](tuple(tests), found.only), "", found.timeout
+    return " + ".join(found.tests), found.only, found.timeout
 
 
 # A push tries these, at least one for each invariant of docs/architecture.md but the first.
@@ -84,11 +118,8 @@ ON_PUSH: Final[dict[str, tuple[str, ...]]] = {
 def all_faults() -> dict[str, Fault]:
     """Return every fault by its area, which is the name of its table, and its name."""
     found: dict[str, Fault] = {}
-    for table in sorted(TABLES.glob("*.py")):
-        faults: tuple[Fault, ...] = importlib.import_module(
-            f"tests.mutants.faults.{table.stem}"
-        ).FAULTS
-        for fault in faults:
+    for table in sorted(TABLES.glob("*.txt")):
+        for fault in read(table):
             key = f"{table.stem}/{fault.name}"
             assert key not in found, f"two faults are called {key}"
             found[key] = fault

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,8 @@ from tests.helpers.native.native_programs import cmake
 from tests.helpers.warm_pytest import TESTS_FAILED, run_pytest
 from tests.kernels.emulated_build import build, kernel_sources
 
+Machine = Callable[[Path], tuple[bool, str]]
+"""Takes a tree; returns whether it fails there, as it must with a fault, and what it printed."""
 ROOT: Final = Path(__file__).parents[2]
 CHECK: Final = Path(__file__).parent / "emulator" / "attention_check.cpp"
 SEEDS: Final = range(4)
@@ -162,3 +165,24 @@ def _tests_fail(site: Path, *tests: str) -> tuple[bool, str]:
     path = os.pathsep.join((str(site), str(ROOT)))
     done = run_pytest("-m", "not nightly", *tests, cwd=ROOT, env={"PYTHONPATH": path})
     return done.returncode < 0 or done.returncode == TESTS_FAILED, done.stdout
+
+
+BLOCKS: Final = (
+    *("announcing", "rebuilding", "forgetting", "touched", "native_admit", "native_families"),
+    *("native_growth", "native_tokens", "native_tiers", "native_aborts", "native_input"),
+    "native_walk",
+)
+# Their names in tables of faults: first those of one kind, then those that are given tests.
+MACHINES: Final[dict[str, Machine]] = {
+    "PLAIN": PLAIN,
+    "ASAN": ASAN,
+    "UBSAN": UBSAN,
+    "TSAN": TSAN,
+    "ThreadPoolCallers": ThreadPoolCallers(),
+    "CORE": NativeCore(tuple(f"tests/unit/blocks/test_{name}.py" for name in BLOCKS)),
+}
+MACHINES_OF_TESTS: Final[dict[str, Callable[[tuple[str, ...], str], Machine]]] = {
+    "SimulatedGpu": SimulatedGpu,
+    "CpuModule": CpuModule,
+    "NativeCore": lambda tests, _: NativeCore(tests),
+}

@@ -85,8 +85,7 @@ void bind_answers(PoolClass& pool) {
          const py::bytes& signature, int64_t revision, const py::bytes& news) {
         return encode({number, results, payload, signature, revision, news}, self.groups());
       },
-      py::arg("number"), py::arg("results"), py::arg("payload"), py::arg("signature"),
-      py::arg("revision"), py::arg("news"));
+      "number"_a, "results"_a, "payload"_a, "signature"_a, "revision"_a, "news"_a);
 }
 
 }  // namespace kvplane::blocks

@@ -15,6 +15,7 @@
 namespace kvplane::blocks {
 
 namespace py = pybind11;
+using namespace py::literals;
 
 template <typename T>
 py::bytes pack(const T* values, size_t num) {
@@ -49,10 +50,23 @@ inline SessionHandle checked(const LayerGroup& group, SessionHandle handle) {
 inline SessionHandle checked(const Pool& pool, SessionHandle handle) {
   return checked(pool.first(), handle);
 }
+// As the first group has it.
+inline Session& session_of(const Pool& pool, SessionHandle handle) {
+  return pool.first().sessions[checked(pool, handle)];
+}
 
-inline Tier tier_of(int tier) {
-  if (tier != kDevice && tier != kHost) throw py::value_error("tier must be 1 or 2");
-  return static_cast<Tier>(tier);
+// A call of a pool, whose first argument must be the handle of an open session.
+template <typename Result, typename... Arguments>
+auto of_session(Result (Pool::*call)(SessionHandle, Arguments...)) {
+  return [call](Pool& self, SessionHandle handle, Arguments... arguments) {
+    return (self.*call)(checked(self, handle), arguments...);
+  };
+}
+template <typename Result, typename... Arguments>
+auto of_session(Result (Pool::*call)(SessionHandle, Arguments...) const) {
+  return [call](const Pool& self, SessionHandle handle, Arguments... arguments) {
+    return (self.*call)(checked(self, handle), arguments...);
+  };
 }
 
 inline const Sequence& sequence_of(const LayerGroup& group, SessionHandle handle, int64_t id) {
@@ -88,36 +102,55 @@ inline py::bytes make_bytes(size_t num_bytes) {
   return bytes;
 }
 
-inline std::vector<int64_t> read_generations(const py::bytes& column) {
-  const auto span = read<int64_t>(column, "generations");
-  return {span.data, span.data + span.size};
-}
-
 inline void check_num_blocks(uint32_t num_device_blocks, uint32_t num_host_blocks) {
   constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();  // indices are int32
   if (num_device_blocks > kMost || num_host_blocks > kMost)
     throw py::value_error("a tier must have fewer than 2^31 blocks");
 }
 
-inline PoolConfig make_config(uint32_t block_size_tokens, const py::bytes& device_generations,
-                              const py::bytes& host_generations, const std::string& eviction_policy,
-                              int64_t window_tokens, int64_t max_sequences,
-                              int64_t max_table_entries, int64_t max_owner_blocks, uint64_t seed) {
+// `settings`: by name, as in kvplane_blocks/_native.pyi; those that are missing have a default.
+inline PoolConfig make_config(uint32_t block_size_tokens, const py::kwargs& settings) {
+  PoolConfig config;
+  size_t num_known = 0;
+  const auto read_setting = [&](const char* name, auto& value) {
+    if (!settings.contains(name)) return;
+    value = settings[name].cast<std::decay_t<decltype(value)>>();
+    ++num_known;
+  };
+  py::bytes generations[2];
+  read_setting("device_generations", generations[0]);
+  read_setting("host_generations", generations[1]);
+  read_setting("eviction_policy", config.eviction_policy);
+  read_setting("window_tokens", config.window_tokens);
+  read_setting("max_sequences", config.max_sequences);
+  read_setting("max_table_entries", config.max_table_entries);
+  read_setting("max_owner_blocks", config.max_owner_blocks);
+  read_setting("seed", config.seed);
+  if (num_known != settings.size()) throw py::type_error("there is no such setting");
   if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
     throw py::value_error("block_size_tokens must be a power of two up to 256");
-  if (window_tokens < 0) throw py::value_error("window_tokens must not be negative");
-  if (max_owner_blocks < 0) throw py::value_error("max_owner_blocks must not be negative");
-  PoolConfig config;
+  if (config.window_tokens < 0) throw py::value_error("window_tokens must not be negative");
+  if (config.max_owner_blocks < 0) throw py::value_error("max_owner_blocks must not be negative");
   config.block_size_tokens = block_size_tokens;
-  config.generations[0] = read_generations(device_generations);
-  config.generations[1] = read_generations(host_generations);
-  config.eviction_policy = eviction_policy;
-  config.window_tokens = window_tokens;
-  config.max_sequences = max_sequences;
-  config.max_table_entries = max_table_entries;
-  config.max_owner_blocks = max_owner_blocks;
-  config.seed = seed;
+  for (int t = 0; t < 2; ++t) {
+    const auto known = read<int64_t>(generations[t], "generations");
+    config.generations[t].assign(known.data, known.data + known.size);
+  }
   return config;
 }
 
 }  // namespace kvplane::blocks
+
+// Tiers are ints in Python.
+template <>
+struct pybind11::detail::type_caster<kvplane::blocks::Tier> {
+  PYBIND11_TYPE_CASTER(kvplane::blocks::Tier, const_name("int"));
+  bool load(handle source, bool convert) {
+    type_caster<int> number;
+    if (!number.load(source, convert)) return false;
+    value = static_cast<kvplane::blocks::Tier>(static_cast<int>(number));
+    if (value != kvplane::blocks::kDevice && value != kvplane::blocks::kHost)
+      throw value_error("tier must be 1 or 2");
+    return true;
+  }
+};

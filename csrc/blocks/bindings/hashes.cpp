@@ -6,6 +6,7 @@
 #include "index/hash.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace kvplane::blocks {
 namespace {
@@ -29,9 +30,8 @@ py::bytes bind_chained_hash(const py::bytes& parent_hash, const py::bytes& token
 
 void bind_hashes(py::module_& module) {
   module.def(
-      "root_hash", [](const py::bytes& root) { return as_bytes(root_hash(root)); },
-      py::arg("root"));
-  module.def("chained_hash", &bind_chained_hash, py::arg("parent_hash"), py::arg("tokens"));
+      "root_hash", [](const py::bytes& root) { return as_bytes(root_hash(root)); }, "root"_a);
+  module.def("chained_hash", &bind_chained_hash, "parent_hash"_a, "tokens"_a);
 }
 
 }  // namespace kvplane::blocks

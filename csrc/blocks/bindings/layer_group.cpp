@@ -22,23 +22,16 @@ constexpr size_t kMaxAnnounced = 16384;
 constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 std::unique_ptr<LayerGroup> make_group(uint32_t block_size_tokens, uint32_t num_device_blocks,
-                                       uint32_t num_host_blocks,
-                                       const py::bytes& device_generations,
-                                       const py::bytes& host_generations,
-                                       const std::string& eviction_policy, int64_t window_tokens,
-                                       int64_t max_sequences, int64_t max_table_entries,
-                                       int64_t max_owner_blocks, uint64_t seed) {
+                                       uint32_t num_host_blocks, const py::kwargs& settings) {
   check_num_blocks(num_device_blocks, num_host_blocks);
-  PoolConfig config =
-      make_config(block_size_tokens, device_generations, host_generations, eviction_policy,
-                  window_tokens, max_sequences, max_table_entries, max_owner_blocks, seed);
+  PoolConfig config = make_config(block_size_tokens, settings);
   config.num_blocks[0] = num_device_blocks;
   config.num_blocks[1] = num_host_blocks;
   return std::make_unique<LayerGroup>(std::move(config));
 }
 
-py::tuple usage(const LayerGroup& group, int tier) {
-  const BlockStore& blocks = group.stores[tier_of(tier)];
+py::tuple usage(const LayerGroup& group, Tier tier) {
+  const BlockStore& blocks = group.stores[tier];
   const auto num_in = [&](State state) { return blocks.num_in(state); };
   return py::make_tuple(blocks.num_blocks, num_in(State::kFree), num_in(State::kCached),
                         num_in(State::kHeld) + num_in(State::kPinned), num_in(State::kRetired));
@@ -160,9 +153,9 @@ py::tuple publications_in(const LayerGroup& group, size_t begin, size_t end) {
 }
 
 // The state that most blocks of each cell are in; a cell is `blocks_per_cell` neighbours.
-py::tuple block_map(const LayerGroup& group, int tier, uint32_t max_cells) {
+py::tuple block_map(const LayerGroup& group, Tier tier, uint32_t max_cells) {
   if (!max_cells) throw py::value_error("max_cells must be at least 1");
-  const BlockStore& blocks = group.stores[tier_of(tier)];
+  const BlockStore& blocks = group.stores[tier];
   const auto per_cell =
       static_cast<uint32_t>(std::max<int64_t>(1, div_ceil(blocks.num_blocks, max_cells)));
   std::vector<uint8_t> states;
@@ -177,72 +170,58 @@ py::tuple block_map(const LayerGroup& group, int tier, uint32_t max_cells) {
 }
 
 void bind_queries(GroupClass& group) {
-  group.def("block_map", &block_map, py::arg("tier"), py::arg("max_cells"));
-  group.def("usage", &usage, py::arg("tier"));
-  group.def(
-      "states",
-      [](const LayerGroup& self, SessionHandle handle, const py::object& sequence_ids) {
-        return states_of(self, handle, sequence_ids);
-      },
-      py::arg("handle"), py::arg("sequence_ids"));
+  group.def("block_map", &block_map, "tier"_a, "max_cells"_a);
+  group.def("usage", &usage, "tier"_a);
+  group.def("states", &states_of, "handle"_a, "sequence_ids"_a);
   group.def(
       "num_blocks_held",
       [](const LayerGroup& self, SessionHandle handle) {
         return self.sessions[checked(self, handle)].num_held;
       },
-      py::arg("handle"));
-  group.def("table", &table, py::arg("handle"), py::arg("sequence_id"));
+      "handle"_a);
+  group.def("table", &table, "handle"_a, "sequence_id"_a);
   group.def(
       "match_hashes",
       [](const LayerGroup& self, const py::bytes& root, const py::bytes& hashes) {
         return matched(self, self.index.match_hashes(self.index.find_root(std::string_view(root)),
                                                      read<uint8_t>(hashes, "hashes")));
       },
-      py::arg("root"), py::arg("hashes"));
+      "root"_a, "hashes"_a);
   group.def(
       "explain",
       [](const LayerGroup& self, const py::bytes& root, const py::bytes& token_ids) {
         return explain(self, self.admitter.match(self.index.find_root(std::string_view(root)),
                                                  read<int32_t>(token_ids, "token_ids"), kNoLimit));
       },
-      py::arg("root"), py::arg("token_ids"));
+      "root"_a, "token_ids"_a);
   group.def(
       "explain_hashes",
       [](const LayerGroup& self, const py::bytes& root, const py::bytes& hashes) {
         return explain(self, self.index.match_hashes(self.index.find_root(std::string_view(root)),
                                                      read<uint8_t>(hashes, "hashes")));
       },
-      py::arg("root"), py::arg("hashes"));
+      "root"_a, "hashes"_a);
   group.def(
       "num_owned",
       [](const LayerGroup& self, uint32_t owner) { return self.tables.num_owned(owner); },
-      py::arg("owner"));
+      "owner"_a);
   group.def("counters", [](const LayerGroup& self) {
     const Counters& c = self.counters;
-    return py::make_tuple(
-        c.num_lookup_tokens, c.num_hit_tokens, c.num_copies_on_write, c.num_swapped_out,
-        c.num_swapped_in, self.stores[kDevice].num_evictions() + self.stores[kHost].num_evictions(),
-        c.num_publications, c.max_held, c.num_host_hit_tokens, c.num_demoted, c.num_forgotten);
+    return py::make_tuple(c.num_lookup_tokens, c.num_hit_tokens, c.num_copies_on_write,
+                          c.num_swapped_out, c.num_swapped_in, c.num_evictions, c.num_publications,
+                          c.max_held, c.num_host_hit_tokens, c.num_demoted, c.num_forgotten);
   });
   group.def_property_readonly("num_touched", &LayerGroup::num_touched);
   group.def_property_readonly("revision",
                               [](const LayerGroup& self) { return self.feed.revision(); });
   group.def(
       "generations",
-      [](const LayerGroup& self, int tier) {
-        return pack(self.stores[tier_of(tier)].generations());
-      },
-      py::arg("tier"));
-  group.def("take_publications", &take_publications, py::arg("max_blocks"));
+      [](const LayerGroup& self, Tier tier) { return pack(self.stores[tier].generations()); },
+      "tier"_a);
+  group.def("take_publications", &take_publications, "max_blocks"_a);
   group.def_property_readonly("has_publications",
                               [](const LayerGroup& self) { return !self.announcements.empty(); });
-  group.def(
-      "all_publications",
-      [](const LayerGroup& self, size_t max_blocks) {
-        return publications(self, self.announcements.all(), max_blocks);
-      },
-      py::arg("max_blocks"));
-  group.def("publications_in", &publications_in, py::arg("begin"), py::arg("end"));
+  group.def("publications_in", &publications_in, "begin"_a, "end"_a);
   group.def("check_integrity", [](const LayerGroup& self) {
     try {
       self.check();
@@ -253,14 +232,11 @@ void bind_queries(GroupClass& group) {
   });
 }
 
-void bind_retention(GroupClass& group) {
+void bind_prefixes(GroupClass& group) {
   group.def(
       "num_retained",
       [](const LayerGroup& self, uint32_t owner) { return self.retention.num_entries(owner); },
-      py::arg("owner"));
-}
-
-void bind_forgetting(GroupClass& group) {
+      "owner"_a);
   group.def("roots", [](const LayerGroup& self) {
     py::list names;
     for (const EntryId root : self.index.roots())
@@ -270,7 +246,7 @@ void bind_forgetting(GroupClass& group) {
   group.def(
       "forget_some",
       [](LayerGroup& self, int64_t max_entries) { return self.forgetter.forget_some(max_entries); },
-      py::arg("max_entries"));
+      "max_entries"_a);
   group.def(
       "take_forgotten",
       [](LayerGroup& self, size_t max_blocks) {
@@ -283,7 +259,7 @@ void bind_forgetting(GroupClass& group) {
         }
         return py::make_tuple(pack(indices), pack(generations));
       },
-      py::arg("max_blocks"));
+      "max_blocks"_a);
 }
 
 // For each tier: evictions by reason, then three histograms, each its counts and its sum.
@@ -302,17 +278,14 @@ py::typing::List<double> block_times(const LayerGroup& group) {
 
 void bind_metrics(GroupClass& group) {
   group.def("block_times", &block_times);
-  group.def(
-      "num_sequences_in",
-      [](const LayerGroup& self, int tier) { return self.num_sequences_in(tier_of(tier)); },
-      py::arg("tier"));
+  group.def("num_sequences_in", &LayerGroup::num_sequences_in, "tier"_a);
   group.def("oldest_release_s", &LayerGroup::oldest_release_s);
 }
 
 void bind_watching(GroupClass& group) {
   group.def(
       "watch_enable", [](LayerGroup& self, size_t max_events) { self.feed.keep(max_events); },
-      py::arg("max_events"));
+      "max_events"_a);
   group.def(
       "changes_since",
       [](const LayerGroup& self, int64_t revision, const py::bytes& root,
@@ -324,7 +297,7 @@ void bind_watching(GroupClass& group) {
                               py::bytes(changes.hashes), py::bytes(changes.parent_hashes),
                               pack(changes.token_ids));
       },
-      py::arg("revision"), py::arg("root"), py::arg("max_events"));
+      "revision"_a, "root"_a, "max_events"_a);
   group.def(
       "snapshot",
       [](const LayerGroup& self, const py::bytes& root, int64_t cursor, size_t max_blocks) {
@@ -336,7 +309,7 @@ void bind_watching(GroupClass& group) {
                               self.feed.revision(), pack(blocks.tiers), py::bytes(blocks.hashes),
                               py::bytes(blocks.parent_hashes), pack(blocks.token_ids));
       },
-      py::arg("root"), py::arg("cursor"), py::arg("max_blocks"));
+      "root"_a, "cursor"_a, "max_blocks"_a);
   group.def_property_readonly("num_token_chunks", [](const LayerGroup& self) {
     return self.sequences.tokens().num_used();
   });
@@ -352,21 +325,17 @@ void bind_watching(GroupClass& group) {
 
 void bind_layer_group(py::module_& module) {
   GroupClass group(module, "LayerGroup");
-  group.def(py::init(&make_group), py::arg("block_size_tokens"), py::arg("num_device_blocks"),
-            py::arg("num_host_blocks"), py::arg("device_generations"), py::arg("host_generations"),
-            py::arg("eviction_policy"), py::arg("window_tokens") = 0,
-            py::arg("max_sequences") = 65536, py::arg("max_table_entries") = 4194304,
-            py::arg("max_owner_blocks") = 0, py::arg("seed") = 0);
+  group.def(py::init(&make_group), "block_size_tokens"_a, "num_device_blocks"_a,
+            "num_host_blocks"_a);
   group.def(
       "set_time",
       [](LayerGroup& self, double now_s) {
         if (!(now_s >= 0 && now_s < 1e12)) throw py::value_error("now_s must be from 0 to 1e12");
         self.set_time(now_s);
       },
-      py::arg("now_s"));
+      "now_s"_a);
   bind_queries(group);
-  bind_retention(group);
-  bind_forgetting(group);
+  bind_prefixes(group);
   bind_metrics(group);
   bind_watching(group);
 }

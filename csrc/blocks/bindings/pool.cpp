@@ -87,15 +87,14 @@ void bind_prefixes(PoolClass& pool) {
         const auto& retained = std::get<Retained>(result);
         return py::make_tuple(retained.num_blocks, retained.num_new);
       },
-      py::arg("root"), py::arg("owner"), py::arg("token_ids"), py::arg("priority"),
-      py::arg("expires_at_s"), py::arg("most_blocks"));
+      "root"_a, "owner"_a, "token_ids"_a, "priority"_a, "expires_at_s"_a, "most_blocks"_a);
   pool.def(
       "release_retained",
       [](Pool& self, const py::bytes& root, uint32_t owner, const py::bytes& token_ids) {
         return self.release_retained(std::string_view(root), owner,
                                      read<int32_t>(token_ids, "token_ids"));
       },
-      py::arg("root"), py::arg("owner"), py::arg("token_ids"));
+      "root"_a, "owner"_a, "token_ids"_a);
   pool.def(
       "forget",
       [](Pool& self, const py::bytes& root, const py::bytes& token_ids, bool force,
@@ -103,7 +102,7 @@ void bind_prefixes(PoolClass& pool) {
         const auto tokens = read<int32_t>(token_ids, "token_ids");
         return as_pair(self.forget(std::string_view(root), tokens, force, most_counted));
       },
-      py::arg("root"), py::arg("token_ids"), py::arg("force"), py::arg("most_counted"));
+      "root"_a, "token_ids"_a, "force"_a, "most_counted"_a);
   pool.def(
       "forget_roots",
       [](Pool& self, const py::list& roots, bool force) {
@@ -111,7 +110,11 @@ void bind_prefixes(PoolClass& pool) {
         for (const auto& root : roots) names.push_back(py::cast<std::string_view>(root));
         return as_pair(self.forget_roots(names, force));
       },
-      py::arg("roots"), py::arg("force"));
+      "roots"_a, "force"_a);
+}
+
+std::vector<int64_t> family_on_device(const Pool& pool, SessionHandle handle, int64_t family) {
+  return pool.first().families.on_device(session_of(pool, handle), family);
 }
 
 void bind_families(PoolClass& pool) {
@@ -119,78 +122,70 @@ void bind_families(PoolClass& pool) {
       "take_family_events",
       [](Pool& self, SessionHandle handle) -> py::object {
         const std::vector<FamilyEvent> events =
-            self.first().families.take_events(self.first().sessions[checked(self, handle)]);
+            self.first().families.take_events(session_of(self, handle));
         if (events.empty()) return py::tuple();
         py::list list;
         for (const auto& [change, family] : events)
           list.append(py::make_tuple(static_cast<int>(change), family));
         return list;
       },
-      py::arg("handle"));
+      "handle"_a);
   pool.def(
       "family_of",
       [](const Pool& self, SessionHandle handle, int64_t id) {
         return sequence_of(self.first(), handle, id).family;
       },
-      py::arg("handle"), py::arg("sequence_id"));
+      "handle"_a, "sequence_id"_a);
   pool.def(
       "family_on_device",
       [](const Pool& self, SessionHandle handle, int64_t family) {
-        return pack(
-            self.first().families.on_device(self.first().sessions[checked(self, handle)], family));
+        return pack(family_on_device(self, handle, family));
       },
-      py::arg("handle"), py::arg("family"));
+      "handle"_a, "family"_a);
   pool.def(
       "family_held",
       [](const Pool& self, SessionHandle handle, int64_t family) {
         int64_t num = 0;
-        for (const int64_t id :
-             self.first().families.on_device(self.first().sessions[checked(self, handle)], family))
+        for (const int64_t id : family_on_device(self, handle, family))
           num += self.num_held(handle, sequence_of(self.first(), handle, id));
         return num;
       },
-      py::arg("handle"), py::arg("family"));
+      "handle"_a, "family"_a);
   pool.def(
       "num_device_blocks_held",
       [](const Pool& self, SessionHandle handle) {
         int64_t num = 0;
         bool some_on_host = false;
-        for (const Sequence* sequence :
-             self.first().sequences.of(self.first().sessions[checked(self, handle)])) {
+        for (const Sequence* sequence : self.first().sequences.of(session_of(self, handle))) {
           some_on_host = some_on_host || !sequence->claims_device;
           if (sequence->claims_device) num += self.num_held(handle, *sequence);
         }
         return some_on_host ? num : self.num_blocks_held(handle);
       },
-      py::arg("handle"));
+      "handle"_a);
   pool.def(
       "family_progress",
       [](const Pool& self, SessionHandle handle, int64_t family) {
         std::pair<double, bool> latest{0, false};
-        for (const int64_t id : self.first().families.on_device(
-                 self.first().sessions[checked(self, handle)], family)) {
+        for (const int64_t id : family_on_device(self, handle, family)) {
           const Sequence& sequence = sequence_of(self.first(), handle, id);
           latest.first = std::max(latest.first, sequence.progress_s);
           latest.second = latest.second || !sequence.pending.empty();
         }
         return latest;
       },
-      py::arg("handle"), py::arg("family"));
+      "handle"_a, "family"_a);
 }
 
 void bind_sessions(PoolClass& pool) {
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
   pool.def(
       "open_session",
       [](Pool& self, const py::bytes& root, uint32_t owner) {
         return self.open_session(std::string_view(root), owner);
       },
-      py::arg("root"), py::arg("owner"));
-  pool.def(
-      "end_session",
-      [](Pool& self, SessionHandle handle, int64_t max_blocks) {
-        return self.end_session(checked(self, handle), max_blocks);
-      },
-      py::arg("handle"), py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
+      "root"_a, "owner"_a);
+  pool.def("end_session", of_session(&Pool::end_session), "handle"_a, "max_blocks"_a = kAll);
   pool.def(
       "end_some",
       [](Pool& self, SessionHandle handle, int64_t max_blocks) {
@@ -198,7 +193,7 @@ void bind_sessions(PoolClass& pool) {
           throw py::index_error("no ended session has this handle");
         return self.end_some(handle, max_blocks);
       },
-      py::arg("handle"), py::arg("max_blocks"));
+      "handle"_a, "max_blocks"_a);
   pool.def(
       "session_fenced",
       [](Pool& self, SessionHandle handle) {
@@ -206,117 +201,73 @@ void bind_sessions(PoolClass& pool) {
           throw py::index_error("no session that has ended has this handle");
         self.session_fenced(handle);
       },
-      py::arg("handle"));
-  pool.def(
-      "begin",
-      [](Pool& self, SessionHandle handle, int64_t number) {
-        self.begin(checked(self, handle), number);
-      },
-      py::arg("handle"), py::arg("number"));
-  pool.def(
-      "receipted",
-      [](Pool& self, SessionHandle handle, int64_t plan, int64_t max_blocks) {
-        return self.receipted(checked(self, handle), plan, max_blocks);
-      },
-      py::arg("handle"), py::arg("plan"),
-      py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
-  pool.def(
-      "abort",
-      [](Pool& self, SessionHandle handle, int64_t next_plan, bool keeps_tables,
-         int64_t max_blocks) {
-        return self.abort(checked(self, handle), next_plan, keeps_tables, max_blocks);
-      },
-      py::arg("handle"), py::arg("next_plan"), py::arg("keeps_tables") = true,
-      py::arg("max_blocks") = std::numeric_limits<int64_t>::max());
+      "handle"_a);
+  pool.def("begin", of_session(&Pool::begin), "handle"_a, "number"_a);
+  pool.def("receipted", of_session(&Pool::receipted), "handle"_a, "plan"_a, "max_blocks"_a = kAll);
+  pool.def("abort", of_session(&Pool::abort), "handle"_a, "next_plan"_a, "keeps_tables"_a = true,
+           "max_blocks"_a = kAll);
   pool.def(
       "resync_due",
-      [](const Pool& self, SessionHandle handle) {
-        return self.first().sessions[checked(self, handle)].resync_due;
-      },
-      py::arg("handle"));
+      [](const Pool& self, SessionHandle handle) { return session_of(self, handle).resync_due; },
+      "handle"_a);
   pool.def(
       "plans_in_flight",
       [](const Pool& self, SessionHandle handle) {
-        const Session& session = self.first().sessions[checked(self, handle)];
+        const Session& session = session_of(self, handle);
         return session.aborting.begun ? 0 : session.plans.size();
       },
-      py::arg("handle"));
+      "handle"_a);
   pool.def(
       "last_plan",
-      [](const Pool& self, SessionHandle handle) {
-        return self.first().sessions[checked(self, handle)].last_plan;
-      },
-      py::arg("handle"));
+      [](const Pool& self, SessionHandle handle) { return session_of(self, handle).last_plan; },
+      "handle"_a);
   pool.def(
       "num_sequences",
       [](const Pool& self, SessionHandle handle) {
-        return self.first().sessions[checked(self, handle)].sequences.size();
+        return session_of(self, handle).sequences.size();
       },
-      py::arg("handle"));
+      "handle"_a);
   pool.def(
       "has_sequence",
       [](const Pool& self, SessionHandle handle, int64_t id) {
-        return self.first().sequences.find(self.first().sessions[checked(self, handle)], id) !=
-               nullptr;
+        return session_of(self, handle).sequences.contains(id);
       },
-      py::arg("handle"), py::arg("sequence_id"));
-  pool.def(
-      "num_blocks_held",
-      [](const Pool& self, SessionHandle handle) {
-        return self.num_blocks_held(checked(self, handle));
-      },
-      py::arg("handle"));
+      "handle"_a, "sequence_id"_a);
+  pool.def("num_blocks_held", of_session(&Pool::num_blocks_held), "handle"_a);
   pool.def(
       "sequence_ids",
       [](const Pool& self, SessionHandle handle) {
         std::vector<int64_t> ids;
-        for (const Sequence* sequence :
-             self.first().sequences.of(self.first().sessions[checked(self, handle)]))
+        for (const Sequence* sequence : self.first().sequences.of(session_of(self, handle)))
           ids.push_back(sequence->id);
         return pack(ids);
       },
-      py::arg("handle"));
+      "handle"_a);
   pool.def(
       "states",
       [](const Pool& self, SessionHandle handle, const py::object& sequence_ids) {
         return states_of(self.first(), handle, sequence_ids);
       },
-      py::arg("handle"), py::arg("sequence_ids"));
+      "handle"_a, "sequence_ids"_a);
   pool.def(
       "match",
       [](const Pool& self, const py::bytes& root, const py::bytes& token_ids) {
         return matched(self.first(),
                        self.match(std::string_view(root), read<int32_t>(token_ids, "token_ids")));
       },
-      py::arg("root"), py::arg("token_ids"));
-  pool.def(
-      "num_obtainable",
-      [](const Pool& self, SessionHandle handle, int tier) {
-        return self.num_obtainable(checked(self, handle), tier_of(tier));
-      },
-      py::arg("handle"), py::arg("tier"));
-  pool.def(
-      "num_pending",
-      [](const Pool& self, SessionHandle handle, int tier) {
-        return self.num_coming(checked(self, handle), tier_of(tier));
-      },
-      py::arg("handle"), py::arg("tier"));
-  pool.def(
-      "num_own_retired",
-      [](const Pool& self, SessionHandle handle, int tier) {
-        return self.num_own_retired(checked(self, handle), tier_of(tier));
-      },
-      py::arg("handle"), py::arg("tier"));
+      "root"_a, "token_ids"_a);
+  pool.def("num_obtainable", of_session(&Pool::num_obtainable), "handle"_a, "tier"_a);
+  pool.def("num_pending", of_session(&Pool::num_coming), "handle"_a, "tier"_a);
+  pool.def("num_own_retired", of_session(&Pool::num_own_retired), "handle"_a, "tier"_a);
   pool.def(
       "usage",
-      [](const Pool& self, int tier_number) {
-        const Tier tier = tier_of(tier_number);
+      [](const Pool& self, Tier tier) {
         const auto num_in = [&](State state) { return self.num_in(tier, state); };
         return py::make_tuple(self.num_blocks(tier), num_in(State::kFree), num_in(State::kCached),
                               num_in(State::kHeld) + num_in(State::kPinned),
                               num_in(State::kRetired));
       },
-      py::arg("tier"));
+      "tier"_a);
 }
 
 }  // namespace
@@ -333,7 +284,7 @@ void bind_pool(py::module_& module) {
   });
   bind_layer_group(module);
   PoolClass pool(module, "Pool");
-  pool.def(py::init(&make_pool), py::arg("groups"), py::keep_alive<1, 2>());
+  pool.def(py::init(&make_pool), "groups"_a, py::keep_alive<1, 2>());
   bind_sessions(pool);
   bind_families(pool);
   bind_steps(pool);

@@ -22,16 +22,16 @@ void bind_reports(py::class_<Rebuild>& rebuild) {
         check_num_blocks(num_device_blocks, num_host_blocks);
         self.start_shard(checked_shard(self, shard), num_device_blocks, num_host_blocks);
       },
-      py::arg("shard"), py::arg("num_device_blocks"), py::arg("num_host_blocks"));
+      "shard"_a, "num_device_blocks"_a, "num_host_blocks"_a);
   rebuild.def(
       "add_blocks",
-      [](Rebuild& self, uint32_t shard, int tier, const py::bytes& indices,
+      [](Rebuild& self, uint32_t shard, Tier tier, const py::bytes& indices,
          const py::bytes& generations) {
         const auto blocks = read<int32_t>(indices, "indices");
-        self.add_blocks(checked_shard(self, shard), tier_of(tier), blocks,
+        self.add_blocks(checked_shard(self, shard), tier, blocks,
                         read<int64_t>(generations, "generations", blocks.size));
       },
-      py::arg("shard"), py::arg("tier"), py::arg("indices"), py::arg("generations"));
+      "shard"_a, "tier"_a, "indices"_a, "generations"_a);
   rebuild.def(
       "add_publications",
       [](Rebuild& self, uint32_t shard, const py::bytes& root, const py::bytes& indices,
@@ -51,9 +51,8 @@ void bind_reports(py::class_<Rebuild>& rebuild) {
           throw ColumnError("token_ids", -1, "must hold each block's tokens");
         self.add_publications(checked_shard(self, shard), std::string_view(root), columns);
       },
-      py::arg("shard"), py::arg("root"), py::arg("indices"), py::arg("generations"),
-      py::arg("parent_indices"), py::arg("parent_generations"), py::arg("hashes"),
-      py::arg("token_ids"));
+      "shard"_a, "root"_a, "indices"_a, "generations"_a, "parent_indices"_a, "parent_generations"_a,
+      "hashes"_a, "token_ids"_a);
 }
 
 }  // namespace
@@ -64,25 +63,17 @@ void bind_rebuild(py::module_& module) {
                 if (num_shards < 1) throw py::value_error("num_shards must be at least 1");
                 return std::make_unique<Rebuild>(block_size_tokens, num_shards);
               }),
-              py::arg("block_size_tokens"), py::arg("num_shards"));
+              "block_size_tokens"_a, "num_shards"_a);
   bind_reports(rebuild);
   rebuild.def(
       "begin",
-      [](Rebuild& self, const py::bytes& device_generations, const py::bytes& host_generations,
-         const std::string& eviction_policy, int64_t window_tokens, int64_t max_sequences,
-         int64_t max_table_entries, int64_t max_owner_blocks, uint64_t seed, double now_s) {
+      [](Rebuild& self, double now_s, const py::kwargs& settings) {
         if (self.has_begun() || !self.has_all_shards())
           throw py::value_error("each shard must be started, and the pool not begun");
-        self.begin(
-            make_config(self.block_size(), device_generations, host_generations, eviction_policy,
-                        window_tokens, max_sequences, max_table_entries, max_owner_blocks, seed),
-            now_s);
+        self.begin(make_config(self.block_size(), settings), now_s);
       },
-      py::arg("device_generations"), py::arg("host_generations"), py::arg("eviction_policy"),
-      py::arg("window_tokens") = 0, py::arg("max_sequences") = 65536,
-      py::arg("max_table_entries") = 4194304, py::arg("max_owner_blocks") = 0, py::arg("seed") = 0,
-      py::arg("now_s") = 0.0);
-  rebuild.def("step", &Rebuild::step, py::arg("max_blocks"));
+      "now_s"_a = 0.0);
+  rebuild.def("step", &Rebuild::step, "max_blocks"_a);
   rebuild.def("take", [](Rebuild& self) {
     if (!self.is_done()) throw py::value_error("the pool is not complete");
     return self.take();

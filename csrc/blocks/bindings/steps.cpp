@@ -60,7 +60,7 @@ AppendColumns read_growth(const py::bytes& sequence_ids, const py::bytes& first_
 // Returns `call(only_check)`; for a check, with the session in the step `check_as`.
 template <typename Call>
 auto in_step(const Pool& pool, SessionHandle handle, int64_t check_as, const Call& call) {
-  const int64_t number = pool.first().sessions[checked(pool, handle)].number;
+  const int64_t number = session_of(pool, handle).number;
   const InStep step(pool.groups(), handle, check_as ? check_as : number);
   return call(check_as != 0);
 }
@@ -74,16 +74,6 @@ py::object finish_plan(Pool& pool, SessionHandle handle, const py::bytes& prefix
   };
   pool.finish(handle, std::string_view(prefix), make);
   return plan;
-}
-
-AppendColumns read_append(const py::bytes& sequence_ids, const py::bytes& first_positions,
-                          const py::bytes& num_slots, const py::bytes& num_tokens,
-                          const py::bytes& token_ids, const py::bytes& num_lookahead) {
-  AppendColumns columns = read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
-  columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
-  columns.token_ids = read<int32_t>(token_ids, "token_ids");
-  check_tokens(columns.num_tokens, columns.token_ids, 0);
-  return columns;
 }
 
 // A bound on the blocks that an append takes, from its columns alone.
@@ -108,9 +98,8 @@ void bind_steps(PoolClass& pool) {
           return as_tuple(self.admit(handle, admission, only_check));
         });
       },
-      py::arg("handle"), py::arg("sequence_id"), py::arg("token_ids"), py::arg("fork_ids"),
-      py::arg("num_compute"), py::arg("max_total_tokens"), py::arg("skip_lookup"),
-      py::arg("headroom"), py::arg("check_as") = 0);
+      "handle"_a, "sequence_id"_a, "token_ids"_a, "fork_ids"_a, "num_compute"_a,
+      "max_total_tokens"_a, "skip_lookup"_a, "headroom"_a, "check_as"_a = 0);
   pool.def(
       "grant",
       [](Pool& self, SessionHandle handle, int64_t admitted_by, int64_t sequence_id,
@@ -121,40 +110,28 @@ void bind_steps(PoolClass& pool) {
         checked(self, handle);
         return as_tuple(self.grant(handle, admitted_by, admission));
       },
-      py::arg("handle"), py::arg("admitted_by"), py::arg("sequence_id"), py::arg("token_ids"),
-      py::arg("fork_ids"), py::arg("num_compute"), py::arg("max_total_tokens"),
-      py::arg("skip_lookup"), py::arg("headroom"));
+      "handle"_a, "admitted_by"_a, "sequence_id"_a, "token_ids"_a, "fork_ids"_a, "num_compute"_a,
+      "max_total_tokens"_a, "skip_lookup"_a, "headroom"_a);
   pool.def(
       "append",
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
-         const py::bytes& token_ids, const py::bytes& num_lookahead, int64_t check_as) {
-        const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
-                                                  num_tokens, token_ids, num_lookahead);
-        return in_step(self, handle, check_as, [&](bool only_check) {
-          return as_tuple(self.append(handle, columns, only_check));
-        });
-      },
-      py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"),
-      py::arg("check_as") = 0);
-  pool.def(
-      "append_if_sure",
-      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
-         const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
-         const py::bytes& token_ids, const py::bytes& num_lookahead,
-         int64_t check_as) -> py::object {
-        const AppendColumns columns = read_append(sequence_ids, first_positions, num_slots,
-                                                  num_tokens, token_ids, num_lookahead);
-        const int64_t most = most_growth(columns, self.first().index.block_size());
-        if (most > self.num_obtainable(checked(self, handle), kDevice)) return py::none();
+         const py::bytes& token_ids, const py::bytes& num_lookahead, int64_t check_as,
+         bool only_if_sure) -> py::object {
+        AppendColumns columns =
+            read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
+        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
+        columns.token_ids = read<int32_t>(token_ids, "token_ids");
+        check_tokens(columns.num_tokens, columns.token_ids, 0);
         return in_step(self, handle, check_as, [&](bool only_check) -> py::object {
+          if (only_if_sure && most_growth(columns, self.first().index.block_size()) >
+                                  self.num_obtainable(handle, kDevice))
+            return py::none();
           return as_tuple(self.append(handle, columns, only_check));
         });
       },
-      py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_tokens"), py::arg("token_ids"), py::arg("num_lookahead"),
-      py::arg("check_as") = 0);
+      "handle"_a, "sequence_ids"_a, "first_positions"_a, "num_slots"_a, "num_tokens"_a,
+      "token_ids"_a, "num_lookahead"_a, "check_as"_a = 0, "only_if_sure"_a = false);
   pool.def(
       "growth",
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
@@ -165,8 +142,8 @@ void bind_steps(PoolClass& pool) {
         return in_step(self, handle, check_as,
                        [&](bool) { return pack(self.growth(handle, columns)); });
       },
-      py::arg("handle"), py::arg("sequence_ids"), py::arg("first_positions"), py::arg("num_slots"),
-      py::arg("num_lookahead"), py::arg("check_as") = 0);
+      "handle"_a, "sequence_ids"_a, "first_positions"_a, "num_slots"_a, "num_lookahead"_a,
+      "check_as"_a = 0);
   pool.def(
       "truncate",
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
@@ -177,7 +154,7 @@ void bind_steps(PoolClass& pool) {
           return as_tuple(self.truncate(handle, ids, kept, only_check));
         });
       },
-      py::arg("handle"), py::arg("sequence_ids"), py::arg("num_tokens"), py::arg("check_as") = 0);
+      "handle"_a, "sequence_ids"_a, "num_tokens"_a, "check_as"_a = 0);
   pool.def(
       "fork",
       [](Pool& self, SessionHandle handle, const py::bytes& parent_ids,
@@ -188,7 +165,7 @@ void bind_steps(PoolClass& pool) {
           return as_tuple(self.fork(handle, parents, ids, only_check));
         });
       },
-      py::arg("handle"), py::arg("parent_ids"), py::arg("sequence_ids"), py::arg("check_as") = 0);
+      "handle"_a, "parent_ids"_a, "sequence_ids"_a, "check_as"_a = 0);
   pool.def(
       "free",
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids, int64_t check_as) {
@@ -197,37 +174,29 @@ void bind_steps(PoolClass& pool) {
           return as_tuple(self.free(handle, ids, only_check));
         });
       },
-      py::arg("handle"), py::arg("sequence_ids"), py::arg("check_as") = 0);
+      "handle"_a, "sequence_ids"_a, "check_as"_a = 0);
   pool.def(
       "swap",
-      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids, int destination,
+      [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids, Tier destination,
          int64_t headroom, int64_t max_blocks, int64_t check_as) -> py::object {
         if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const Tier tier = tier_of(destination);
         const auto result = in_step(self, handle, check_as, [&](bool only_check) {
-          return self.swap(handle, ids, tier, headroom, max_blocks, only_check);
+          return self.swap(handle, ids, destination, headroom, max_blocks, only_check);
         });
         if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
         return py::int_(std::get<int64_t>(result));
       },
-      py::arg("handle"), py::arg("sequence_ids"), py::arg("destination_tier"),
-      py::arg("headroom") = 0, py::arg("max_blocks") = std::numeric_limits<int64_t>::max(),
-      py::arg("check_as") = 0);
-  pool.def(
-      "swap_some",
-      [](Pool& self, SessionHandle handle, int64_t max_blocks) {
-        checked(self, handle);
-        return self.swap_some(handle, max_blocks);
-      },
-      py::arg("handle"), py::arg("max_blocks"));
+      "handle"_a, "sequence_ids"_a, "destination_tier"_a, "headroom"_a = 0,
+      "max_blocks"_a = std::numeric_limits<int64_t>::max(), "check_as"_a = 0);
+  pool.def("swap_some", of_session(&Pool::swap_some), "handle"_a, "max_blocks"_a);
   pool.def(
       "cut",
       [](Pool& self, SessionHandle handle, int64_t sequence_id) {
         sequence_of(self.first(), handle, sequence_id);
         return self.cut(handle, sequence_id);
       },
-      py::arg("handle"), py::arg("sequence_id"));
+      "handle"_a, "sequence_id"_a);
   pool.def(
       "reserve",
       [](Pool& self, SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
@@ -235,20 +204,14 @@ void bind_steps(PoolClass& pool) {
         if (num_blocks < 0) throw py::value_error("num_blocks must not be negative");
         return self.reserve(handle, sequence_id, num_blocks);
       },
-      py::arg("handle"), py::arg("sequence_id"), py::arg("num_blocks"));
-  pool.def(
-      "prepare",
-      [](Pool& self, SessionHandle handle, int64_t max_blocks) {
-        checked(self, handle);
-        return self.prepare(handle, max_blocks);
-      },
-      py::arg("handle"), py::arg("max_blocks"));
+      "handle"_a, "sequence_id"_a, "num_blocks"_a);
+  pool.def("prepare", of_session(&Pool::prepare), "handle"_a, "max_blocks"_a);
   pool.def(
       "finish",
       [](Pool& self, SessionHandle handle, const py::bytes& prefix) {
         return finish_plan(self, checked(self, handle), prefix);
       },
-      py::arg("handle"), py::arg("prefix"));
+      "handle"_a, "prefix"_a);
   pool.def(
       "deferred_tokens",
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
@@ -268,8 +231,8 @@ void bind_steps(PoolClass& pool) {
         if (failures.empty()) return py::none();
         return as_tuple(failures[0]);
       },
-      py::arg("handle"), py::arg("sequence_ids"), py::arg("admitted_by"),
-      py::arg("first_positions"), py::arg("num_tokens"), py::arg("token_ids"));
+      "handle"_a, "sequence_ids"_a, "admitted_by"_a, "first_positions"_a, "num_tokens"_a,
+      "token_ids"_a);
 }
 
 }  // namespace kvplane::blocks

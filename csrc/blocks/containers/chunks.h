@@ -25,13 +25,7 @@ class ChunkStore {
 
   // A chunk with one owner; its items are undefined.
   uint32_t add() {
-    uint32_t id;
-    if (free_.empty()) {
-      id = chunks_.add();
-    } else {
-      id = free_.back();
-      free_.pop_back();
-    }
+    const uint32_t id = chunks_.take();
     chunks_[id].num_owners = 1;
     return id;
   }
@@ -42,18 +36,17 @@ class ChunkStore {
   // Removes an owner. Returns whether it was the last; the chunk may be reused then.
   bool drop(uint32_t id) {
     if (--chunks_[id].num_owners) return false;
-    free_.push_back(id);
+    chunks_.give_back(id);
     return true;
   }
 
   // Whether the chunk is in use; false for a number that no chunk has.
   bool has(uint32_t id) const { return id < chunks_.size() && chunks_[id].num_owners > 0; }
 
-  size_t num_used() const { return chunks_.size() - free_.size(); }
+  size_t num_used() const { return chunks_.num_taken(); }
 
  private:
   Slab<Chunk<T, kSize>> chunks_;
-  std::vector<uint32_t> free_;
 };
 
 // An array of items in chunks. Indices of chunks that hold block references are managed by the

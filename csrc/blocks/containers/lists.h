@@ -20,14 +20,6 @@ class Links {
  public:
   explicit Links(size_t size) : next_(size, kEnd), prev_(size, kEnd) {}
 
-  void push_back(List& list, uint32_t x) {
-    next_[x] = kEnd;
-    prev_[x] = list.tail;
-    (list.tail == kEnd ? list.head : next_[list.tail]) = x;
-    list.tail = x;
-    ++list.size;
-  }
-
   void push_front(List& list, uint32_t x) {
     prev_[x] = kEnd;
     next_[x] = list.head;
@@ -40,18 +32,6 @@ class Links {
     (prev_[x] == kEnd ? list.head : next_[prev_[x]]) = next_[x];
     (next_[x] == kEnd ? list.tail : prev_[next_[x]]) = prev_[x];
     --list.size;
-  }
-
-  uint32_t pop_front(List& list) {
-    const uint32_t x = list.head;
-    remove(list, x);
-    return x;
-  }
-
-  uint32_t pop_back(List& list) {
-    const uint32_t x = list.tail;
-    remove(list, x);
-    return x;
   }
 
   uint32_t next(uint32_t x) const { return next_[x]; }

@@ -28,7 +28,17 @@ class Slab {
     return size_++;
   }
 
+  // As `add`, or one that was given back, with the elements that it had then.
+  uint32_t take() {
+    if (free_.empty()) return add();
+    const uint32_t i = free_.back();
+    free_.pop_back();
+    return i;
+  }
+  void give_back(uint32_t i) { free_.push_back(i); }
+
   uint32_t size() const { return size_; }
+  uint32_t num_taken() const { return size_ - static_cast<uint32_t>(free_.size()); }
   size_t num_bytes() const { return (rows_.size() << kShift) * width() * sizeof(T); }
 
  private:
@@ -56,6 +66,7 @@ class Slab {
   uint32_t size_ = 0;
   std::vector<T*> rows_;  // the first of each chunk
   std::vector<std::unique_ptr<T[]>> chunks_;
+  std::vector<uint32_t> free_;
 };
 
 }  // namespace kvplane::blocks

@@ -1,7 +1,6 @@
 #include "core/layer_group.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "eviction/factory.h"
 
@@ -21,25 +20,22 @@ BlockStore make_store(PoolConfig& config, Tier tier, PrefixIndex& index) {
 }  // namespace
 
 LayerGroup::LayerGroup(PoolConfig config_given)
-    : config(std::move(config_given)),
+    : Shared(std::move(config_given)),
       index(config.block_size_tokens, config.num_blocks[0], config.num_blocks[1], config.seed),
       stores(make_store(config, kDevice, index), make_store(config, kHost, index)),
       retention(index, stores),
       feed(index, retention),
       announcements(index, stores[kDevice]),
       sessions(config.seed),
-      tables(config, stores, announcements, now_s),
-      plans(index, stores, retention, sequences, tables, counters),
-      publisher(config.block_size_tokens, index, stores[kDevice], sessions, sequences, tables,
-                announcements, plans, counters, now_s),
+      tables(*this, stores, announcements),
+      plans(*this, index, stores, retention, sequences, tables),
+      publisher(*this, index, stores[kDevice], sessions, sequences, tables, announcements, plans),
       families(sequences),
-      lifecycle(config, stores, index, sequences, tables, plans, publisher, families, now_s),
-      growth(config, stores, sequences, tables, plans, counters, now_s),
-      swaps(config, stores, sequences, tables, plans, publisher, families, counters, now_s),
-      admitter(config, index, stores, sequences, tables, plans, growth, families, lifecycle,
-               counters, block_times, now_s),
-      forgetter(config.block_size_tokens, index, stores, retention, feed, sessions, sequences,
-                tables, publisher, counters) {
+      lifecycle(*this, stores, index, sequences, tables, plans, publisher, families),
+      growth(*this, stores, sequences, tables, plans),
+      swaps(*this, stores, sequences, tables, plans, publisher, families),
+      admitter(*this, index, stores, sequences, tables, plans, growth, families, lifecycle),
+      forgetter(*this, index, stores, retention, feed, sessions, sequences, tables, publisher) {
   for (BlockStore& blocks : stores)
     blocks.on_evict = [this, tier = blocks.tier](SessionHandle handle, Span<Block> evicted_blocks,
                                                  Eviction why) {
@@ -55,6 +51,7 @@ void LayerGroup::set_time(double time_s) {
 void LayerGroup::evicted(Tier tier, SessionHandle handle, Span<Block> blocks, Eviction why) {
   BlockTimes& times = block_times[tier - 1];
   times.num_evictions[static_cast<size_t>(why)] += blocks.size;
+  counters.num_evictions += blocks.size;
   for (int64_t i = 0; i < blocks.size; ++i) {
     const Entry& entry = index[index.entry_of(tier, blocks[i])];
     times.lifetime.add(now_s - entry.published_s);
@@ -139,32 +136,26 @@ EntryId LayerGroup::restore(EntryId parent, const int32_t* tokens, const Hash& h
 
 void LayerGroup::check() const {
   index.check();
-  for (const BlockStore& blocks : stores) blocks.check();
   retention.check();
+  feed.check();
+  announcements.check();
+  sessions.check();
+  sequences.check(sessions);
   BlockUses uses;
   for (const BlockStore& blocks : stores)
     for (auto* counts : {uses.refs, uses.pins, uses.pending})
       counts[blocks.tier - 1].resize(blocks.num_blocks);
   uses.held.resize(tables.num_owners());
   for (const Session& session : sessions) {
-    plans.add_uses(session, uses);
-    swaps.add_uses(session, uses);
-    sequences.check(session, config.block_size_tokens);
+    plans.check(session, uses);
+    swaps.check(session, uses);
+    growth.check(session);
     publisher.check(session);
     families.check(session);
   }
   tables.check(sessions, sequences, uses);
-  for (const BlockStore& blocks : stores)
-    for (Block b = 0; b < blocks.num_blocks; ++b) {
-      const auto require = [&](bool ok, const char* what) {
-        const char* tier = blocks.tier == kDevice ? "device" : "host";
-        if (!ok) throw std::logic_error(std::string(tier) + " block " + std::to_string(b) + what);
-      };
-      const int t = blocks.tier - 1;
-      require(blocks.ref_count(b) == uses.refs[t][b], ": references differ");
-      require(blocks.num_pins(b) == uses.pins[t][b], ": pins differ");
-      require(blocks.num_pending(b) == uses.pending[t][b], ": pending releases differ");
-    }
+  for (const BlockStore& blocks : stores) blocks.check(uses);
+  forgetter.check();
 }
 
 }  // namespace kvplane::blocks

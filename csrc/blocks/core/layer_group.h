@@ -5,9 +5,8 @@
 #include <string>
 #include <string_view>
 
-#include "core/counters.h"
-#include "core/pool_config.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/announcements.h"
 #include "index/forget.h"
 #include "index/prefix_index.h"
@@ -28,7 +27,7 @@ namespace kvplane::blocks {
 // The classes of a group, each the only owner of its state; each is given those before it that it
 // needs. The group itself makes them, opens and ends sessions, and checks that what they know of
 // blocks adds up to what the stores count.
-struct LayerGroup {
+struct LayerGroup : Shared {
   explicit LayerGroup(PoolConfig config);
   LayerGroup(const LayerGroup&) = delete;
 
@@ -54,10 +53,6 @@ struct LayerGroup {
   // Throws std::logic_error saying what is wrong.
   void check() const;
 
-  PoolConfig config;
-  double now_s = 0;
-  Counters counters;
-  BlockTimes block_times[2];  // by tier
   PrefixIndex index;
   Stores stores;
   Retention retention;

@@ -1,8 +1,8 @@
 #include "core/sessions.h"
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
+
+#include "core/require.h"
 
 namespace kvplane::blocks {
 
@@ -25,13 +25,7 @@ std::vector<const Sequence*> SequenceStore::of(const Session& session) const {
 }
 
 uint32_t SequenceStore::add(Session& session, int64_t id, int64_t admitted_by, double now_s) {
-  uint32_t index;
-  if (free_.empty()) {
-    index = sequences_.add();
-  } else {
-    index = free_.back();
-    free_.pop_back();
-  }
+  const uint32_t index = sequences_.take();
   Sequence& sequence = sequences_[index];
   assert(!sequence.live);
   const uint32_t uid = sequence.uid;
@@ -53,28 +47,34 @@ void SequenceStore::forget(uint32_t index) {
   sequence.ghosts = {};
   sequence.pending = {};
   ++sequence.uid;
-  free_.push_back(index);
+  sequences_.give_back(index);
 }
 
-void SequenceStore::check(const Session& session, int64_t block_size) const {
-  int64_t num_tokens = 0;
-  for (const Sequence* sequence : of(session)) {
-    const std::string name = "sequence " + std::to_string(sequence->id);
-    auto require = [&](bool ok, const char* what) {
-      if (!ok) throw std::logic_error(name + ": " + what);
-    };
-    require(sequence->live && sequence->handle == session.handle, "is not live");
-    const int64_t num_slots = sequence->table.size * block_size;
-    require(0 <= sequence->num_cached && sequence->num_cached <= sequence->num_scheduled &&
-                0 <= sequence->num_written && sequence->num_written <= sequence->num_scheduled &&
-                sequence->num_scheduled <= num_slots,
-            "positions are out of order");
-    require(
-        sequence->num_published * block_size <= sequence->num_written || !sequence->pending.empty(),
-        "more is published than is written");
-    num_tokens += sequence->tokens.size;
+void Sessions::check() const {
+  size_t num = free_handles_.size();
+  for (const Session& session : sessions_) num += session.open + session.ended;
+  Require("sessions")(num == sessions_.size(), "a handle is in two states, or in none");
+}
+
+void SequenceStore::check(const Sessions& sessions) const {
+  const Require require("sequence");
+  size_t num_live = 0, num_waiting = 0;
+  for (const Session& session : sessions) {
+    int64_t num_tokens = 0;
+    for (const Sequence* sequence : of(session)) {
+      const int64_t id = sequence->id, num_scheduled = sequence->num_scheduled;
+      require(sequence->live && sequence->handle == session.handle, "is not live", id);
+      require(0 <= sequence->num_cached && sequence->num_cached <= num_scheduled &&
+                  0 <= sequence->num_written && sequence->num_written <= num_scheduled,
+              "positions are out of order", id);
+      num_tokens += sequence->tokens.size;
+    }
+    require(num_tokens == session.num_tokens, "tokens are miscounted");
+    num_live += session.sequences.size();
   }
-  if (num_tokens != session.num_tokens) throw std::logic_error("tokens are miscounted");
+  for (uint32_t i = 0; i < sequences_.size(); ++i)
+    num_waiting += !sequences_[i].live && !sequences_[i].pending.empty();
+  require(num_live + num_waiting == sequences_.num_taken(), "records are lost");
 }
 
 }  // namespace kvplane::blocks

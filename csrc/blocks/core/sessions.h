@@ -56,6 +56,9 @@ class Sessions {
     free_handles_.push_back(session.handle);
   }
 
+  // Throws std::logic_error saying what is wrong.
+  void check() const;
+
  private:
   uint64_t seed_;
   std::deque<Session> sessions_;
@@ -85,12 +88,12 @@ class SequenceStore {
   // The sequence is freed, and no receipt that is still to come concerns it.
   void forget(uint32_t index);
 
-  // Throws std::logic_error saying what is wrong with a session's sequences, besides their tables.
-  void check(const Session& session, int64_t block_size) const;
+  // Throws std::logic_error saying what is wrong with the sequences of these sessions, which are
+  // all, besides their tables.
+  void check(const Sessions& sessions) const;
 
  private:
   Slab<Sequence> sequences_;
-  std::vector<uint32_t> free_;
   TokenStore tokens_;
 };
 

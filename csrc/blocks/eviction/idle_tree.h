@@ -25,7 +25,6 @@ class IdleTree {
   uint32_t unpublish(uint32_t block);  // it is not idle
 
   bool can_evict(uint32_t block) const { return nodes_[block].counts == 1; }
-  bool is_idle(uint32_t block) const { return nodes_[block].idle(); }
   void prefetch(uint32_t block) const { __builtin_prefetch(&nodes_[block], 1); }
   uint32_t num_idle() const { return num_idle_; }
   uint32_t parent_of(uint32_t block) const { return parent_of(nodes_[block]); }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "core/require.h"
 #include "index/findable.h"
 
 namespace kvplane::blocks {
@@ -60,21 +61,6 @@ void Announcements::add_promoted() {
   }
 }
 
-std::vector<Announcement> Announcements::all() const {
-  std::vector<Announcement> found;
-  for (const EntryId root : index_.roots()) {
-    std::vector<EntryId> stack{root};
-    while (!stack.empty()) {
-      const EntryId e = stack.back();
-      stack.pop_back();
-      if (e != root) found.push_back({root, e, index_[e].uid, false});
-      for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next)
-        if (index_[c].block(kDevice) != kNoBlock) stack.push_back(c);
-    }
-  }
-  return found;
-}
-
 std::vector<Announcement> Announcements::all_in(Block begin, Block& end) const {
   std::vector<Announcement> found;
   Findable findable(index_);
@@ -88,6 +74,21 @@ std::vector<Announcement> Announcements::all_in(Block begin, Block& end) const {
   std::stable_sort(found.begin(), found.end(),
                    [](const Announcement& a, const Announcement& b) { return a.root < b.root; });
   return found;
+}
+
+void Announcements::check() const {
+  const Require require("announcements");
+  require(queue_.empty() ? !num_taken_ && again_.empty()
+                         : num_taken_ < queue_.size() || !again_.empty(),
+          "what was taken is kept");
+  const auto check_item = [&](const Announcement& item) {
+    require(item.entry < index_.end() && item.uid <= index_[item.entry].uid, "one is of no entry");
+    if (!index_.alive(item.entry, item.uid)) return;
+    const EntryId root = index_.root_of(item.entry);
+    require(root == item.root || !index_.is_named(root), "one is of another root");
+  };
+  std::for_each(queue_.begin() + static_cast<int64_t>(num_taken_), queue_.end(), check_item);
+  std::for_each(again_.begin(), again_.end(), check_item);
 }
 
 }  // namespace kvplane::blocks

@@ -32,11 +32,11 @@ class Announcements {
   bool empty() const { return queue_.empty(); }
   // At most as many as asked for; the rest waits for the next call.
   std::vector<Announcement> take(size_t max_entries);
-  // All that data planes should know.
-  std::vector<Announcement> all() const;
-  // The same in device blocks [begin, end), by root; includes entries whose parents are not on the
-  // device. If it takes long, `end` becomes the first block that was not scanned.
+  // All that can be found in device blocks [begin, end), by root; includes entries whose parents
+  // are not on the device. If it takes long, `end` becomes the first block that was not scanned.
   std::vector<Announcement> all_in(Block begin, Block& end) const;
+  // Throws std::logic_error saying what is wrong.
+  void check() const;
 
  private:
   const PrefixIndex& index_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cassert>
 
+#include "core/require.h"
+
 namespace kvplane::blocks {
 
 Forgotten Forgetter::count(EntryId root, Span<int32_t> tokens, int64_t most_counted) const {
@@ -157,7 +159,7 @@ void Forgetter::take_apart(EntryId e, EntryId root) {
   if (!index_.is_root(e)) index_.move(e, root);
   Entry& entry = index_[e];
   const bool has_blocks = entry.has_blocks();
-  counters_.num_forgotten += index_.num_blocks_of(e);
+  shared_.counters.num_forgotten += index_.num_blocks_of(e);
   entry.num_arriving = 0;  // copies under way are dropped when their plans have run
   // A sequence of a session that has ended, and is still to be released: nobody shares with it.
   entry.producer = kNoEntry;
@@ -170,6 +172,22 @@ void Forgetter::take_apart(EntryId e, EntryId root) {
   if (has_blocks) return;
   if (entry.retention) retention_.lost(e);
   index_.prune(e);
+}
+
+void Forgetter::check() const {
+  const Require require("forgetting");
+  int64_t num_held = 0;
+  for (const Forgetting& each : forgetting_) {
+    require(!index_.alive(each.root, each.uid) ||
+                (index_.is_root(each.root) && !index_.is_named(each.root)),
+            "a prefix is not detached");
+    num_held += each.old_root != kNoEntry;
+  }
+  require(num_held == index_.num_holds(), "former roots are kept for nothing");
+  require(path_.empty() || (!forgetting_.empty() && path_[0].first == forgetting_.front().root),
+          "the path is in another prefix");
+  for (const auto& [b, generation] : forgotten_)
+    require(generation <= stores_[kDevice].generation(b), "a block to withdraw is to come", b);
 }
 
 }  // namespace kvplane::blocks

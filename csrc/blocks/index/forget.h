@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/counters.h"
 #include "core/operations.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/prefix_index.h"
 #include "index/publish.h"
 #include "index/watch.h"
@@ -32,20 +32,18 @@ namespace kvplane::blocks {
 // before it forgets in any.
 class Forgetter {
  public:
-  Forgetter(int64_t block_size, PrefixIndex& index, Stores& stores, Retention& retention,
+  Forgetter(Shared& shared, PrefixIndex& index, Stores& stores, Retention& retention,
             ChangeFeed& feed, Sessions& sessions, SequenceStore& sequences, const Tables& tables,
-            Publisher& publisher, Counters& counters)
-      : block_size_(block_size),
+            Publisher& publisher)
+      : shared_(shared),
         index_(index),
         stores_(stores),
         retention_(retention),
         feed_(feed),
         sessions_(sessions),
         sequences_(sequences),
-        token_store_(sequences.tokens()),
         table_store_(tables.chunks()),
-        publisher_(publisher),
-        counters_(counters) {}
+        publisher_(publisher) {}
 
   // What forgetting the prefix would remove; of more than `most_counted` entries the answer counts
   // fewer than there are.
@@ -58,6 +56,8 @@ class Forgetter {
   bool forget_some(int64_t max_entries);
   // Device blocks with their generations, to be withdrawn.
   std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
+  // Throws std::logic_error saying what is wrong.
+  void check() const;
 
  private:
   // Entries to be removed. `old_root`: the root that they still name, if there are many.
@@ -72,17 +72,17 @@ class Forgetter {
   std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
   void take_apart(EntryId e, EntryId root);
 
-  const int64_t block_size_;
+  Shared& shared_;
+  const int64_t block_size_ = shared_.config.block_size_tokens;
   PrefixIndex& index_;
   Stores& stores_;
   Retention& retention_;
   ChangeFeed& feed_;
   Sessions& sessions_;
   SequenceStore& sequences_;
-  const TokenStore& token_store_;
+  const TokenStore& token_store_ = sequences_.tokens();
   const TableStore& table_store_;
   Publisher& publisher_;
-  Counters& counters_;
   std::deque<Forgetting> forgetting_;
   std::vector<std::pair<EntryId, uint32_t>> path_;  // down in the first of these: (entry, uid)
   std::deque<std::pair<Block, int64_t>> forgotten_;

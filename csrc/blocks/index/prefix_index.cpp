@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
+#include "core/require.h"
 #include "index/hash.h"
 
 namespace kvplane::blocks {
@@ -464,9 +464,7 @@ void PrefixIndex::check() const {
   size_t num_blocks[2] = {0, 0};
   std::unordered_map<EntryId, uint32_t> below;  // blocks, by root
   std::unordered_map<EntryId, Hash> expected;
-  auto require = [](bool ok, const char* what) {
-    if (!ok) throw std::logic_error(std::string("prefix index: ") + what);
-  };
+  const Require require("prefix index");
   for (const auto& [name, root] : roots_)
     require(root_names_.at(root) == &name, "a root has another name");
   for (const auto& named : root_names_) {

@@ -161,6 +161,7 @@ class PrefixIndex {
     prune(root);
   }
   bool names_former_roots() const { return num_holds_ > 0; }
+  int64_t num_holds() const { return num_holds_; }
   // The block holds the entry's tokens. True: it is published now; false: it is a spare.
   bool set_block(EntryId e, Tier tier, Block b);
   // Removes the block from its entry: it is neither published nor a spare. Returns the spare that

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cassert>
-#include <stdexcept>
-#include <string>
+
+#include "core/require.h"
 
 namespace kvplane::blocks {
 
@@ -23,9 +23,9 @@ bool Publisher::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks
     for (const auto& touched = plans[next_plan].touched; next_touched < touched.size(); ++num) {
       if (num >= max_blocks) return true;
       const auto& [index, uid] = touched[next_touched++];
-      const int64_t published_before = counters_.num_publications;
+      const int64_t published_before = shared_.counters.num_publications;
       if (sequences_[index].uid == uid) advance(session, index, session.done);
-      num += counters_.num_publications - published_before;
+      num += shared_.counters.num_publications - published_before;
     }
   return plans_.end_receipted(session, max_blocks - num);
 }
@@ -39,7 +39,7 @@ void Publisher::advance(Session& session, uint32_t index, int64_t done) {
   if (num) {
     sequence.pending.erase(sequence.pending.begin(),
                            sequence.pending.begin() + static_cast<int64_t>(num));
-    sequence.progress_s = now_s_;
+    sequence.progress_s = shared_.now_s;
   }
   if (sequence.num_written / block_size_ > sequence.num_published) publish(session, index);
   if (!sequence.live && sequence.pending.empty()) sequences_.forget(index);
@@ -133,9 +133,9 @@ void Publisher::enter(Session& session, Sequence& sequence, uint32_t index, Bloc
   sequence.chain = e;
   sequence.chain_uid = entry.uid;
   if (b != kNoBlock && index_.entry_of(kDevice, b) == kNoEntry && index_.set_block(e, kDevice, b)) {
-    entry.published_s = static_cast<float>(now_s_);
+    entry.published_s = static_cast<float>(shared_.now_s);
     entry.used_s = entry.published_s;
-    ++counters_.num_publications;
+    ++shared_.counters.num_publications;
     const bool has_below = announcements_.add(session.root, e);
     if (!has_below && device_.state(b) == State::kHeld) {
       fresh_.push_back(b);
@@ -228,7 +228,19 @@ Failure Publisher::check_deferred(Session& session, const DeferredColumns& colum
 }
 
 void Publisher::check(const Session& session) const {
+  const Require require("published sequence");
   for (const Sequence* sequence : sequences_.of(session)) {
+    const int64_t id = sequence->id;
+    require(sequence->num_published * block_size_ <= sequence->num_written ||
+                !sequence->pending.empty(),
+            "more is published than is written", id);
+    const bool has_all = session.open && !session.receipting.begun;  // receipts that came
+    std::pair<int64_t, int64_t> last{has_all ? session.done + 1 : 0, 0};
+    for (const auto& [plan, end] : sequence->pending) {
+      require(plan >= last.first && end >= last.second && end <= sequence->num_scheduled,
+              "plans that write it are out of order", id);
+      last = {plan, end};
+    }
     if (sequence->tier != kDevice) continue;
     for (int64_t i = sequence->num_trimmed; i < sequence->table.size; ++i) {
       // A published block holds the tokens of the sequence, as far as it has them.
@@ -237,10 +249,9 @@ void Publisher::check(const Session& session) const {
       const int64_t begin = i * block_size_;
       const int64_t end =
           std::min({begin + block_size_, sequence->tokens.size, sequence->num_scheduled});
-      if (end > begin &&
-          !sequence->tokens.equals(token_store_, begin, index_.tokens(e), end - begin))
-        throw std::logic_error("sequence " + std::to_string(sequence->id) +
-                               ": a published block holds other tokens");
+      require(end <= begin ||
+                  sequence->tokens.equals(token_store_, begin, index_.tokens(e), end - begin),
+              "a published block holds other tokens", id);
     }
   }
 }

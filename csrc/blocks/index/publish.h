@@ -5,9 +5,9 @@
 
 #include <vector>
 
-#include "core/counters.h"
 #include "core/operations.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/announcements.h"
 #include "index/prefix_index.h"
 #include "memory/block_store.h"
@@ -25,20 +25,17 @@ namespace kvplane::blocks {
 // sequence; its other changes publish what is complete first.
 class Publisher {
  public:
-  Publisher(int64_t block_size, PrefixIndex& index, BlockStore& device, Sessions& sessions,
+  Publisher(Shared& shared, PrefixIndex& index, BlockStore& device, Sessions& sessions,
             SequenceStore& sequences, const Tables& tables, Announcements& announcements,
-            PlanLog& plans, Counters& counters, const double& now_s)
-      : block_size_(block_size),
+            PlanLog& plans)
+      : shared_(shared),
         index_(index),
         device_(device),
         sessions_(sessions),
         sequences_(sequences),
-        token_store_(sequences.tokens()),
         table_store_(tables.chunks()),
         announcements_(announcements),
-        plans_(plans),
-        counters_(counters),
-        now_s_(now_s) {}
+        plans_(plans) {}
 
   // Records that plans up to `plan` have run. Returns whether some of the work is left for the next
   // call, which must then come before any other call of the session.
@@ -81,17 +78,16 @@ class Publisher {
   Failure check_deferred(Session& session, const DeferredColumns& columns, int64_t item,
                          const int32_t* tokens, std::vector<Given>& given);
 
-  const int64_t block_size_;
+  Shared& shared_;
+  const int64_t block_size_ = shared_.config.block_size_tokens;
   PrefixIndex& index_;
   BlockStore& device_;
   Sessions& sessions_;
   SequenceStore& sequences_;
-  TokenStore& token_store_;
+  TokenStore& token_store_ = sequences_.tokens();
   const TableStore& table_store_;
   Announcements& announcements_;
   PlanLog& plans_;
-  Counters& counters_;
-  const double& now_s_;
   std::vector<Block> entered_;  // scratch of `publish`
   std::vector<Block> fresh_;    // entered and not known to the store, each after the one before it
 };

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/require.h"
+
 namespace kvplane::blocks {
 
 namespace {
@@ -51,12 +53,7 @@ uint32_t ChangeLog::number_of_name(const PrefixIndex& index, EntryId root) {
   if (root == last_root_ && index[root].uid == last_root_uid_) return last_name_;
   const auto [it, is_new] = roots_.try_emplace(index.root_name(root), 0);
   if (is_new) {
-    if (free_names_.empty()) {
-      free_names_.push_back(static_cast<uint32_t>(names_.size()));
-      names_.emplace_back();
-    }
-    it->second = free_names_.back();
-    free_names_.pop_back();
+    it->second = names_.take();
     names_[it->second] = {&it->first, 0};
   }
   last_root_ = root;
@@ -83,7 +80,7 @@ void ChangeLog::add(int64_t revision, Change change, const PrefixIndex& index, E
   } else if (--names_[events_[place].root].second == 0) {
     const uint32_t root = events_[place].root;
     roots_.erase(*std::exchange(names_[root].first, nullptr));
-    free_names_.push_back(root);
+    names_.give_back(root);
     if (root == last_name_) last_root_ = kNoEntry;
   }
   events_[place] = event;
@@ -114,6 +111,28 @@ bool ChangeLog::since(int64_t revision, std::string_view root, size_t max_events
                 tokens_.row(static_cast<uint32_t>(place)), block_size_);
   }
   return true;
+}
+
+void ChangeLog::check(int64_t revision) const {
+  if (!is_on()) return;
+  const Require require("change log");
+  const auto num_events = static_cast<int64_t>(events_.size());
+  require(revision_ == revision, "it lacks the last change");
+  require(num_events == std::min(revision_ - start_, static_cast<int64_t>(max_events_)),
+          "changes are lost");
+  std::vector<size_t> num_of_name(names_.size());
+  for (const Event& event : events_) ++num_of_name[event.root];
+  for (const auto& [name, number] : roots_)
+    require(names_[number].first == &name && names_[number].second == num_of_name[number] &&
+                num_of_name[number],
+            "events of a root are miscounted");
+  require(names_.num_taken() == roots_.size(), "names are lost");
+}
+
+void ChangeFeed::check() const {
+  log_.check(revision_);
+  Require("change feed")(!log_.is_on() || !index_.names_former_roots(),
+                         "it goes on while entries name former roots");
 }
 
 [[gnu::noinline]] void ChangeFeed::add(Change change, EntryId e, Tier tier) {

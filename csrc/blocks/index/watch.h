@@ -44,6 +44,8 @@ class ChangeLog {
   // back so far.
   bool since(int64_t revision, std::string_view root, size_t max_events,
              ChangeColumns& columns) const;
+  // Throws std::logic_error saying what is wrong; `revision`: of the index.
+  void check(int64_t revision) const;
 
  private:
   struct Event {
@@ -65,9 +67,8 @@ class ChangeLog {
   int64_t revision_ = 0;       // of the last event
   std::vector<Event> events_;  // a ring
   Slab<int32_t, 0> tokens_;
-  std::unordered_map<std::string, uint32_t> roots_;           // names of the events' roots
-  std::vector<std::pair<const std::string*, size_t>> names_;  // and how many events each has
-  std::vector<uint32_t> free_names_;
+  std::unordered_map<std::string, uint32_t> roots_;    // names of the events' roots
+  Slab<std::pair<const std::string*, size_t>> names_;  // and how many events each has
   EntryId last_root_ = kNoEntry;  // of the last event, and the number of its name
   uint32_t last_root_uid_ = 0;
   uint32_t last_name_ = 0;
@@ -104,6 +105,8 @@ class ChangeFeed final : public Listener {
 
   const ChangeLog& log() const { return log_; }
   int64_t revision() const { return revision_; }
+  // Throws std::logic_error saying what is wrong.
+  void check() const;
 
  private:
   void add(Change change, EntryId e, Tier tier);

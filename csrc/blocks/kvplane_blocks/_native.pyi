@@ -5,7 +5,7 @@ changed nothing.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypedDict, Unpack
 
 _Failure = tuple[int, int, int, int, int]
 """Item, code, and three values a, b, c whose meaning depends on the code:
@@ -67,6 +67,18 @@ FAMILY_ENDED_ON_HOST: Final = 4
 class ColumnError(ValueError):
     """Columns cannot be read: args are the column, the index or -1, and what is wrong."""
 
+class _Settings(TypedDict, total=False):
+    device_generations: bytes
+    """Of blocks that were allocated before, also of more than there are."""
+    host_generations: bytes
+    eviction_policy: str
+    window_tokens: int
+    max_sequences: int
+    max_table_entries: int
+    max_owner_blocks: int
+    """Device blocks that tables of an owner's sessions may refer to; 0: any number."""
+    seed: int
+
 class LayerGroup:
     """One layer group: its blocks, tables and prefixes."""
 
@@ -75,14 +87,7 @@ class LayerGroup:
         block_size_tokens: int,
         num_device_blocks: int,
         num_host_blocks: int,
-        device_generations: bytes,
-        host_generations: bytes,
-        eviction_policy: str,
-        window_tokens: int = 0,
-        max_sequences: int = 65536,
-        max_table_entries: int = 4194304,
-        max_owner_blocks: int = 0,
-        seed: int = 0,
+        **settings: Unpack[_Settings],
     ) -> None: ...
     def set_time(self, now_s: float) -> None: ...
     def usage(self, tier: int) -> tuple[int, int, int, int, int]: ...
@@ -109,7 +114,6 @@ class LayerGroup:
     def take_publications(self, max_blocks: int) -> list[_Run]: ...
     @property
     def has_publications(self) -> bool: ...
-    def all_publications(self, max_blocks: int) -> list[_Run]: ...
     def publications_in(self, begin: int, end: int) -> tuple[list[_Run], bytes, bytes, int]: ...
     def check_integrity(self) -> None: ...
     def forget_some(self, max_entries: int) -> bool: ...
@@ -179,19 +183,11 @@ class Pool:
         token_ids: bytes,
         num_lookahead: bytes,
         check_as: int = 0,
-    ) -> tuple[bytes, list[_Failure] | None]: ...
-    def append_if_sure(
-        self,
-        handle: int,
-        sequence_ids: bytes,
-        first_positions: bytes,
-        num_slots: bytes,
-        num_tokens: bytes,
-        token_ids: bytes,
-        num_lookahead: bytes,
-        check_as: int = 0,
+        only_if_sure: bool = False,
     ) -> tuple[bytes, list[_Failure] | None] | None:
-        """``append``; or None, with nothing changed, if there might not be room for all of it."""
+        """``only_if_sure``: return None, with nothing changed, if there might not be room for all
+        of it.
+        """
     def growth(
         self,
         handle: int,
@@ -325,18 +321,7 @@ class Rebuild:
         hashes: bytes,
         token_ids: bytes,
     ) -> None: ...
-    def begin(
-        self,
-        device_generations: bytes,
-        host_generations: bytes,
-        eviction_policy: str,
-        window_tokens: int = 0,
-        max_sequences: int = 65536,
-        max_table_entries: int = 4194304,
-        max_owner_blocks: int = 0,
-        seed: int = 0,
-        now_s: float = 0.0,
-    ) -> None: ...
+    def begin(self, now_s: float = 0.0, **settings: Unpack[_Settings]) -> None: ...
     def step(self, max_blocks: int) -> bool: ...
     def take(self) -> LayerGroup: ...
     @property

@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <stdexcept>
 #include <string>
+
+#include "core/require.h"
 
 namespace kvplane::blocks {
 
@@ -90,7 +91,6 @@ int64_t BlockStore::take(SessionHandle handle, Block* blocks, int64_t most) {
     leave(b);
   }
   if (infos_[b].published) {
-    ++num_evictions_;
     if (on_evict) on_evict(handle, {&b, 1}, Eviction::kOwn);
     policy_->unpublish(b);
   }
@@ -107,7 +107,6 @@ int64_t BlockStore::evict(SessionHandle handle, Block* blocks, int64_t most) {
     index_.prefetch(index_.entry_of(tier, blocks[i]));
   }
   num_in_[static_cast<int>(State::kCached)] -= static_cast<uint32_t>(num);
-  num_evictions_ += static_cast<uint64_t>(num);
   if (on_evict)
     on_evict(handle, {blocks, num},
              infos_[blocks[0]].priority ? Eviction::kRetained : Eviction::kPolicy);
@@ -365,54 +364,55 @@ void BlockStore::enter(Block b) {
   ++num_in_[static_cast<int>(infos_[b].state)];
 }
 
-void BlockStore::check() const {
-  const std::string name = tier == kDevice ? "device" : "host";
-  auto require = [&](bool ok, Block b, const char* what) {
-    if (!ok) throw std::logic_error(name + " block " + std::to_string(b) + ": " + what);
-  };
+void BlockStore::check(const BlockUses& uses) const {
+  const Require require(tier == kDevice ? "device block" : "host block");
   uint32_t num_in[kNumStates] = {};
   uint32_t num_policy = 0, num_retained = 0;
   std::vector<uint32_t> num_plain(retired_.size()), num_kept(retired_.size());
   for (Block b = 0; b < num_blocks; ++b) {
+    require(infos_[b].ref_count == uses.refs[tier - 1][b], "references differ", b);
+    require(infos_[b].num_pins == uses.pins[tier - 1][b], "pins differ", b);
+    require(infos_[b].num_pending == uses.pending[tier - 1][b], "pending releases differ", b);
     const bool published = index_.is_published(tier, b);
     const State want = infos_[b].ref_count     ? State::kHeld
                        : infos_[b].num_pins    ? State::kPinned
                        : infos_[b].num_pending ? State::kRetired
                        : published             ? State::kCached
                                                : State::kFree;
-    require(infos_[b].state == want, b, "in another state than its counts say");
-    require(infos_[b].published == published, b, "published, or not, and does not know it");
+    require(infos_[b].state == want, "in another state than its counts say", b);
+    require(infos_[b].published == published, "published, or not, and does not know it", b);
     if (published) {
       const EntryId parent = index_[index_.entry_of(tier, b)].parent;  // a root, if it was detached
-      require(index_.is_root(parent) || policy_->parent_of(b) == index_[parent].block(tier), b,
-              "the policy has another parent");
+      require(index_.is_root(parent) || policy_->parent_of(b) == index_[parent].block(tier),
+              "the policy has another parent", b);
     }
     ++num_in[static_cast<int>(want)];
-    require((infos_[b].num_pending == 0) == (infos_[b].owner == kNoSession), b,
-            "pending for nobody");
+    require((infos_[b].num_pending == 0) == (infos_[b].owner == kNoSession), "pending for nobody",
+            b);
     const bool kept = infos_[b].keep || published;
     const Place place = want == State::kRetired && infos_[b].owner != kManySessions
                             ? (kept ? kKept : kPlain)
                         : want != State::kCached ? kNowhere
                         : infos_[b].priority     ? kRetained
                                                  : kPolicy;
-    require(infos_[b].place == place, b, "in another list than its state says");
+    require(infos_[b].place == place, "in another list than its state says", b);
     num_policy += place == kPolicy;
     num_retained += place == kRetained;
     if (place == kPlain) ++num_plain[infos_[b].owner];
     if (place == kKept) ++num_kept[infos_[b].owner];
-    require(want != State::kFree || index_.entry_of(tier, b) == kNoEntry, b, "free and a spare");
+    require(want != State::kFree || index_.entry_of(tier, b) == kNoEntry, "free and a spare", b);
   }
-  for (int s = 0; s < kNumStates; ++s) require(num_in[s] == num_in_[s], 0, "states are miscounted");
-  require(free_.size() == num_in[static_cast<int>(State::kFree)], 0, "the free list differs");
-  for (const Block b : free_) require(infos_[b].state == State::kFree, b, "listed as free");
-  require(num_idle_ == num_policy && policy_->num_idle() == num_policy, 0,
+  for (int s = 0; s < kNumStates; ++s) require(num_in[s] == num_in_[s], "states are miscounted");
+  require(free_.size() == num_in[static_cast<int>(State::kFree)], "the free list differs");
+  for (const Block b : free_) require(infos_[b].state == State::kFree, "listed as free", b);
+  require(num_idle_ == num_policy && policy_->num_idle() == num_policy,
           "the policy has other blocks");
-  require(num_retained == num_retained_, 0, "retained blocks are miscounted");
+  require(num_retained == num_retained_, "retained blocks are miscounted");
+  require(promoted_.empty(), "a spare took a place, and is not announced");
   for (size_t handle = 0; handle < retired_.size(); ++handle)
     require(retired_[handle].plain.size == num_plain[handle] &&
                 retired_[handle].kept.size == num_kept[handle],
-            0, "what a session could allocate at once differs");
+            "what a session could allocate at once differs");
 }
 
 }  // namespace kvplane::blocks

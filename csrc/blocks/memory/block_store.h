@@ -34,6 +34,12 @@
 
 namespace kvplane::blocks {
 
+// What blocks are used for, as the classes of a group know it.
+struct BlockUses {
+  std::vector<uint32_t> refs[2], pins[2], pending[2];  // by tier and block
+  std::vector<int64_t> held;                           // by owner
+};
+
 enum class State : uint8_t { kFree, kCached, kRetired, kPinned, kHeld };
 constexpr int kNumStates = 5;
 
@@ -57,7 +63,6 @@ class BlockStore {
   State state(Block b) const { return infos_[b].state; }
   void prefetch(Block b) const { __builtin_prefetch(&infos_[b], 1); }
   uint32_t num_in(State state) const { return num_in_[static_cast<int>(state)]; }
-  uint64_t num_evictions() const { return num_evictions_; }
   // How often operations have visited a block so far. A visit reads this block and at most the two
   // beside it in a list.
   uint64_t num_touched() const { return num_touched_; }
@@ -140,8 +145,8 @@ class BlockStore {
   size_t num_bytes() const {
     return infos_.capacity() * sizeof(Info) + free_.capacity() * sizeof(Block);
   }
-  // Throws std::logic_error saying what is wrong.
-  void check() const;
+  // Throws std::logic_error saying what is wrong. `uses`: all of its blocks.
+  void check(const BlockUses& uses) const;
 
  private:
   static constexpr int kNumPriorities = 101;
@@ -195,7 +200,6 @@ class BlockStore {
   uint32_t num_retained_ = 0;
   uint32_t num_idle_ = 0;  // of the policy
   uint32_t num_in_[kNumStates] = {};
-  uint64_t num_evictions_ = 0;
   mutable uint64_t num_touched_ = 0;
   std::vector<Block> promoted_;
   std::vector<uint64_t> keys_;  // scratch of published

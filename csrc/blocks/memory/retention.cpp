@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <stdexcept>
-#include <string>
+
+#include "core/require.h"
 
 namespace kvplane::blocks {
 
@@ -40,12 +40,7 @@ void Retention::retain(uint32_t owner, const std::vector<EntryId>& path, uint8_t
     record.expires_at_s = std::max(record.expires_at_s, expires_at_s);
     by_expiry_.insert({record.expires_at_s, *same});
   } else {
-    if (free_records_.empty()) {
-      free_records_.push_back(static_cast<uint32_t>(records_.size()));
-      records_.emplace_back();
-    }
-    const uint32_t r = free_records_.back();
-    free_records_.pop_back();
+    const uint32_t r = records_.take();
     records_[r] = {owner, priority, path.back(), expires_at_s, key};
     here.push_back(r);
     by_expiry_.insert({expires_at_s, r});
@@ -143,7 +138,7 @@ int64_t Retention::end(uint32_t r) {
   by_expiry_.erase({record.expires_at_s, r});
   const int64_t num = drop_counts(record, kNoEntry);
   record.tail = kNoEntry;
-  free_records_.push_back(r);
+  records_.give_back(r);
   return 1 + num;
 }
 
@@ -189,13 +184,7 @@ void Retention::add_count(EntryId e, uint32_t owner, uint8_t priority) {
     }
     link = &count.next;
   }
-  uint32_t c;
-  if (free_counts_.empty()) {
-    c = counts_.add() + 1;
-  } else {
-    c = free_counts_.back();
-    free_counts_.pop_back();
-  }
+  const uint32_t c = counts_.take() + 1;
   counts_[c - 1] = {owner, 1, *link, priority};
   *link = c;
 }
@@ -208,16 +197,14 @@ void Retention::drop_count(EntryId e, uint32_t owner, uint8_t priority) {
   assert(c && counts_[c - 1].num > 0);
   if (--counts_[c - 1].num) return;
   *link = counts_[c - 1].next;
-  free_counts_.push_back(c);
+  counts_.give_back(c - 1);
   if (counts_for(owner, e)) return;
   const auto it = num_entries_.find(owner);
   if (--it->second == 0) num_entries_.erase(it);
 }
 
 void Retention::check() const {
-  auto require = [](bool ok, const char* what) {
-    if (!ok) throw std::logic_error(std::string("retention: ") + what);
-  };
+  const Require require("retention");
   struct Wanted {
     uint32_t num = 0;
     uint8_t priority = 0;
@@ -240,7 +227,7 @@ void Retention::check() const {
     }
   }
   require(num_records == by_expiry_.size(), "what is gone expires");
-  require(num_records + free_records_.size() == records_.size(), "records are lost");
+  require(num_records == records_.num_taken(), "records are lost");
   size_t num_counts = 0;
   std::unordered_map<uint32_t, int64_t> owned;
   for (EntryId e = 0; e < index_.end(); ++e) {
@@ -262,7 +249,7 @@ void Retention::check() const {
       require(b == kNoBlock || blocks.priority(b) == priority(e), "a block's priority differs");
     }
   }
-  require(num_counts + free_counts_.size() == counts_.size(), "counts are lost");
+  require(num_counts == counts_.num_taken(), "counts are lost");
   require(owned == num_entries_, "owners' counts differ");
 }
 

@@ -94,12 +94,10 @@ class Retention {
 
   PrefixIndex& index_;
   Stores& stores_;
-  std::vector<Record> records_;
-  std::vector<uint32_t> free_records_;
+  Slab<Record> records_;
   std::unordered_map<EntryId, std::vector<uint32_t>> at_;  // records by tail
   std::set<std::pair<double, uint32_t>> by_expiry_;
   Slab<Count> counts_;
-  std::vector<uint32_t> free_counts_;
   std::unordered_map<uint32_t, int64_t> num_entries_;  // by owner
 };
 

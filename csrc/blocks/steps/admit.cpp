@@ -24,16 +24,16 @@ Failure Admitter::check(const Session& session, const Admission& admission) cons
     while (admission.tokens[i] >= 0) ++i;
     return Failure{0, Code::kNegative, 1, i};
   }
-  const int64_t quota = config_.max_owner_blocks;
+  const int64_t quota = shared_.config.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
-  if (most > stores_[kDevice].num_blocks && !config_.window_tokens)
+  if (most > stores_[kDevice].num_blocks && !shared_.config.window_tokens)
     return tables_.never_fits(kDevice, 0, most);
-  if (quota && most > quota && !config_.window_tokens)
+  if (quota && most > quota && !shared_.config.window_tokens)
     return Failure{0, Code::kNeverQuota, most, quota, kDevice};
   const int64_t num_more = (1 + num_forks) * div_ceil(num_tokens, block_size_);
   const int64_t num_now = lifecycle_.num_entries(session);
-  if (num_now + num_more > config_.max_table_entries)
-    return Failure{0, Code::kTooManyEntries, config_.max_table_entries, num_now, num_more};
+  if (num_now + num_more > shared_.config.max_table_entries)
+    return Failure{0, Code::kTooManyEntries, shared_.config.max_table_entries, num_now, num_more};
   return Failure{0, Code::kOk};
 }
 
@@ -52,7 +52,7 @@ void Admitter::find_hits(const Session& session, const Admission& admission, int
     } else if (entry.block(kHost) != kNoBlock) {
       hits.push_back({e, Hit::kHosted, entry.block(kHost), session.number});
     } else if (!find_led(session, e, i, hits)) {
-      if (!config_.window_tokens) break;
+      if (!shared_.config.window_tokens) break;
       hits.push_back({e, Hit::kNone, kNoBlock, 0});
     }
   }
@@ -61,7 +61,7 @@ void Admitter::find_hits(const Session& session, const Admission& admission, int
   if (!hits.empty() && static_cast<int64_t>(hits.size()) * block_size_ == admission.tokens.size &&
       hits.back().kind == Hit::kFollowed && hits.back().plan >= session.number)
     hits.pop_back();
-  if (!config_.window_tokens) return;
+  if (!shared_.config.window_tokens) return;
   std::vector<uint8_t> present;
   for (const Hit& hit : hits) present.push_back(hit.kind != Hit::kNone);
   const auto [num, first] = window_hits(present, admission.tokens.size);
@@ -104,7 +104,8 @@ std::pair<int64_t, int64_t> Admitter::window_hits(const std::vector<uint8_t>& pr
     last_missing.push_back(present[i] ? last_missing.back() : static_cast<int64_t>(i));
   for (auto num = static_cast<int64_t>(present.size()); num > 0; --num) {
     const int64_t next = std::min(num * block_size_, num_tokens - 1);
-    const int64_t first = std::max<int64_t>(0, next - config_.window_tokens + 1) / block_size_;
+    const int64_t first =
+        std::max<int64_t>(0, next - shared_.config.window_tokens + 1) / block_size_;
     if (last_missing[static_cast<size_t>(num)] < std::min(first, num))
       return {num, std::min(first, num)};
   }
@@ -140,8 +141,8 @@ Failure Admitter::over_quota(const Session& session, const Plan& plan) const {
     more +=
         hit.kind == Hit::kHosted || (hit.kind == Hit::kShared && device.ref_count(hit.block) == 0);
   }
-  if (size > config_.max_owner_blocks)
-    return {0, Code::kNeverQuota, size, config_.max_owner_blocks, kDevice};
+  if (size > shared_.config.max_owner_blocks)
+    return {0, Code::kNeverQuota, size, shared_.config.max_owner_blocks, kDevice};
   // The copy takes the place of the last hit.
   more += plan.copies_last && device.ref_count(plan.hits.back().block) > 0;
   const int64_t allowed = tables_.num_allowed(session);
@@ -155,7 +156,7 @@ uint32_t Admitter::admit(Session& session, const Admission& admission, int64_t a
   const std::vector<Hit>& hits = plan.hits;
   const int64_t num_tokens = admission.tokens.size, cached = plan.cached, end = plan.end;
   assert(plan.needed <= plan.available && plan.cached < num_tokens);
-  const uint32_t index = sequences_.add(session, admission.sequence_id, admitted_by, now_s_);
+  const uint32_t index = sequences_.add(session, admission.sequence_id, admitted_by, shared_.now_s);
   families_.join(session, index, ++session.last_family);
   Sequence& sequence = sequences_[index];
   take_tokens(sequence, admission.tokens, hits);
@@ -181,8 +182,8 @@ uint32_t Admitter::admit(Session& session, const Admission& admission, int64_t a
     growth_.grow(session, index, cached, cached, end);
   }
   if (!admission.skip_lookup) {
-    counters_.num_lookup_tokens += num_tokens;
-    counters_.num_hit_tokens += cached;
+    shared_.counters.num_lookup_tokens += num_tokens;
+    shared_.counters.num_hit_tokens += cached;
   }
   return index;
 }
@@ -229,9 +230,9 @@ void Admitter::use_hits(Session& session, Sequence& sequence, const std::vector<
     const Hit& hit = hits[i];
     Entry& entry = index_[hit.entry];
     if (hit.kind == Hit::kShared || hit.kind == Hit::kHosted)
-      block_times_[hit.kind == Hit::kHosted].reuse_gap.add(now_s_ - entry.used_s);
+      shared_.block_times[hit.kind == Hit::kHosted].reuse_gap.add(shared_.now_s - entry.used_s);
     ++entry.num_uses;
-    entry.used_s = static_cast<float>(now_s_);
+    entry.used_s = static_cast<float>(shared_.now_s);
     Block b = hit.block;
     if (hit.kind == Hit::kFollowed) sequence.filled_by = std::max(sequence.filled_by, hit.plan);
     if (hit.kind == Hit::kHosted) {
@@ -239,7 +240,7 @@ void Admitter::use_hits(Session& session, Sequence& sequence, const std::vector<
       plans_.transfer(session, {kHost, hit.block, host.generation(hit.block)}, kDevice, b,
                       static_cast<uint32_t>(block_size_));
       sequence.copied_by = session.number;
-      counters_.num_host_hit_tokens += block_size_;
+      shared_.counters.num_host_hit_tokens += block_size_;
     }
     table.push_back(b);
     if (hit.kind == Hit::kNone)
@@ -300,11 +301,11 @@ std::vector<EntryId> Admitter::match(EntryId e, Span<int32_t> tokens, int64_t mo
   for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
     e = index_.find(e, tokens.data + i * block_size_);
     if (e == kNoEntry) break;
-    if (!index_[e].has_blocks() && !config_.window_tokens) break;
+    if (!index_[e].has_blocks() && !shared_.config.window_tokens) break;
     found.push_back(e);
     present.push_back(index_[e].has_blocks());
   }
-  if (config_.window_tokens)
+  if (shared_.config.window_tokens)
     found.resize(static_cast<size_t>(window_hits(present, tokens.size).first));
   return found;
 }

@@ -6,13 +6,11 @@
 #include <vector>
 
 #include "containers/chunk_hints.h"
-#include "core/counters.h"
 #include "core/operations.h"
-#include "core/pool_config.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/prefix_index.h"
 #include "memory/block_store.h"
-#include "memory/block_times.h"
 #include "steps/append.h"
 #include "steps/families.h"
 #include "steps/plans.h"
@@ -52,26 +50,19 @@ class Admitter {
     bool copies_last = false;
   };
 
-  Admitter(const PoolConfig& config, PrefixIndex& index, Stores& stores, SequenceStore& sequences,
+  Admitter(Shared& shared, PrefixIndex& index, Stores& stores, SequenceStore& sequences,
            Tables& tables, PlanLog& plans, Growth& growth, Families& families,
-           const Lifecycle& lifecycle, Counters& counters, BlockTimes (&block_times)[2],
-           const double& now_s)
-      : config_(config),
-        block_size_(config.block_size_tokens),
+           const Lifecycle& lifecycle)
+      : shared_(shared),
         index_(index),
         stores_(stores),
         sequences_(sequences),
-        token_store_(sequences.tokens()),
         tables_(tables),
-        table_store_(tables.chunks()),
         plans_(plans),
         growth_(growth),
         families_(families),
         lifecycle_(lifecycle),
-        counters_(counters),
-        block_times_(block_times),
-        now_s_(now_s),
-        chunk_hints_(2 * uint64_t{config.num_blocks[0]} * config.block_size_tokens /
+        chunk_hints_(uint64_t{2} * shared.config.num_blocks[0] * shared.config.block_size_tokens /
                      Tokens::kItems) {}
 
   // Whether the admission's fields can be done at all.
@@ -99,21 +90,18 @@ class Admitter {
   void set_producers(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,
                      int64_t end);
 
-  const PoolConfig& config_;
-  const int64_t block_size_;
+  Shared& shared_;
+  const int64_t block_size_ = shared_.config.block_size_tokens;
   PrefixIndex& index_;
   Stores& stores_;
   SequenceStore& sequences_;
-  TokenStore& token_store_;
+  TokenStore& token_store_ = sequences_.tokens();
   Tables& tables_;
-  const TableStore& table_store_;
+  const TableStore& table_store_ = tables_.chunks();
   PlanLog& plans_;
   Growth& growth_;
   Families& families_;
   const Lifecycle& lifecycle_;
-  Counters& counters_;
-  BlockTimes (&block_times_)[2];
-  const double& now_s_;
   ChunkHints chunk_hints_;
   std::vector<Block> scratch_;
 };

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cassert>
 
+#include "core/require.h"
+
 namespace kvplane::blocks {
 
 int64_t Growth::max_tokens() const {
-  const int64_t num_blocks = stores_[kDevice].num_blocks, quota = config_.max_owner_blocks;
+  const int64_t num_blocks = stores_[kDevice].num_blocks, quota = shared_.config.max_owner_blocks;
   return (quota ? std::min(num_blocks, quota) : num_blocks) * block_size_;
 }
 
@@ -55,7 +57,7 @@ Failure Growth::check(const Session& session, const AppendColumns& columns, int6
   if (longest > kMaxPositions ||
       div_ceil(longest, block_size_) - sequence.num_trimmed > stores_[kDevice].num_blocks)
     return tables_.never_fits(kDevice, item, div_ceil(longest, block_size_));
-  const int64_t quota = config_.max_owner_blocks;
+  const int64_t quota = shared_.config.max_owner_blocks;
   if (quota && div_ceil(longest, block_size_) - sequence.num_trimmed > quota)
     return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
   const int64_t needed = need.needed = num_needed(session, sequence, first, end, cover);
@@ -103,7 +105,7 @@ bool Growth::can_reserve(const Session& session, const Sequence& sequence,
 
 void Growth::reserve(Session& session, uint32_t index, int64_t num_blocks) {
   Sequence& sequence = sequences_[index];
-  sequence.progress_s = now_s_;
+  sequence.progress_s = shared_.now_s;
   const int64_t first = sequence.num_scheduled;
   grow(session, index, first, first, (sequence.table.size + num_blocks) * block_size_);
 }
@@ -136,7 +138,7 @@ std::vector<int32_t> Growth::needs(const Session& session, const AppendColumns& 
     int64_t num = 0;
     if (is_next && div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting) {
       num = num_needed(session, *sequence, first, end, cover);
-      if (config_.max_owner_blocks && num &&
+      if (shared_.config.max_owner_blocks && num &&
           num > tables_.num_allowed(session) + num_replaced(session, *sequence, first, end) +
                     num_ahead_of(*sequence, std::max(end, cover)))
         num = 0;
@@ -210,7 +212,7 @@ void Growth::copy_on_write(Session& session, uint32_t index, int64_t i, int64_t 
     plans_.transfer(session, {kDevice, old, stores_[kDevice].generation(old)}, kDevice, copy,
                     static_cast<uint32_t>(num_tokens));
     sequence.copied_by = session.number;
-    ++counters_.num_copies_on_write;
+    ++shared_.counters.num_copies_on_write;
   }
   tables_.put(session, sequence, i, copy);
   tables_.set_entries(session, sequence, ChangeKind::kSet, i, i + 1, nullptr);
@@ -228,20 +230,38 @@ void Growth::schedule(Session& session, uint32_t index, int64_t num_slots) {
   spans.num_tokens.push_back(static_cast<int32_t>(num_slots));
   sequence.num_scheduled += num_slots;
   sequence.computed_by = session.number;
-  sequence.progress_s = now_s_;
+  sequence.progress_s = shared_.now_s;
   sequence.pending.emplace_back(session.number, sequence.num_scheduled);
   plans_.touch(session, index);
-  if (config_.window_tokens) trim(session, sequence);
+  if (shared_.config.window_tokens) trim(session, sequence);
 }
 
 // Drops leading blocks that no position can see from the first on that an abort would leave.
 void Growth::trim(Session& session, Sequence& sequence) {
   const int64_t num_left = std::min(sequence.num_written, sequence.tokens.size);
-  const int64_t first_seen = std::max<int64_t>(0, num_left - config_.window_tokens + 1);
+  const int64_t first_seen = std::max<int64_t>(0, num_left - shared_.config.window_tokens + 1);
   const int64_t num = std::min(first_seen / block_size_, sequence.table.size);
   if (num <= sequence.num_trimmed) return;
   tables_.trim(session, sequence, num, session.number);
   if (sequence.table_sent) session.draft.changes.cut(ChangeKind::kTrim, sequence.id, num);
+}
+
+void Growth::check(const Session& session) const {
+  const Require require("growth of sequence");
+  const Spans& spans = session.draft.spans;
+  std::unordered_map<int64_t, int64_t> ends;  // of what the draft computes
+  for (size_t i = 0; i < spans.sequence_ids.size(); ++i)
+    ends[spans.sequence_ids[i]] = int64_t{spans.first_positions[i]} + spans.num_tokens[i];
+  for (const Sequence* sequence : sequences_.of(session)) {
+    require(sequence->num_scheduled <= sequence->table.size * block_size_,
+            "it has fewer slots than are scheduled", sequence->id);
+    require(sequence->computed_by <= session.number, "a plan to come computes it", sequence->id);
+    // One that was cut, and admitted again under its id, may have no span.
+    const auto end = ends.find(sequence->id);
+    require(end == ends.end() || sequence->computed_by < session.number ||
+                end->second == sequence->num_scheduled,
+            "its span ends elsewhere", sequence->id);
+  }
 }
 
 }  // namespace kvplane::blocks

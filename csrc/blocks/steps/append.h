@@ -5,10 +5,9 @@
 
 #include <vector>
 
-#include "core/counters.h"
 #include "core/operations.h"
-#include "core/pool_config.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "memory/block_store.h"
 #include "steps/plans.h"
 #include "steps/tables.h"
@@ -30,19 +29,9 @@ class Growth {
     int64_t available = 0;
   };
 
-  Growth(const PoolConfig& config, const Stores& stores, SequenceStore& sequences, Tables& tables,
-         PlanLog& plans, Counters& counters, const double& now_s)
-      : config_(config),
-        block_size_(config.block_size_tokens),
-        block_shift_(__builtin_ctz(config.block_size_tokens)),
-        stores_(stores),
-        sequences_(sequences),
-        token_store_(sequences.tokens()),
-        tables_(tables),
-        table_store_(tables.chunks()),
-        plans_(plans),
-        counters_(counters),
-        now_s_(now_s) {}
+  Growth(Shared& shared, const Stores& stores, SequenceStore& sequences, Tables& tables,
+         PlanLog& plans)
+      : shared_(shared), stores_(stores), sequences_(sequences), tables_(tables), plans_(plans) {}
 
   // The most tokens that any sequence may have.
   int64_t max_tokens() const;
@@ -67,6 +56,8 @@ class Growth {
   void grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover);
   // The draft computes the next slots.
   void schedule(Session& session, uint32_t index, int64_t num_slots);
+  // Throws std::logic_error saying what is wrong.
+  void check(const Session& session) const;
 
  private:
   int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
@@ -78,17 +69,15 @@ class Growth {
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void trim(Session& session, Sequence& sequence);
 
-  const PoolConfig& config_;
-  const int64_t block_size_;
-  const int block_shift_;  // its logarithm
+  Shared& shared_;
+  const int64_t block_size_ = shared_.config.block_size_tokens;
+  const int block_shift_ = __builtin_ctz(shared_.config.block_size_tokens);  // its logarithm
   const Stores& stores_;
   SequenceStore& sequences_;
-  TokenStore& token_store_;
+  TokenStore& token_store_ = sequences_.tokens();
   Tables& tables_;
-  const TableStore& table_store_;
+  const TableStore& table_store_ = tables_.chunks();
   PlanLog& plans_;
-  Counters& counters_;
-  const double& now_s_;
   std::vector<Block> scratch_;
 };
 

@@ -1,10 +1,9 @@
 #include "steps/families.h"
 
 #include <algorithm>
-#include <cassert>
-#include <stdexcept>
-#include <string>
 #include <utility>
+
+#include "core/require.h"
 
 namespace kvplane::blocks {
 
@@ -84,9 +83,7 @@ std::vector<int64_t> Families::on_device(const Session& session, int64_t family)
 }
 
 void Families::check(const Session& session) const {
-  const auto require = [](bool ok, const char* what) {
-    if (!ok) throw std::logic_error(std::string("families: ") + what);
-  };
+  const Require require("families");
   size_t num = 0;
   for (const auto& [id, family] : session.families) {
     int64_t num_on_device = 0;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/require.h"
+
 namespace kvplane::blocks {
 
 namespace {
@@ -199,7 +201,7 @@ void PlanLog::end_demotions(Session& session, const PlanRecord& record, bool has
       if (has_run && entry.block(kHost) == kNoBlock) {
         index_.set_block(e, kHost, demotion.copy);
         host.published(demotion.copy);
-        ++counters_.num_demoted;
+        ++shared_.counters.num_demoted;
       } else if (entry.retention && !entry.has_blocks() && !entry.num_arriving) {
         retention_.lost(e);
       }
@@ -300,14 +302,28 @@ void PlanLog::end_session(Session& session) {
   end_draft(session);
 }
 
-void PlanLog::add_uses(const Session& session, BlockUses& uses) const {
+void PlanLog::check(const Session& session, BlockUses& uses) const {
+  const Require require("plan");
   const auto add = [&](const PlanRecord& record) {
+    for (const auto& [index, uid] : record.touched)
+      require(uid <= sequences_[index].uid, "it names a sequence to come", record.number);
     for (const Transfer& transfer : record.transfers)
       if (transfer.pins) ++uses.pins[transfer.source.tier - 1][transfer.source.block];
     for (const Demotion& demotion : record.demotions) ++uses.refs[1][demotion.copy];
   };
   for (const PlanRecord& record : session.receipting.plans) add(record);
-  for (const PlanRecord& record : session.plans) add(record);
+  int64_t last = session.open ? session.done : 0;
+  for (const PlanRecord& record : session.plans) {
+    add(record);
+    // What was drafted when an abort or the end came is the last, and has no number.
+    const bool is_draft = !record.number && (session.aborting.begun || !session.open);
+    require(is_draft || (record.number > last && record.number <= session.last_plan),
+            "it is out of order", record.number);
+    last = std::max(last, record.number);
+  }
+  require(!session.record.number, "the draft has a number");
+  require(session.resync_due || (!session.tables.begun && !session.allocated.size()),
+          "whole tables are written, and not due");
   add(session.record);
   for (const auto& [tier, block] : session.kept) ++uses.pins[tier - 1][block];
 }

@@ -5,8 +5,8 @@
 #include <string_view>
 #include <vector>
 
-#include "core/counters.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/prefix_index.h"
 #include "memory/block_store.h"
 #include "memory/retention.h"
@@ -23,14 +23,14 @@ namespace kvplane::blocks {
 // plans.
 class PlanLog {
  public:
-  PlanLog(PrefixIndex& index, Stores& stores, Retention& retention, SequenceStore& sequences,
-          Tables& tables, Counters& counters)
-      : index_(index),
+  PlanLog(Shared& shared, PrefixIndex& index, Stores& stores, Retention& retention,
+          SequenceStore& sequences, Tables& tables)
+      : shared_(shared),
+        index_(index),
         stores_(stores),
         retention_(retention),
         sequences_(sequences),
-        tables_(tables),
-        counters_(counters) {}
+        tables_(tables) {}
 
   // The draft
   // Copies a block; it is pinned until the plan has run, so that the plan can run again. Only its
@@ -65,8 +65,8 @@ class PlanLog {
   // The session ends: its draft and what is receipted in part end as plans in flight do.
   void end_session(Session& session);
 
-  // Adds what the session's plans use.
-  void add_uses(const Session& session, BlockUses& uses) const;
+  // Throws std::logic_error saying what is wrong; adds what the session's plans use.
+  void check(const Session& session, BlockUses& uses) const;
 
  private:
   void note(Session& session, const Transfer& transfer);
@@ -76,12 +76,12 @@ class PlanLog {
   bool write_transfers(Session& session, int64_t max_blocks);
   void end_demotions(Session& session, const PlanRecord& record, bool has_run, int64_t next_plan);
 
+  Shared& shared_;
   PrefixIndex& index_;
   Stores& stores_;
   Retention& retention_;
   SequenceStore& sequences_;
   Tables& tables_;
-  Counters& counters_;
 };
 
 }  // namespace kvplane::blocks

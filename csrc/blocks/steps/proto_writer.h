@@ -31,12 +31,6 @@ class ProtoFields : public Sink {
     raw_varint(static_cast<uint64_t>(value));
   }
 
-  void fixed64(uint32_t field, uint64_t value) {
-    if (value == 0) return;
-    tag(field, kFixed64);
-    Sink::put(&value, sizeof(value));
-  }
-
   void bytes(uint32_t field, std::string_view value) {
     if (value.empty()) return;
     message(field, value.size());
@@ -60,7 +54,7 @@ class ProtoFields : public Sink {
   }
 
  private:
-  enum WireType : uint32_t { kVarint = 0, kFixed64 = 1, kLengthDelimited = 2 };
+  enum WireType : uint32_t { kVarint = 0, kLengthDelimited = 2 };
 
   void tag(uint32_t field, WireType type) { raw_varint(uint64_t{field} << 3 | type); }
 

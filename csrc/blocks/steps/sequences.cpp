@@ -13,8 +13,8 @@ Failure Lifecycle::check_new_id(const Session& session, int64_t id, int64_t num_
                                 int64_t item) const {
   if (id < 1) return {item, Code::kBadId, id};
   if (session.sequences.find(id)) return {item, Code::kExists, id};
-  if (static_cast<int64_t>(session.sequences.size()) + num_more > config_.max_sequences)
-    return {item, Code::kTooManySequences, config_.max_sequences};
+  if (static_cast<int64_t>(session.sequences.size()) + num_more > shared_.config.max_sequences)
+    return {item, Code::kTooManySequences, shared_.config.max_sequences};
   return {item, Code::kOk};
 }
 
@@ -30,13 +30,13 @@ Failure Lifecycle::check_fork(const Session& session, int64_t parent_id, int64_t
   if (parent.computed_by == session.number) return {item, Code::kBusy, parent_id};
   const int64_t num = num_entries(session);
   const int64_t more = std::max(parent.table.size, div_ceil(parent.tokens.size, block_size_));
-  if (num + more > config_.max_table_entries)
-    return {item, Code::kTooManyEntries, config_.max_table_entries, num, more};
+  if (num + more > shared_.config.max_table_entries)
+    return {item, Code::kTooManyEntries, shared_.config.max_table_entries, num, more};
   return {item, Code::kOk};
 }
 
 void Lifecycle::fork(Session& session, uint32_t parent_index, int64_t id, int64_t admitted_by) {
-  const uint32_t index = sequences_.add(session, id, admitted_by, now_s_);
+  const uint32_t index = sequences_.add(session, id, admitted_by, shared_.now_s);
   const Sequence& parent = sequences_[parent_index];
   assert(parent.live && parent.handle == session.handle);
   Sequence& child = sequences_[index];
@@ -124,7 +124,7 @@ void Lifecycle::release(Session& session, int64_t id, uint32_t index) {
 
 // The fewest tokens that a trimmed sequence can be cut to: the next position sees no trimmed block.
 int64_t Lifecycle::fewest_tokens(const Sequence& sequence) const {
-  return sequence.num_trimmed * block_size_ + config_.window_tokens - 1;
+  return sequence.num_trimmed * block_size_ + shared_.config.window_tokens - 1;
 }
 
 Failure Lifecycle::check_truncate(const Session& session, int64_t id, int64_t num,

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "core/operations.h"
-#include "core/pool_config.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/publish.h"
 #include "memory/block_store.h"
 #include "steps/families.h"
@@ -21,21 +21,16 @@ namespace kvplane::blocks {
 // first, which change nothing.
 class Lifecycle {
  public:
-  Lifecycle(const PoolConfig& config, Stores& stores, PrefixIndex& index, SequenceStore& sequences,
-            Tables& tables, PlanLog& plans, Publisher& publisher, Families& families,
-            const double& now_s)
-      : config_(config),
-        block_size_(config.block_size_tokens),
+  Lifecycle(const Shared& shared, Stores& stores, PrefixIndex& index, SequenceStore& sequences,
+            Tables& tables, PlanLog& plans, Publisher& publisher, Families& families)
+      : shared_(shared),
         stores_(stores),
         index_(index),
         sequences_(sequences),
-        token_store_(sequences.tokens()),
         tables_(tables),
-        table_store_(tables.chunks()),
         plans_(plans),
         publisher_(publisher),
-        families_(families),
-        now_s_(now_s) {}
+        families_(families) {}
 
   // Counts what `max_table_entries` bounds: table entries, also those that known tokens will need.
   int64_t num_entries(const Session& session) const;
@@ -67,18 +62,17 @@ class Lifecycle {
   int64_t fewest_tokens(const Sequence& sequence) const;
   void cut_to_written(Session& session, uint32_t index, const Origins& origins, int64_t next_plan);
 
-  const PoolConfig& config_;
-  const int64_t block_size_;
+  const Shared& shared_;
+  const int64_t block_size_ = shared_.config.block_size_tokens;
   Stores& stores_;
   PrefixIndex& index_;
   SequenceStore& sequences_;
-  TokenStore& token_store_;
+  TokenStore& token_store_ = sequences_.tokens();
   Tables& tables_;
-  const TableStore& table_store_;
+  const TableStore& table_store_ = tables_.chunks();
   PlanLog& plans_;
   Publisher& publisher_;
   Families& families_;
-  const double& now_s_;
 };
 
 }  // namespace kvplane::blocks

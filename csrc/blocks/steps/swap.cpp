@@ -5,6 +5,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/require.h"
+
 namespace kvplane::blocks {
 
 Failure Swaps::plan(const Session& session, Span<int64_t> ids, int64_t headroom,
@@ -35,7 +37,7 @@ Failure Swaps::plan(const Session& session, Span<int64_t> ids, int64_t headroom,
   }
   const auto needed = static_cast<int64_t>(plan.blocks.size());
   if (needed > stores_[destination].num_blocks) return tables_.never_fits(destination, 0, needed);
-  if (const int64_t quota = config_.max_owner_blocks; quota && destination == kDevice) {
+  if (const int64_t quota = shared_.config.max_owner_blocks; quota && destination == kDevice) {
     if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
     if (const int64_t allowed = tables_.num_allowed(session); needed > allowed)
       return Failure{0, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), destination};
@@ -76,7 +78,8 @@ void Swaps::begin(Session& session, Swapping& plan) {
   std::vector<Transfer>& transfers = session.record.transfers;
   if (const size_t wanted = transfers.size() + num; wanted > transfers.capacity())
     transfers.reserve(std::max(wanted, 2 * transfers.capacity()));
-  (plan.destination == kHost ? counters_.num_swapped_out : counters_.num_swapped_in) += num;
+  (plan.destination == kHost ? shared_.counters.num_swapped_out
+                             : shared_.counters.num_swapped_in) += num;
   session.swapping = std::move(plan);
 }
 
@@ -125,7 +128,7 @@ void Swaps::move(Session& session, uint32_t index, Swapping& plan) {
   tables_.push(session, sequence, table);
   sequence.num_trimmed = num_trimmed;
   sequence.moved_by = session.number;
-  sequence.progress_s = now_s_;
+  sequence.progress_s = shared_.now_s;
   publisher_.restart(session, sequence);
   plans_.touch(session, index);
   send_table(session, sequence, allocated);
@@ -138,8 +141,18 @@ void Swaps::end(Session& session) {
   session.swapping = Swapping{};
 }
 
-void Swaps::add_uses(const Session& session, BlockUses& uses) const {
+void Swaps::check(const Session& session, BlockUses& uses) const {
   const Swapping& swapping = session.swapping;
+  const Require require("swap");
+  const size_t num = swapping.copies.size();
+  require(swapping.blocks.size() == num && swapping.is_ahead.size() == num &&
+              swapping.is_used.size() == num && swapping.next_block <= num,
+          "its columns differ");
+  for (size_t i = 0; i < swapping.indices.size(); ++i) {
+    const Sequence& sequence = sequences_[swapping.indices[i]];
+    require((sequence.tier == swapping.destination) == (i < swapping.next_sequence),
+            "a table moves too early or too late", sequence.id);
+  }
   for (size_t i = 0; i < swapping.copies.size(); ++i) {
     if (swapping.is_used[i]) continue;
     ++uses.refs[swapping.destination - 1][swapping.copies[i]];

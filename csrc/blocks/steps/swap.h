@@ -3,10 +3,9 @@
 
 #include <vector>
 
-#include "core/counters.h"
 #include "core/operations.h"
-#include "core/pool_config.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/publish.h"
 #include "memory/block_store.h"
 #include "steps/families.h"
@@ -21,20 +20,15 @@ namespace kvplane::blocks {
 // changes nothing.
 class Swaps {
  public:
-  Swaps(const PoolConfig& config, Stores& stores, SequenceStore& sequences, Tables& tables,
-        PlanLog& plans, Publisher& publisher, Families& families, Counters& counters,
-        const double& now_s)
-      : config_(config),
-        block_size_(config.block_size_tokens),
+  Swaps(Shared& shared, Stores& stores, SequenceStore& sequences, Tables& tables, PlanLog& plans,
+        Publisher& publisher, Families& families)
+      : shared_(shared),
         stores_(stores),
         sequences_(sequences),
         tables_(tables),
-        table_store_(tables.chunks()),
         plans_(plans),
         publisher_(publisher),
-        families_(families),
-        counters_(counters),
-        now_s_(now_s) {}
+        families_(families) {}
 
   Failure plan(const Session& session, Span<int64_t> ids, int64_t headroom, Swapping& plan) const;
   // Allocates the blocks that a swap copies to.
@@ -43,25 +37,23 @@ class Swaps {
   bool swap_some(Session& session, int64_t& left);
   // The session ends within it.
   void end(Session& session);
-  // Adds what a swap in slices uses.
-  void add_uses(const Session& session, BlockUses& uses) const;
+  // Throws std::logic_error saying what is wrong; adds what a swap in slices uses.
+  void check(const Session& session, BlockUses& uses) const;
 
  private:
   void add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const;
   void move(Session& session, uint32_t index, Swapping& plan);
   void send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated);
 
-  const PoolConfig& config_;
-  const int64_t block_size_;
+  Shared& shared_;
+  const int64_t block_size_ = shared_.config.block_size_tokens;
   Stores& stores_;
   SequenceStore& sequences_;
   Tables& tables_;
-  const TableStore& table_store_;
+  const TableStore& table_store_ = tables_.chunks();
   PlanLog& plans_;
   Publisher& publisher_;
   Families& families_;
-  Counters& counters_;
-  const double& now_s_;
 };
 
 }  // namespace kvplane::blocks

@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <stdexcept>
 #include <utility>
+
+#include "core/require.h"
 
 namespace kvplane::blocks {
 
@@ -130,7 +131,7 @@ bool Tables::remember(Session& session, Tier tier, const Block* blocks, size_t n
   auto it = releases.end();
   while (it != releases.begin() && std::prev(it)->plan > plan) --it;
   if (it == releases.begin() || std::prev(it)->plan != plan)
-    it = releases.insert(it, Release{plan, now_s_, {}});
+    it = releases.insert(it, Release{plan, shared_.now_s, {}});
   else
     --it;
   std::vector<Block>& there = it->blocks[tier - 1];
@@ -191,7 +192,7 @@ std::vector<Block> Tables::blocks_of(const Sequence& sequence) const {
 }
 
 int64_t Tables::num_allowed(const Session& session) const {
-  const int64_t quota = config_.max_owner_blocks;
+  const int64_t quota = shared_.config.max_owner_blocks;
   if (!quota) return std::numeric_limits<int64_t>::max();
   return quota - held_[session.owner];
 }
@@ -226,14 +227,12 @@ void Tables::end_releases(Session& session) {
 
 void Tables::check(const Sessions& sessions, const SequenceStore& sequences,
                    BlockUses& uses) const {
+  const Require require("table");
   std::unordered_map<uint32_t, uint32_t> owners;  // of chunks
   std::vector<uint8_t> is_counted(stores_[kDevice].num_blocks);
   for (const Session& session : sessions) {
     int64_t num_held = 0, num_entries = 0;
     for (const Sequence* sequence : sequences.of(session)) {
-      auto require = [&](bool ok, const char* what) {
-        if (!ok) throw std::logic_error("sequence " + std::to_string(sequence->id) + ": " + what);
-      };
       std::vector<Block> table = blocks_of(*sequence);
       num_entries += sequence->table.size;
       for (size_t p = 0; p < sequence->table.chunks.size(); ++p) {
@@ -247,29 +246,28 @@ void Tables::check(const Sessions& sessions, const SequenceStore& sequences,
       }
       for (size_t i = 0; i < table.size(); ++i)
         require((table[i] == kNoBlock) == (static_cast<int64_t>(i) < sequence->num_trimmed),
-                "trimmed entries differ");
+                "trimmed entries differ", sequence->id);
       table.erase(std::remove(table.begin(), table.end(), kNoBlock), table.end());
       if (sequence->tier == kDevice)
         for (const Block b : table)
           if (!std::exchange(is_counted[b], 1)) ++uses.held[session.owner];
       std::sort(table.begin(), table.end());
       require(std::adjacent_find(table.begin(), table.end()) == table.end(),
-              "a block is twice in it");
+              "a block is twice in it", sequence->id);
     }
-    if (num_held != session.num_held) throw std::logic_error("blocks held are miscounted");
-    if (num_entries != session.num_entries) throw std::logic_error("table entries are miscounted");
+    require(num_held == session.num_held, "blocks held are miscounted");
+    require(num_entries == session.num_entries, "entries are miscounted");
     for (const Release& release : session.releases) {
-      if (release.plan <= session.done && session.open && !session.receipting.begun)
-        throw std::logic_error("a release waits for a plan that has run");
+      require(release.plan > session.done || !session.open || session.receipting.begun,
+              "a release waits for a plan that has run");
       for (int t = 0; t < 2; ++t)
         for (const Block b : release.blocks[t]) ++uses.pending[t][b];
     }
   }
   for (const auto& [chunk, num] : owners)
-    if (table_store_[chunk].num_owners != num)
-      throw std::logic_error("owners of a chunk of a table differ");
-  if (table_store_.num_used() != owners.size()) throw std::logic_error("chunks of tables are lost");
-  if (uses.held != held_) throw std::logic_error("blocks that owners hold are miscounted");
+    require(table_store_[chunk].num_owners == num, "owners of a chunk differ");
+  require(table_store_.num_used() == owners.size(), "chunks are lost");
+  require(uses.held == held_, "blocks that owners hold are miscounted");
 }
 
 }  // namespace kvplane::blocks

@@ -6,18 +6,12 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/pool_config.h"
 #include "core/sessions.h"
+#include "core/shared.h"
 #include "index/announcements.h"
 #include "memory/block_store.h"
 
 namespace kvplane::blocks {
-
-// What blocks are used for, as the classes of a group know it; compared with what the stores count.
-struct BlockUses {
-  std::vector<uint32_t> refs[2], pins[2], pending[2];  // by tier and block
-  std::vector<int64_t> held;                           // by owner
-};
 
 // Owns the chunks of tables, and how many device blocks tables of each owner refer to. Keeps, in a
 // session, `releases` with the blocks that a plan may still touch, `num_held` and `num_entries`.
@@ -27,9 +21,8 @@ struct BlockUses {
 // an abort sends it. Growth, admission, swaps and the ends of sequences call it.
 class Tables {
  public:
-  Tables(const PoolConfig& config, Stores& stores, Announcements& announcements,
-         const double& now_s)
-      : config_(config), stores_(stores), announcements_(announcements), now_s_(now_s) {}
+  Tables(const Shared& shared, Stores& stores, Announcements& announcements)
+      : shared_(shared), stores_(stores), announcements_(announcements) {}
 
   const TableStore& chunks() const { return table_store_; }
   size_t num_owners() const { return held_.size(); }
@@ -92,10 +85,9 @@ class Tables {
   void check(const Sessions& sessions, const SequenceStore& sequences, BlockUses& uses) const;
 
  private:
-  const PoolConfig& config_;
+  const Shared& shared_;
   Stores& stores_;
   Announcements& announcements_;
-  const double& now_s_;
   TableStore table_store_;
   std::vector<int64_t> held_;  // by owner
   std::vector<Block> cut_;     // scratch of `cut`

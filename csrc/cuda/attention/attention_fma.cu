@@ -65,7 +65,7 @@ __device__ void load_row(const T* from, int32_t head_size, float* to) {
 
 // Loads a tile of keys or of values.
 template <typename Kv>
-__device__ void load_tile(const Work& work, const Item& item, Span seen, int32_t tile,
+__device__ void load_tile(const Work& work, const Item& item, Range seen, int32_t tile,
                           bool is_value, int32_t size, int32_t pitch, float* to) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const Kv* data = static_cast<const Kv*>(work.p.pages.data);
@@ -88,7 +88,7 @@ __device__ float dot(const float* query, const float* key, int32_t head_size) {
 // Scores a tile for a warp's rows and turns the scores into probabilities. `scale` turns products
 // into scores in base 2.
 template <int kDims>
-__device__ void take_keys(const Work& work, Span seen, int32_t tile, float scale, Layout layout,
+__device__ void take_keys(const Work& work, Range seen, int32_t tile, float scale, Layout layout,
                           float* shared, Row<kDims> (&rows)[kRowsOfWarp]) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
@@ -98,7 +98,7 @@ __device__ void take_keys(const Work& work, Span seen, int32_t tile, float scale
 #pragma unroll
   for (int i = 0; i < kRowsOfWarp; ++i) {
     Row<kDims>& row = rows[i];
-    const Span own = visible(work.cutting.window, row.position);
+    const Range own = visible(work.cutting.window, row.position);
     const bool is_seen =
         position >= max_of(own.begin, seen.begin) && position < min_of(own.end, seen.end);
     const float* query = shared + layout.queries() + (warp * kRowsOfWarp + i) * layout.head_size;
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work, Layout layout)
     const int32_t first_row = item.tile * kRowsOfFmaTile;
     const int32_t all_rows = item.sequence.query_len * work.cutting.group;
     const int32_t num_rows = min_of(kRowsOfFmaTile, all_rows - first_row);
-    const Span seen = span_of(work, item, first_row, num_rows);
+    const Range seen = range_of(work, item, first_row, num_rows);
     const float scale = finite(work.p.scale * kLog2E * key_scale(work.p.pages, item.kv_head));
     const auto load_values = [&](int32_t tile) {
       load_tile<Kv>(work, item, seen, tile, true, layout.value_size, layout.value_size,

@@ -113,13 +113,13 @@ __device__ inline void report(int32_t* faults, int32_t fault) {
 }
 
 // The positions of `splits` splits that rows [first_row, first_row + num_rows) attend to.
-__device__ inline Span span_of(const Work& work, const Item& item, int32_t first_row,
-                               int32_t num_rows, int32_t splits = 1) {
+__device__ inline Range range_of(const Work& work, const Item& item, int32_t first_row,
+                                 int32_t num_rows, int32_t splits = 1) {
   const Sequence& sequence = item.sequence;
   const int32_t group = work.cutting.group;
   const int32_t first = sequence.first_position() + first_row / group;
   const int32_t last = sequence.first_position() + (first_row + num_rows - 1) / group;
-  const Span seen = {visible(work.cutting.window, first).begin, last + 1};
+  const Range seen = {visible(work.cutting.window, first).begin, last + 1};
   if (sequence.cut.splits == 1) return seen;
   const int64_t begin = int64_t{sequence.cut.first + item.split} * sequence.cut.tokens;
   const int64_t end = begin + int64_t{splits} * sequence.cut.tokens;
@@ -183,13 +183,13 @@ struct RawEntry {
   uint32_t high;  // of an int64
 };
 
-__device__ inline bool is_in(Span span, int32_t position) {
-  return position >= span.begin && position < span.end;
+__device__ inline bool is_in(Range range, int32_t position) {
+  return position >= range.begin && position < range.end;
 }
 
 // Reads the entry of a position; none for a position outside `wanted`.
 __device__ inline RawEntry read_entry(const Work& work, int32_t sequence, int32_t position,
-                                      Span wanted) {
+                                      Range wanted) {
   RawEntry raw = {0, 0};
   if (!is_in(wanted, position)) return raw;
   const uint32_t block_size = static_cast<uint32_t>(work.p.pages.block_size);
@@ -206,7 +206,7 @@ __device__ inline RawEntry read_entry(const Work& work, int32_t sequence, int32_
 // The offset of a position's key or value, in elements from the pages' start; negative for a
 // position outside `wanted`, and for an entry that is not the id of a block.
 __device__ inline int64_t row_of_entry(const Work& work, RawEntry raw, int32_t kv_head,
-                                       int32_t position, Span wanted, bool is_value) {
+                                       int32_t position, Range wanted, bool is_value) {
   if (!is_in(wanted, position)) return -1;
   const PagesParams& pages = work.p.pages;
   const uint32_t offset = static_cast<uint32_t>(position) % static_cast<uint32_t>(pages.block_size);
@@ -224,7 +224,7 @@ __device__ inline int64_t row_of_entry(const Work& work, RawEntry raw, int32_t k
 }
 
 __device__ inline int64_t find_row(const Work& work, int32_t sequence, int32_t kv_head,
-                                   int32_t position, Span wanted, bool is_value) {
+                                   int32_t position, Range wanted, bool is_value) {
   const RawEntry raw = read_entry(work, sequence, position, wanted);
   return row_of_entry(work, raw, kv_head, position, wanted, is_value);
 }

@@ -19,7 +19,7 @@ constexpr int kItemsOfLongSequence = 512;
 constexpr int kLeastLongSplits = 4;
 
 // Half-open range of positions in a sequence.
-struct Span {
+struct Range {
   int32_t begin;
   int32_t end;
 };
@@ -50,7 +50,7 @@ __host__ __device__ inline int64_t max_short_tokens(int64_t group) {
 }
 
 // The positions that a query token attends to.
-__host__ __device__ inline Span visible(int64_t window, int32_t position) {
+__host__ __device__ inline Range visible(int64_t window, int32_t position) {
   const int64_t begin = window > 0 ? position + 1 - window : 0;
   return {static_cast<int32_t>(max_of<int64_t>(0, begin)), position + 1};
 }
@@ -71,7 +71,7 @@ struct Cut {
 
 __host__ __device__ inline Cut cut_of(const Cutting& c, int32_t query_len, int32_t context_len) {
   if (query_len == 0) return {c.split_tokens, 0, 1};
-  const Span all = {visible(c.window, context_len - query_len).begin, context_len};
+  const Range all = {visible(c.window, context_len - query_len).begin, context_len};
   int32_t tokens = c.split_tokens;
   if (!is_short(query_len, c.group)) {
     const int32_t most = max_long_splits(c, query_len);

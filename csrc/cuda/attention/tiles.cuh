@@ -87,7 +87,7 @@ __device__ void load_tile_rows(const Kv* data, int64_t offset_of_lane, int first
 // By one warp: the offset of row lane % 16 of a tile of 16 positions, in the lower half of the warp
 // of its key, in the upper half of its value.
 __device__ inline int64_t find_tile_row(const Work& work, const Item& item, int32_t position,
-                                        Span wanted) {
+                                        Range wanted) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   return find_row(work, item.sequence.index, item.kv_head, position + lane % kTileRows, wanted,
                   lane >= kTileRows);

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvplane_kernels import ServedLayers
+from kvplane_kernels import LayerServer as NativeLayerServer
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.layer_runner import RanLayer
@@ -55,7 +55,7 @@ class LayerServer:
         """Time that their layers took."""
         self._stream = stream
         self._executor = executor
-        self._native = ServedLayers(fd=fd, spin_s=spin_s, most_s=_MOST_S)
+        self._native = NativeLayerServer(fd=fd, spin_s=spin_s, most_s=_MOST_S)
         self._bindings: dict[int, _Binding] = {}
 
     def look(self, epoll: int, *, waits: bool) -> bool:

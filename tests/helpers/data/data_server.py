@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +12,16 @@ from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane.layout import Layout
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor
+from tests.helpers.planes_in_process import settings_of, write_layout
 from tests.helpers.planning.register_side import RegisterSide
-
-
-def write_layout(folder: Path, layout: Layout = LAYOUT) -> Path:
-    path = folder / "layout.json"
-    path.write_text(json.dumps(asdict(layout)))
-    return path
 
 
 def config_of(
     folder: Path, control_plane: str, layout: Layout = LAYOUT, **settings: Any
 ) -> DataPlaneSettings:
     """Make the settings of a data plane on a free port, and write its layout into the folder."""
-    values: dict[str, Any] = {
-        "control_plane": control_plane,
-        "bind": "127.0.0.1:0",
-        "pool_id": POOL_ID,
-        "layout": write_layout(folder, layout),
-        "num_device_blocks": 8,
-        "num_host_blocks": 4,
-        "num_threads": 1,
-        "metrics_port": -1,
-        "grace_s": 1.0,
-    }
+    small = {"num_device_blocks": 8, "num_host_blocks": 4, "grace_s": 1.0}
+    values = settings_of(POOL_ID, control_plane, write_layout(folder, layout), **small)
     return DataPlaneSettings(**{**values, **settings})
 
 

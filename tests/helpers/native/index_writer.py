@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvplane_blocks import LayerGroup, chained_hash, root_hash
 
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.native_pool import OneGroup, i32, i64
 
 BLOCK_TOKENS = 4
-DEVICE, HOST = 1, 2
-
-
-def i32(values: Iterable[int]) -> bytes:
-    """Return an int32 column."""
-    return struct.pack(f"<{len(listed := list(values))}i", *listed)
-
-
-def i64(values: Iterable[int]) -> bytes:
-    """Return an int64 column."""
-    return struct.pack(f"<{len(listed := list(values))}q", *listed)
-
-
-def ints(column: bytes, letter: str) -> list[int]:
-    """Return the elements of a column; ``letter``: as in ``struct``."""
-    return list(struct.unpack(f"<{len(column) // struct.calcsize(letter)}{letter}", column))
 
 
 def blocks(*firsts: int) -> list[int]:
@@ -48,7 +31,9 @@ def checked_pool(
     num_device: int, num_host: int = 0, *, policy: str = "lru", seed: int = 0
 ) -> Iterator[OneGroup]:
     """Make a pool, whose integrity is checked in the end."""
-    pool = OneGroup(LayerGroup(BLOCK_TOKENS, num_device, num_host, b"", b"", policy, seed=seed))
+    pool = OneGroup(
+        LayerGroup(BLOCK_TOKENS, num_device, num_host, eviction_policy=policy, seed=seed)
+    )
     yield pool
     pool.check_integrity()
 

@@ -11,8 +11,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.message import Message
 from kvplane_blocks import LayerGroup, Pool
 
 from kvplane.wire.plane.v1 import plan_pb2
@@ -166,28 +164,10 @@ def groups(column: bytes, num: int) -> list[int]:
     return ints(column, "B") or [0] * num
 
 
-def _tail_class() -> type[Message]:
-    """Return the plan's field 11, the blocks allocated for no table."""
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="plan_tail.proto", syntax="proto3")
-    part = file.message_type.add(name="Allocations")
-    for number, name in enumerate(("tiers", "indices", "generations", "groups"), 1):
-        part.field.add(name=name, number=number, type=kinds.TYPE_BYTES)
-    tail = file.message_type.add(name="Tail")
-    tail.field.add(name="allocations", number=11, type=kinds.TYPE_MESSAGE, type_name="Allocations")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("Tail"))
-
-
-_Tail = _tail_class()
-
-
 def decoded(payload: bytes) -> MadePlan:
     """Return a plan's columns, row by row."""
     plan = plan_pb2.Plan.FromString(payload)
-    tail: Any = _Tail.FromString(payload)
-    moves, spans, extra = plan.transfers, plan.spans, tail.allocations
+    moves, spans, extra = plan.transfers, plan.spans, plan.allocations
     return MadePlan(
         number=plan.number,
         previous=plan.previous,
@@ -266,7 +246,12 @@ def new_pool(
     num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int
 ) -> OneGroup:
     """Return a pool whose blocks were never allocated."""
-    return OneGroup(LayerGroup(block_size, num_device, num_host, b"", b"", "lru", **options))
+    return OneGroup(LayerGroup(block_size, num_device, num_host, **options))
+
+
+def publications(group: LayerGroup) -> list[tuple[bytes, ...]]:
+    """Return all published blocks whose parents are known to data planes, in runs of one root."""
+    return list(group.publications_in(0, 1 << 32)[0])
 
 
 class View:
@@ -364,7 +349,7 @@ class Caller(View):
 
     def append_if_sure(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows | None:
         """``append``, if its columns say that there is room."""
-        done = self.pool.append_if_sure(self.handle, *_append_columns(rows))
+        done = self.pool.append(self.handle, *_append_columns(rows), only_if_sure=True)
         return None if done is None else _rows(done)
 
     def truncate(self, *rows: tuple[int, int]) -> Rows:
@@ -457,7 +442,7 @@ def dump(pool: OneGroup, callers: Iterable[View]) -> tuple[Any, ...]:
         [pool.generations(tier) for tier in (DEVICE, HOST)],
         pool.counters(),
         pool.revision,
-        sorted(pool.all_publications(1)),
+        sorted(publications(pool)),
         [
             (
                 caller.states(),

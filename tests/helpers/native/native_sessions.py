@@ -257,7 +257,7 @@ class World:
     def __init__(self, groups: Sequence[Group], block_size: int = 4, quota: int = 0) -> None:
         self.cores = [
             LayerGroup(
-                block_size, group.num_device, group.num_host, b"", b"", "lru",
+                block_size, group.num_device, group.num_host,
                 window_tokens=group.window, max_sequences=12, max_owner_blocks=quota, seed=7,
             )
             for group in groups

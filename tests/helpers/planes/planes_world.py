@@ -452,9 +452,10 @@ class World:
         wanted = itertools.product(range(NUM_LAYERS), range(NUM_HEADS))
         assert held == Counter(wanted), "a pool is ready without all of its parts"
 
-    def _findable(self, pool: Pool) -> Iterator[tuple[int, tuple[str, str], int, list[int]]]:
-        """Return (block, tenant and namespace, parent, tokens) of cached blocks, parents first."""
-        for run in pool.primary.all_publications(3):
+    def _findable(self, pool: Pool) -> Iterator[tuple[int, tuple[str, str], list[int]]]:
+        """Return (block, tenant and namespace, tokens of the prefix) of cached blocks."""
+        cached: dict[int, tuple[tuple[str, str], int, list[int]]] = {}
+        for run in pool.primary.publications_in(0, 1 << 32)[0]:
             message = publish_message(run).publish.publications
             for block, parent, token_ids in zip(
                 columns.read(INT32, message.indices, ""),
@@ -463,7 +464,15 @@ class World:
                 strict=True,
             ):
                 owner = (message.tenant, message.namespace)
-                yield block, owner, parent, list(columns.read(INT32, token_ids, ""))
+                cached[block] = owner, parent, list(columns.read(INT32, token_ids, ""))
+        for block, (owner, *_) in cached.items():
+            prefix: list[int] = []
+            at = block
+            while at in cached:
+                _, at, tokens = cached[at]
+                prefix = tokens + prefix
+            if at == -1:
+                yield block, owner, prefix
 
     def _check_findable(self, control: ControlProcess) -> None:
         """Check that the blocks that a prompt would find hold its values, in every shard."""
@@ -471,15 +480,13 @@ class World:
         if pool is None or not pool.built:
             return
         views = [self.by_epoch.get(epoch) for epoch in pool.epochs]
-        prefixes: dict[int, list[int]] = {}
-        for block, owner, parent, tokens in self._findable(pool):
-            prefixes[block] = [*prefixes.get(parent, []), *tokens]
+        for block, owner, prefix in self._findable(pool):
             for process in views:
                 key_id = b"" if process is None else process.executor.key_id
                 if process is None or key_id != signing.key_id(pool.key):
                     continue
-                wanted = process.view.blocks(values_of(owner, prefixes[block]))[:, -1:]
+                wanted = process.view.blocks(values_of(owner, prefix))[:, -1:]
                 found = process.executor.pools.device_tier[block][:, None].numpy()
-                where = f"block {block}, found for {owner} {prefixes[block]}"
+                where = f"block {block}, found for {owner} {prefix}"
                 check_blocks(found, wanted, tag_of(owner[0]), where)
                 self.happened["cached blocks checked"] += 1

@@ -29,9 +29,8 @@ PROMPT = torch.randint(3, VOCABULARY, (30,), generator=torch.Generator().manual_
 
 @pytest.fixture(scope="module")
 def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    process = Process("control_plane", tmp_path_factory.mktemp("control") / "log").start()
-    yield process.address
-    process.stop()
+    with Process("control_plane", tmp_path_factory.mktemp("control") / "log") as process:
+        yield process.address
 
 
 def save(folder: Path, dtype: Any = torch.float32, **how: Any) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tests.helpers.native.index_writer import Writer, blocks, checked_pool, hashes_of, i32
-from tests.helpers.native.native_pool import Caller, OneGroup, ints, new_pool
+from tests.helpers.native.index_writer import Writer, blocks, checked_pool, hashes_of
+from tests.helpers.native.native_pool import Caller, OneGroup, i32, ints, new_pool
 
 MOST_AT_ONCE = 16384
 Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]

@@ -10,8 +10,8 @@ from control_plane.pools.statistics import (
     read_block_times,
 )
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.native.index_writer import DEVICE, Writer, blocks, checked_pool, i32
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import Writer, blocks, checked_pool
+from tests.helpers.native.native_pool import DEVICE, OneGroup, i32
 
 
 def times(pool: OneGroup, tier: tpb.Tier = tpb.TIER_DEVICE) -> BlockTimes:

@@ -6,9 +6,8 @@ from random import Random
 
 import pytest
 
-from tests.helpers.native.index_writer import i32, ints
 from tests.helpers.native.native_machine import ROOTS, SHAPES, Operation, Shape, Walk
-from tests.helpers.native.native_pool import DEVICE, HOST, dump
+from tests.helpers.native.native_pool import DEVICE, HOST, dump, i32, ints
 from tests.helpers.native.native_sessions import Engine
 
 

@@ -7,17 +7,8 @@ import time
 
 import pytest
 
-from tests.helpers.native.index_writer import (
-    DEVICE,
-    Writer,
-    blocks,
-    checked_pool,
-    hashes_of,
-    i32,
-    i64,
-    ints,
-)
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import Writer, blocks, checked_pool, hashes_of
+from tests.helpers.native.native_pool import DEVICE, OneGroup, i32, i64, ints, publications
 
 
 def forget(
@@ -88,7 +79,7 @@ def test_a_forgotten_prefix_can_be_cached_anew_while_the_old_is_taken_apart() ->
         pool.check_integrity()
         finish(pool)
         assert writer.num_cached(blocks(1, 2, 3)) == (3, 0)
-        (run,) = pool.all_publications(100)
+        (run,) = publications(pool)
         assert run[5] == b"".join(sorted(hashes_of(b"root", blocks(1, 2, 3)), key=run[5].index))
 
 

@@ -10,16 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.native.index_writer import (
-    BLOCK_TOKENS,
-    Writer,
-    blocks,
-    checked_pool,
-    hashes_of,
-    i32,
-    ints,
-)
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, blocks, checked_pool, hashes_of
+from tests.helpers.native.native_pool import OneGroup, i32, ints
 
 
 def match_hashes(pool: OneGroup, root: bytes, hashes: list[bytes]) -> tuple[int, int, bytes]:

@@ -116,7 +116,7 @@ def test_a_family_holds_what_its_members_on_the_device_hold() -> None:
 
 
 def test_the_first_layer_group_alone_tells() -> None:
-    groups = [LayerGroup(4, num, num, b"", b"", "lru") for num in (16, 8)]
+    groups = [LayerGroup(4, num, num) for num in (16, 8)]
     caller = Caller(Pool(groups))
     caller.begin()
     caller.admit(1, list(range(6)))

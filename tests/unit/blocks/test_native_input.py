@@ -97,21 +97,25 @@ def test_what_is_asked_of_an_unknown_sequence_is_a_key_error(caller: Caller) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("sizes", "settings", "named"),
     [
-        (3, 4, 4, b"", b"", "lru"),
-        (0, 4, 4, b"", b"", "lru"),
-        (512, 4, 4, b"", b"", "lru"),
-        (4, 4, 4, b"", b"", "no such policy"),
-        (4, 2**31, 4, b"", b"", "lru"),
-        (4, 4, 2**32 - 1, b"", b"", "lru"),
-        (4, 4, 4, b"", b"", "lru", -1),
-        (4, 4, 4, ODD, b"", "lru"),
+        ((3, 4, 4), {}, "block_size_tokens"),
+        ((0, 4, 4), {}, "block_size_tokens"),
+        ((512, 4, 4), {}, "block_size_tokens"),
+        ((4, 2**31, 4), {}, "blocks"),
+        ((4, 4, 2**32 - 1), {}, "blocks"),
+        ((4, 4, 4), {"eviction_policy": "no such policy"}, "no such policy"),
+        ((4, 4, 4), {"window_tokens": -1}, "window_tokens"),
+        ((4, 4, 4), {"max_owner_blocks": -1}, "max_owner_blocks"),
+        ((4, 4, 4), {"device_generations": ODD}, "generations"),
+        ((4, 4, 4), {"window": 1}, "no such setting"),
     ],
 )
-def test_a_pool_that_cannot_be(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        LayerGroup(*arguments)
+def test_a_pool_that_cannot_be(
+    sizes: tuple[int, int, int], settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=named):
+        LayerGroup(*sizes, **settings)
 
 
 @pytest.mark.parametrize("now_s", [-1.0, 1e300, float("nan"), float("inf")])

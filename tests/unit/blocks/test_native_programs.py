@@ -47,7 +47,6 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
             uint64=value,
             bool=value % 2 == 1,
             enum=value % 2,
-            fixed64=value,
             bytes=text,
             column=struct.pack("<i", narrow) * len(text),
             nested={"int32_of_nested": narrow},
@@ -159,7 +158,6 @@ def message_class() -> type[Message]:
     written.field.add(name="uint64", number=3, type=kinds.TYPE_UINT64)
     written.field.add(name="bool", number=15, type=kinds.TYPE_BOOL)
     written.field.add(name="enum", number=16, type=kinds.TYPE_ENUM, type_name="Tier")
-    written.field.add(name="fixed64", number=17, type=kinds.TYPE_FIXED64)
     written.field.add(name="bytes", number=18, type=kinds.TYPE_BYTES)
     written.field.add(name="column", number=19, type=kinds.TYPE_BYTES)
     written.field.add(name="nested", number=20, type=kinds.TYPE_MESSAGE, type_name="Nested")

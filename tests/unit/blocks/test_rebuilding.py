@@ -9,18 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from kvplane_blocks import ColumnError, Rebuild, chained_hash, root_hash
 
-from tests.helpers.native.index_writer import (
-    BLOCK_TOKENS,
-    DEVICE,
-    HOST,
-    Writer,
-    blocks,
-    hashes_of,
-    i32,
-    i64,
-    ints,
-)
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, blocks, hashes_of
+from tests.helpers.native.native_pool import DEVICE, HOST, OneGroup, i32, i64, ints, publications
 
 
 @dataclass(frozen=True)
@@ -82,7 +72,8 @@ def built(
     rebuild = Rebuild(BLOCK_TOKENS, len(reports))
     for shard, report in enumerate(reports):
         tell(rebuild, shard, report)
-    rebuild.begin(i64(known[0]), i64(known[1]), policy)
+    generations = {"device_generations": i64(known[0]), "host_generations": i64(known[1])}
+    rebuild.begin(eviction_policy=policy, **generations)
     while not rebuild.step(step):
         pass
     pool = OneGroup(rebuild.take())
@@ -189,7 +180,7 @@ def test_what_is_told_again_replaces_what_was_told_before() -> None:
     tell(rebuild, 0, chain(b"r", [1, 2], [5, 9]))
     tell(rebuild, 0, chain(b"r", [3, 4], [6, 7]))  # the shard began anew
     tell_published(rebuild, 0, b"r", {7: chain(b"r", [3, 8], [6, 7]).published[7]})
-    rebuild.begin(b"", b"", "lru", now_s=5.0)
+    rebuild.begin(5.0)
     while not rebuild.step(7):
         pass
     assert rebuild.num_restored == 2
@@ -212,7 +203,7 @@ def test_roots_that_no_block_names_any_more_are_dropped() -> None:
         most = max(most, rebuild.num_roots)
     assert 3 < most <= 1024
     rebuild.add_blocks(0, DEVICE, i32([7]), i64([generation]))
-    rebuild.begin(b"", b"", "lru")
+    rebuild.begin()
     while not rebuild.step(7):
         pass
     pool = OneGroup(rebuild.take())
@@ -252,7 +243,7 @@ def test_columns_that_cannot_be_read_are_named_and_change_nothing(
         rebuild.add_publications(0, b"r", **(columns | {column: value}))
     assert raised.value.args[:2] == (column, index)
     assert raised.value.args[2].startswith(what)
-    rebuild.begin(b"", b"", "lru")
+    rebuild.begin()
     while not rebuild.step(10**6):
         pass
     assert num_found(OneGroup(rebuild.take()), [1, 2]) == 2
@@ -277,14 +268,14 @@ def test_nothing_is_built_before_all_shards_have_begun_to_report() -> None:
     rebuild = Rebuild(BLOCK_TOKENS, 2)
     rebuild.start_shard(0, 4, 0)
     with pytest.raises(ValueError, match="each shard must be started"):
-        rebuild.begin(b"", b"", "lru")
+        rebuild.begin()
     rebuild.start_shard(1, 4, 0)
     with pytest.raises(IndexError, match="no such shard"):
         rebuild.start_shard(2, 4, 0)
     assert not rebuild.step(10)
     with pytest.raises(ValueError, match="no eviction policy is called newest"):
-        rebuild.begin(b"", b"", "newest")
-    rebuild.begin(b"", b"", "lru")
+        rebuild.begin(eviction_policy="newest")
+    rebuild.begin()
     with pytest.raises(ValueError, match="is being built"):
         rebuild.start_shard(1, 4, 0)
     with pytest.raises(ValueError, match="is not complete"):
@@ -355,6 +346,6 @@ def test_random_reports_are_restored_as_the_rules_say(seed: int) -> None:
                     other.published[block] = change(other.published[block])
     pool = built(reports, step=rng.choice([1, 5, 1000]), policy=rng.choice(["lru", "reuse-rate"]))
     restored = {}
-    for run in pool.all_publications(3):
+    for run in publications(pool):
         restored |= dict(zip(ints(run[1], "i"), ints(run[3], "i"), strict=True))
     assert restored == expected(reports)

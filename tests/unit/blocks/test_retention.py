@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.helpers.native.index_writer import DEVICE, Writer, blocks, checked_pool, i32
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import Writer, blocks, checked_pool
+from tests.helpers.native.native_pool import DEVICE, OneGroup, i32
 
 TOO_MANY_ENTRIES = 24
 FOREVER = 1e9

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from kvplane_blocks import LayerGroup
 
-from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, i32
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer
+from tests.helpers.native.native_pool import OneGroup, i32
 
 SMALL, LARGE = 1_000, 100_000
 PROMPT_BLOCKS = 100
@@ -23,7 +23,7 @@ def prompt(seed: int, num_blocks: int = PROMPT_BLOCKS) -> list[int]:
 
 def filled(num_blocks: int, policy: str, num_free: int) -> Writer:
     """A session of a pool in which all but some blocks are cached."""
-    writer = Writer(OneGroup(LayerGroup(BLOCK_TOKENS, num_blocks, 0, b"", b"", policy, seed=0)))
+    writer = Writer(OneGroup(LayerGroup(BLOCK_TOKENS, num_blocks, 0, eviction_policy=policy)))
     num_cached = num_blocks - num_free
     for seed in range(num_cached // PROMPT_BLOCKS):
         writer.cache(prompt(seed))

@@ -9,17 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.helpers.native.index_writer import (
-    BLOCK_TOKENS,
-    HOST,
-    Writer,
-    blocks,
-    checked_pool,
-    hashes_of,
-    i32,
-    ints,
-)
-from tests.helpers.native.native_pool import OneGroup
+from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, blocks, checked_pool, hashes_of
+from tests.helpers.native.native_pool import HOST, OneGroup, i32, ints, publications
 
 STORED, REMOVED, CLEARED = 1, 2, 3
 NONE = bytes(16)
@@ -227,7 +218,7 @@ class Watching(RuleBasedStateMachine):
         for firsts in self.known[root]:
             tiers = self.pool.explain(root, i32(blocks(*firsts)))[1]
             found |= set(zip(hashes_of(root, blocks(*firsts)), tiers, strict=False))
-        for run in self.pool.all_publications(10**6):
+        for run in publications(self.pool):
             if run[0] == root:
                 found |= {(run[5][i : i + 16], 1) for i in range(0, len(run[5]), 16)}
         return found

@@ -22,7 +22,8 @@ from data_plane.server.config import DataPlaneSettings
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.server import build_executor
 from kvplane.errors import InvalidRequestError, NeverFitsError
-from tests.helpers.data.data_server import write_layout
+from tests.helpers.data.plan_author import LAYOUT
+from tests.helpers.planes_in_process import write_layout
 from tests.helpers.refusals import refused
 
 NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())
@@ -95,7 +96,7 @@ def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
 ) -> None:
     metrics = DataPlaneMetrics("p")
     with caplog.at_level(logging.INFO, logger="data_plane"):
-        layout = write_layout(tmp_path)
+        layout = write_layout(tmp_path, LAYOUT)
         executor = build_executor(DataPlaneSettings(layout=layout, num_device_blocks=1))
     metrics.watch(executor, lambda: 0)
     text = generate_latest(metrics.registry).decode()

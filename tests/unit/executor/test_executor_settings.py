@@ -20,8 +20,8 @@ from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
-from tests.helpers.data.data_server import write_layout
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
+from tests.helpers.planes_in_process import write_layout
 from tests.helpers.refusals import refused
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def layout_file(tmp_path: Path) -> Path:
-    return write_layout(tmp_path)
+    return write_layout(tmp_path, LAYOUT)
 
 
 def test_a_layout_is_read_back_from_json(layout_file: Path) -> None:

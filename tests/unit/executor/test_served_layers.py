@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kvplane_kernels import ServedLayers
+from kvplane_kernels import LayerServer
 
 from data_plane.execution.plan_runner import PlanLayer
 from kvplane.attention_options import AttentionOptions
@@ -30,7 +30,7 @@ class Rig:
     """A client's socket, the data plane's end of it, and what else the data plane waits for."""
 
     client: socket.socket
-    served: ServedLayers
+    served: LayerServer
     ready: select.epoll
     doorbell: int
 
@@ -60,7 +60,7 @@ def new_rig(most_s: float = 0.001) -> Iterator[Rig]:
     with ours, theirs, select.epoll() as ready:
         ready.register(theirs, select.EPOLLIN)
         ready.register(doorbell, select.EPOLLIN)
-        served = ServedLayers(fd=theirs.fileno(), spin_s=0.0, most_s=most_s)
+        served = LayerServer(fd=theirs.fileno(), spin_s=0.0, most_s=most_s)
         yield Rig(ours, served, ready, doorbell)
     os.close(doorbell)
 
@@ -86,7 +86,7 @@ def test_a_client_that_goes_away_ends_the_sleep(rig: Rig) -> None:
 class Bound:
     """A plan of one token, whose first layer is bound by several numbers."""
 
-    def __init__(self, served: ServedLayers) -> None:
+    def __init__(self, served: LayerServer) -> None:
         self.executing, self.served = Executing(), served
         self.executing.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 1))
         self.tensors = [torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4)]

@@ -20,8 +20,8 @@ ROOT = root_of(LAYOUT.fingerprint, TENANT, "")
 
 def found(world: World) -> set[tuple[int, int]]:
     """Return blocks that hold what can be found, and their generations."""
-    runs = (publish_message(run) for run in world.pool.primary.all_publications(10**9))
-    return {ref for message in runs for ref in named_by(message)}
+    runs, *_ = world.pool.primary.publications_in(0, 1 << 32)
+    return {ref for run in runs for ref in named_by(publish_message(run))}
 
 
 def named_by(message: rpb.RegisterResponse) -> list[tuple[int, int]]:

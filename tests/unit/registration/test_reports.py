@@ -14,7 +14,7 @@ SIZES = [{tpb.TIER_DEVICE: 4, tpb.TIER_HOST: 0}]
 def built(reports: Reports) -> tuple[list[int], int]:
     """Generations of the device blocks, and how many hold a prefix."""
     (rebuild,) = reports.rebuilds
-    rebuild.begin(b"", b"", "lru")
+    rebuild.begin()
     while not rebuild.step(100):
         pass
     num_restored = rebuild.num_restored

@@ -114,7 +114,7 @@ __device__ void convert_queries(const Work& work, const Item& item, int32_t firs
 
 // Starts the copies of a tile of keys and values: each warp takes 16 rows at a time.
 template <typename Kv, int kHeadSize>
-__device__ void copy_tile(const Work& work, const Item& item, Span seen, int32_t tile,
+__device__ void copy_tile(const Work& work, const Item& item, Range seen, int32_t tile,
                           unsigned char* keys) {
   using Tile = LongTile<Kv, kHeadSize>;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
@@ -134,13 +134,14 @@ __device__ void copy_tile(const Work& work, const Item& item, Span seen, int32_t
 
 // Turns scores into probabilities, as in the short kernel; here four lanes hold a row's scores.
 template <int kTokens>
-__device__ void soften_rows(const Work& work, Span seen, int32_t first,
-                            float (&scores)[kTokens / 8][4], LongRows& rows, float (&rescale)[2]) {
+__device__ void online_softmax(const Work& work, Range seen, int32_t first,
+                               float (&scores)[kTokens / 8][4], LongRows& rows,
+                               float (&rescale)[2]) {
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
   const SoftCap cap = soft_cap(work);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    const Span own = visible(work.cutting.window, rows.position[j]);
+    const Range own = visible(work.cutting.window, rows.position[j]);
     const int32_t begin = max_of(own.begin, seen.begin);
     const int32_t end = min_of(own.end, seen.end);
     float maximum = rows.maximum[j];
@@ -176,7 +177,7 @@ __device__ void soften_rows(const Work& work, Span seen, int32_t first,
 }
 
 template <typename Kv, int kHeadSize>
-__device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsigned char* queries,
+__device__ void take_tile(const Work& work, Range seen, int32_t tile, const unsigned char* queries,
                           const unsigned char* keys, LongRows& rows,
                           float (&out)[LongTile<Kv, kHeadSize>::kValueSize / 8][4]) {
   using Tile = LongTile<Kv, kHeadSize>;
@@ -205,7 +206,7 @@ __device__ void take_tile(const Work& work, Span seen, int32_t tile, const unsig
     }
   }
   float rescale[2];
-  soften_rows<Tile::kTokens>(work, seen, tile * Tile::kTokens, scores, rows, rescale);
+  online_softmax<Tile::kTokens>(work, seen, tile * Tile::kTokens, scores, rows, rescale);
 #pragma unroll
   for (int d = 0; d < kValueSize / 8; ++d) {
 #pragma unroll
@@ -322,7 +323,7 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
   const int32_t first_row = item.tile * kRowsOfLongTile;
   const int32_t all_rows = item.sequence.query_len * work.cutting.group;
   const int32_t num_rows = min_of(kRowsOfLongTile, all_rows - first_row);
-  const Span seen = span_of(work, item, first_row, num_rows);
+  const Range seen = range_of(work, item, first_row, num_rows);
   LongRows rows = long_rows(work, item, first_row, num_rows);
   float out[Tile::kValueSize / 8][4] = {};
   int32_t tile = seen.begin / Tile::kTokens;

@@ -55,7 +55,7 @@ constexpr int kFewStages = kHeadSize * sizeof(Kv) <= 128 ? 4 : 2;
 // Turns scores into probabilities and updates the rows' maxima and sums. `first` is the position of
 // the tile's first token. The outputs so far are to be multiplied by `rescale`.
 template <int kColumns>
-__device__ void online_softmax(const Work& work, Span seen, int32_t first,
+__device__ void online_softmax(const Work& work, Range seen, int32_t first,
                                float (&scores)[kColumns][4], RowsOfThread<kColumns>& rows,
                                float (&rescale)[kColumns][2]) {
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
@@ -64,7 +64,7 @@ __device__ void online_softmax(const Work& work, Span seen, int32_t first,
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const Span own = visible(work.cutting.window, rows.position[c][j]);
+      const Range own = visible(work.cutting.window, rows.position[c][j]);
       float maximum = rows.maximum[c][j];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -219,7 +219,7 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
       (kIsShared ? item.num_members : item.sequence.query_len) * work.cutting.group;
   const int32_t num_rows = min_of(Ring::kRows, all_rows - first_row);
   // Every row of a family's item sees all of the splits that it shares.
-  const Span seen = span_of(work, item, first_row, kIsShared ? 1 : num_rows, num_splits);
+  const Range seen = range_of(work, item, first_row, kIsShared ? 1 : num_rows, num_splits);
   RowsOfThread<kColumns> rows;
   set_rows<kIsShared>(work, item, first_row, num_rows, rows);
   QueriesOf<Kv, kHeadSize, kColumns> queries;
@@ -231,7 +231,7 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
   const auto read = [&](int32_t tile) {
     return read_entry(work, item.sequence.index, tile * kTileRows + row_of_lane, seen);
   };
-  // Tile n of the sequence is for warp n % kWarps, wherever the span begins.
+  // Tile n of the sequence is for warp n % kWarps, wherever the range begins.
   const int32_t begin = seen.begin / kTileRows;
   const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, kTileRows) : begin;
   const int32_t first = begin + (warp + kWarps - begin % kWarps) % kWarps;
