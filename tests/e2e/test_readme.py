@@ -12,8 +12,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.planes import Planes
 from kvplane import LayerGroup, Layout
+from scripts.planes import run_planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -35,7 +35,7 @@ def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_s
     layout = tmp_path / "layout.json"
     layout.write_text(json.dumps(asdict(LAYOUT)))
     flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
-    with Planes(tmp_path, flags) as planes:
+    with run_planes(tmp_path, flags) as planes:
         program = program.replace("127.0.0.1:50051", planes.control.address)
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60

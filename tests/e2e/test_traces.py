@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
-from examples.planes import Planes
+from scripts.planes import run_planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = str(ROOT / "models" / "recall")
@@ -114,7 +114,7 @@ def run(*arguments: str) -> None:
 def test_the_engine_and_both_planes_send_one_trace_for_each_step(
     collector: Collector, tmp_path: Path
 ) -> None:
-    with Planes(tmp_path, ["--model", MODEL, "--num-device-blocks", "64"]) as planes:
+    with run_planes(tmp_path, ["--model", MODEL, "--num-device-blocks", "64"]) as planes:
         flags = ["--model", MODEL, "--control-plane", planes.control.address, "--no-probe"]
         flags += ["--prompt", "abc=xyz;?abc=", "--max-tokens", "3"]
         run("-m", "engine", "generate", *flags)

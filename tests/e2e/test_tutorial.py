@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.planes import Planes
+from scripts.planes import Planes, run_planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "models" / "recall"
@@ -25,7 +25,7 @@ def pieces(document: str, language: str = "python") -> list[str]:
 @pytest.fixture(scope="module")
 def planes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planes]:
     flags = ["--model", str(MODEL), "--num-device-blocks", "64", "--num-host-blocks", "4"]
-    with Planes(tmp_path_factory.mktemp("planes"), flags) as planes:
+    with run_planes(tmp_path_factory.mktemp("planes"), flags) as planes:
         yield planes
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
-from examples.load import Load
 from kvplane import ControlClient, __version__, ops
 from kvplane.cli.program import run
 from kvplane.release import release
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
+from tests.helpers.load import Load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPT = "1,2,3,4,5,6,7,8,9"

@@ -13,7 +13,6 @@ import torch
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
-from examples.load import Load
 from kvplane import ControlClient
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -29,6 +28,7 @@ from tests.helpers.data.plan_author import (
     span,
 )
 from tests.helpers.data.unary_client import UnaryClient
+from tests.helpers.load import Load
 
 NUM_TOKENS, NUM_HEADS, LATENT_SIZE, VALUE_SIZE = 12, 128, 576, 512
 GROUP = LayerGroup("latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE)

@@ -13,7 +13,6 @@ from prometheus_client import Metric
 from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from data_plane.server.server import DataPlaneServer
-from examples.load import Load
 from kvplane import ControlClient
 from kvplane.errors import PoolNotFoundError
 from kvplane.serving.observability.metrics import SHARED, Declaration
@@ -23,6 +22,7 @@ from scripts.metrics_page import page
 from tests.helpers.both_planes import StartServer
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import POOL_ID
+from tests.helpers.load import Load
 from tests.helpers.scrapes import checked
 
 ROOT = Path(__file__).resolve().parent.parent.parent
