@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.commands.program import run_program
 from engine.llm import LLM
-from engine.request import RequestOutput
+from engine.request import CompletionOutput, RequestOutput
 from engine.stats import EngineStats
 from kvplane.results import total_of
 from kvplane.serving.observability import logs
@@ -32,36 +32,23 @@ POOL_FLAGS: Final = ("--num-device-blocks", "96", "--num-host-blocks", "28")
 POOL_FLAGS_QUICK: Final = ("--num-device-blocks", "60", "--num-host-blocks", "24")
 LOGITS_TOLERANCE: Final = 1e-4
 MIN_RIGHT_SHARE: Final = 0.95
-NUM_SHOWN: Final = 8
 
 
 @torch.inference_mode()
-def compare(model: Any, output: RequestOutput) -> tuple[bool, float]:
-    """Return whether transformers would have answered this greedy request so, and by how much the
-    logits differ at most. Where its two best logits differ by less than the tolerance, either will
-    do.
+def compare(model: Any, prompt: list[int], answer: CompletionOutput) -> tuple[bool, float]:
+    """Return whether transformers would have answered so, and the largest difference of a logit.
+    Where its two best logits differ by less than the tolerance, either token will do.
     """
-    answer = output.outputs[0]
     assert answer.logits is not None
-    tokens = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]])
-    want = model(tokens).logits[0, len(output.prompt_token_ids) - 1 : -1]
-    return compare_logits(answer.token_ids, answer.logits, want)
-
-
-def compare_logits(
-    token_ids: list[int], logits: torch.Tensor, want: torch.Tensor
-) -> tuple[bool, float]:
-    """Compare chosen tokens and float32 logits [tokens, vocabulary]; see ``compare``."""
-    error = float((logits - want).abs().max())
-    chosen = want.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    want = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    error = float((answer.logits - want).abs().max())
+    chosen = want.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     below_best = float((want.max(dim=1).values - chosen).max())
     return error <= LOGITS_TOLERANCE and below_best <= LOGITS_TOLERANCE, error
 
 
 def report_work(stats: EngineStats, elapsed_s: float, counters: Mapping[str, int]) -> list[str]:
-    """Print the engine's counts and the control plane's. Return the kinds of work of which there
-    was none.
-    """
+    """Print the counts of both. Return the kinds of work of which there was none."""
     work = {
         "prefix hit tokens": total_of(counters, "hit_tokens_total"),
         "copies on write": counters["copies_on_write_total"],
@@ -70,15 +57,13 @@ def report_work(stats: EngineStats, elapsed_s: float, counters: Mapping[str, int
         "evictions": total_of(counters, "evictions_total"),
         "preemptions": stats.num_preemptions,
     }
-    latency_ms = [f"{1e3 * stats.step_latency_s(share):.1f}" for share in (0.5, 0.99)]
+    p50_ms, p99_ms = (1e3 * stats.step_latency_s(share) for share in (0.5, 0.99))
     rows = {
         **{what: f"{count:,}" for what, count in work.items()},
         "peak blocks": f"{counters['max_held_blocks']:,}",
         "requests": f"{stats.num_requests:,}",
-        "prompt tokens": f"{stats.num_prompt_tokens:,}",
-        "generated tokens": f"{stats.num_generated_tokens:,}",
         "generated tokens/s": f"{stats.num_generated_tokens / elapsed_s:,.0f}",
-        "step latency p50/p99": f"{'/'.join(latency_ms)} ms",
+        "step latency p50/p99": f"{p50_ms:.1f}/{p99_ms:.1f} ms",
     }
     for what, counted in rows.items():
         print(f"{what:<20} {counted:>14}")
@@ -89,12 +74,14 @@ def report_answers(asked: list[Question], outputs: list[RequestOutput]) -> list[
     """Check the answers and print the lines that say whether all is right. Return what is not."""
     failures = [f"request {each.request_id}: {each.error}" for each in outputs if each.error]
     greedy = [(q, o) for q, o in zip(asked, outputs, strict=True) if q.is_greedy and not o.error]
-    for question, output in greedy[:NUM_SHOWN]:
+    for question, output in greedy[:8]:
         context, _, key = question.prompt.rpartition("?")
         print(f"{len(context):>4} bytes of facts  ?{key}{output.outputs[0].text[:40]}")
     print(f"checking {len(greedy)} answers by transformers ...")
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, local_files_only=True)
-    verdicts, errors = zip(*(compare(model, output) for _, output in greedy), strict=True)
+    verdicts, errors = zip(
+        *(compare(model, o.prompt_token_ids, o.outputs[0]) for _, o in greedy), strict=True
+    )
     num_right = sum(question.is_right(output.outputs[0].text) for question, output in greedy)
     print(f"largest difference of a logit: {max(errors):.1e} (allowed {LOGITS_TOLERANCE:.0e})")
     print(f"correct answers: {num_right}/{len(greedy)}")
@@ -110,18 +97,15 @@ def main(argv: Sequence[str], data_plane: Sequence[str] = ("data_plane",)) -> in
     """Run the demonstration; return the exit code. ``data_plane``: see ``run_planes``."""
     parser = argparse.ArgumentParser("demo", description="Check a model on both planes.")
     parser.add_argument("--quick", action="store_true", help="fewer prompts in a smaller pool")
-    parser.add_argument(
-        "--run-folder", type=Path, default=ROOT / ".run", help="folder of the planes' logs"
-    )
+    parser.add_argument("--run-folder", type=Path, default=ROOT / ".run", help="of their logs")
     args = parser.parse_args(argv)
     logs.setup("warning")
     asked = questions(0, quick=args.quick)
     flags = ["--model", str(MODEL), *(POOL_FLAGS_QUICK if args.quick else POOL_FLAGS)]
-    print(f"starting both planes (logs in {args.run_folder}) ...")
+    print(f"{len(asked)} prompts for both planes (logs in {args.run_folder}) ...")
     with run_planes(args.run_folder, flags, data_plane) as planes:
         address = planes.control.address
         with LLM(MODEL, control_plane=address, max_batch_tokens=512, timeout_s=30.0) as llm:
-            print(f"serving {len(asked)} prompts ...")
             began_s = time.monotonic()
             outputs = llm.generate([q.prompt for q in asked], [q.params for q in asked])
             elapsed_s = time.monotonic() - began_s

@@ -1,8 +1,7 @@
-"""Puts load on both planes: prompts that share prefixes, answered by a model in batches.
+"""Puts load on both planes: prompts that share prefixes, answered by a model in batches. When a
+plane restarts, the engine opens another session.
 
     python examples/load.py 127.0.0.1:50051 --model models/recall --duration-s 60
-
-The engine opens another session when a plane restarts, and computes again what was lost.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from kvplane.engine import LLM, SamplingParams
 
+BATCH = 96  # prompts that are asked at once
 NUM_PREFIXES = 24
 PREFIX_TOKENS = 256
 MAX_OWN_TOKENS = 128
@@ -25,7 +25,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("control_plane", nargs="?", default="127.0.0.1:50051")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--duration-s", type=float, default=10.0)
-    parser.add_argument("--batch", type=int, default=96, help="prompts that are asked at once")
     return parser.parse_args(argv)
 
 
@@ -37,11 +36,11 @@ def main(given: argparse.Namespace) -> None:
     with LLM(given.model, control_plane=given.control_plane) as llm:
         while time.monotonic() < until_s:
             own = [rng.choices(range(97, 123), k=rng.randint(1, MAX_OWN_TOKENS))
-                   for _ in range(given.batch)]  # fmt: skip
+                   for _ in range(BATCH)]  # fmt: skip
             llm.generate([rng.choice(prefixes) + tokens for tokens in own], params)
-    cached = f"{llm.stats.num_cached_prompt_tokens} of {llm.stats.num_prompt_tokens}"
+    cached = f"{llm.stats.num_cached_prompt_tokens} of {llm.stats.num_prompt_tokens} prompt tokens"
     lost = f"{llm.stats.num_reopened_sessions} sessions lost"
-    print(f"{llm.stats.num_requests} requests, {cached} prompt tokens cached, {lost}")
+    print(f"{llm.stats.num_requests} requests, {cached} cached, {lost}")
 
 
 if __name__ == "__main__":

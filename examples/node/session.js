@@ -25,10 +25,8 @@ const call = (plane, method, request) =>
 const pools = connect("PoolService", process.argv[2]);
 const control = connect("SessionService", process.argv[2]);
 const { layout } = await call(pools, "GetPool", { pool_id: "default" });
-const { session, grant, shards } = await call(control, "OpenSession", {
-  pool_id: "default",
-  layout: { fingerprint: layout.fingerprint },
-});
+const opening = { pool_id: "default", layout: { fingerprint: layout.fingerprint } };
+const { session, grant, shards } = await call(control, "OpenSession", opening);
 const admit = { sequence_id: 1, token_ids: [97, 98, 99] };
 const { plan } = await call(control, "Step", { session, number: 1, operations: [{ admit }] });
 

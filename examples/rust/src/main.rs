@@ -61,7 +61,11 @@ async fn main() -> Result<()> {
     let layers = next!(answers, Opened).layers;
     ask(Request::Plan(pb::StartPlanRequest { plan: planned.plan, ..Default::default() })).await?;
     let started = next!(answers, Started);
-    let qkv = Some(zeros(started.num_tokens, &groups[0]));
+    let shape = [started.num_tokens, groups[0].num_kv_heads, groups[0].head_size].map(i64::from);
+    let zeros = vec![0; 4 * shape.iter().product::<i64>() as usize];
+    let storage = Some(pb::tensor::Storage::Data(zeros));
+    let dtype = pb::ElementType::Float32.into();
+    let qkv = Some(pb::Tensor { dtype, shape: shape.into(), storage });
     let mut receipt = None; // comes with the last layer
     for layer in layers {
         ask(Request::Layer(pb::RunLayerRequest {
@@ -87,11 +91,4 @@ async fn main() -> Result<()> {
 async fn dial(address: &str) -> Result<Channel> {
     let endpoint = Endpoint::new(format!("http://{address}"))?;
     Ok(endpoint.timeout(Duration::from_secs(10)).connect().await?)
-}
-
-fn zeros(num_tokens: i32, group: &pb::LayerGroup) -> pb::Tensor {
-    let shape = [num_tokens, group.num_kv_heads, group.head_size].map(i64::from);
-    let num_bytes = 4 * shape.iter().product::<i64>() as usize;
-    let storage = Some(pb::tensor::Storage::Data(vec![0; num_bytes]));
-    pb::Tensor { dtype: pb::ElementType::Float32.into(), shape: shape.into(), storage }
 }

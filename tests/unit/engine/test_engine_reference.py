@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
-from examples.demo import LOGITS_TOLERANCE, compare_logits
+from engine.request import CompletionOutput
+from examples.demo import LOGITS_TOLERANCE, compare
 from models.recall_task import questions
 
 
@@ -12,9 +15,15 @@ def logits(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
+def compared(token_ids: list[int], got: torch.Tensor, want: torch.Tensor) -> tuple[bool, float]:
+    """Of a prompt of one token, and a model whose logits are ``want``."""
+    model = lambda _: SimpleNamespace(logits=torch.cat([want, want[-1:]])[None])  # noqa: E731
+    return compare(model, [5], CompletionOutput(0, "", token_ids, "stop", got))
+
+
 def test_the_best_tokens_and_close_logits_are_identical() -> None:
     want = logits([0.0, 1.0], [2.0, 0.0])
-    verdict, worst = compare_logits([1, 0], want + LOGITS_TOLERANCE / 2, want)
+    verdict, worst = compared([1, 0], want + LOGITS_TOLERANCE / 2, want)
     assert verdict
     assert 0 < worst <= LOGITS_TOLERANCE
 
@@ -23,21 +32,21 @@ def test_a_logit_that_is_off_is_different_although_the_tokens_agree() -> None:
     want = logits([0.0, 1.0], [2.0, 0.0])
     got = want.clone()
     got[1, 1] += 1e-3
-    verdict, worst = compare_logits([1, 0], got, want)
+    verdict, worst = compared([1, 0], got, want)
     assert not verdict
     assert worst > LOGITS_TOLERANCE
 
 
 def test_logits_that_are_no_numbers_are_different() -> None:
     want = logits([0.0, 1.0])
-    assert not compare_logits([1], want * torch.nan, want)[0]
+    assert not compared([1], want * torch.nan, want)[0]
 
 
 def test_another_token_will_do_only_where_the_two_best_tie() -> None:
     tie = logits([1.0, 1.0 + LOGITS_TOLERANCE / 2, 0.0])
-    assert compare_logits([0], tie, tie)[0]
+    assert compared([0], tie, tie)[0]
     clear = logits([1.0, 2.0, 0.0])
-    assert not compare_logits([0], clear, clear)[0]
+    assert not compared([0], clear, clear)[0]
 
 
 def test_the_questions_are_the_same_for_a_seed_and_share_prefixes() -> None:
