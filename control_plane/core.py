@@ -59,7 +59,6 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _RETRY_DELAY_S: Final = 0.5
-_ENDING_S: Final = 0.005  # spent on ending sessions at a time
 _MAX_CLIENT_NAME: Final = 128
 _CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
 

@@ -39,8 +39,8 @@ def check_namespace(namespace: str) -> None:
 def find(
     pools: Iterable[Pool], request: pb.FindPrefixRequest, tenant: str
 ) -> Slices[pb.FindPrefixResponse]:
-    """Return the longest match in each pool, of which each is as the pool was in one slice. Raises
-    InvalidRequestError.
+    """Return the longest match in each pool, of which each is as the pool was in one slice; the
+    blocks of a long one are described in the next. Raises InvalidRequestError.
     """
     check_namespace(request.namespace)
     token_ids, hashes = request.token_ids, request.hashes
@@ -61,13 +61,18 @@ def find(
         else:
             num_device, num_host, _ = pool.native.match(root, token_ids)
         num_visited += _POOL_BLOCKS + num_device + num_host
-        response.matches.add(
+        match = response.matches.add(
             pool_id=pool.id,
             num_device_tokens=num_device * pool.block_size,
             num_host_tokens=num_host * pool.block_size,
             revision=pool.revision(),
-            blocks=_blocks(pool, root, token_ids, hashes) if request.with_blocks else None,
         )
+        if request.with_blocks:
+            if num_visited >= _SLICE_BLOCKS:  # to describe blocks takes longer than to find them
+                num_visited = 0
+                yield
+            match.blocks.CopyFrom(_blocks(pool, root, token_ids, hashes))
+            num_visited += num_device + num_host
     return response
 
 

@@ -1,8 +1,8 @@
-"""Blocks that were computed elsewhere: how a service writes them to a data plane, and reads others.
+"""Lets a service read and write blocks of a data plane, such as blocks computed elsewhere.
 
-This module is as public as the package ``kvplane``: a service outside of the product may import it,
-and no other module of the data plane. Each method that returns a Future may be called from any
-thread; it runs as a command on the worker thread, in the caller's turn.
+The names in ``__all__`` are as public as the package ``kvplane``: a service outside of the product
+may import them, and nothing else of the data plane. Each method that returns a Future may be called
+from any thread; it runs as a command on the worker thread, in the caller's turn.
 A ``PlugIn`` is such a service in the data plane's own process.
 
     open ──► start ──► span ──► write, until there is a receipt

@@ -62,9 +62,9 @@ def describe(out: Path, folder: Path = ROOT / "protos") -> dict[str, FileDescrip
     return {Path(f.name).stem: f for f in files}
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, FileDescriptorProto]:
-    return describe(tmp_path)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, FileDescriptorProto]:
+    return describe(tmp_path_factory.mktemp("protos"))
 
 
 def messages(file: FileDescriptorProto) -> Iterator[DescriptorProto]:

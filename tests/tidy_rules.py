@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Container, Iterator
@@ -28,14 +29,14 @@ FORBIDDEN_IMPORTS = {
     "kvplane": {*PLANES, "engine", "examples", "torch", "transformers", "numpy"},
     "kvplane/models/config.py": {*PLANES, "engine", "examples", "torch", "numpy"},
     "kvplane/runtime": {"engine", "examples"},
-    "kvplane/transformers": {"engine", "examples"},
+    "kvplane/transformers": {*PLANES, "engine", "examples"},
     "control_plane": {"data_plane", "engine", "examples", "torch", "transformers", "numpy"},
     "data_plane": {"control_plane", "engine", "examples", "transformers"},
     "engine": {"control_plane", "examples"},
     "integrations": {"torch", "numpy"},
     "examples": set(PLANES),
 }
-# What of the planes an integration may import nevertheless: it is public.
+# Modules of the planes of which an integration may import the names in ``__all__``.
 PUBLIC = ("control_plane.server.election", "data_plane.blocks_from_outside")
 # The one folder of a plane that may know gRPC.
 GRPC_FOLDER = "server"
@@ -60,13 +61,19 @@ def modules(root: Path, *packages: str) -> Iterator[tuple[Path, ast.Module]]:
     for path in code_files(root, ".py"):
         folders = path.relative_to(root).parent.parts
         if ("tests" if "tests" in folders else folders[0]) in (packages or FOLDERS):
-            tree = ast.parse(path.read_text(), str(path))
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ImportFrom) and node.level:
-                    parent = folders[: len(folders) + 1 - node.level]
-                    node.module = ".".join((*parent, *filter(None, [node.module])))
-                    node.level = 0
-            yield path, tree
+            yield path, _parsed(path, folders)
+
+
+@functools.cache
+def _parsed(path: Path, folders: tuple[str, ...]) -> ast.Module:
+    """Most rules read each file, which is parsed once."""
+    tree = ast.parse(path.read_text(), str(path))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parent = folders[: len(folders) + 1 - node.level]
+            node.module = ".".join((*parent, *filter(None, [node.module])))
+            node.level = 0
+    return tree
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -76,6 +83,15 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def loads(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of what a module loads by ``importlib.import_module("NAME")``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (
+                (node.lineno, str(n.value)) for n in node.args if isinstance(n, ast.Constant)
+            )
 
 
 def says(root: Path, path: Path, line: int, text: str) -> str:
@@ -119,22 +135,34 @@ def imports_go_one_way(root: Path) -> list[str]:
 
 
 def integrations_stand_on_public_interfaces(root: Path) -> list[str]:
-    """Integrations import from the planes and the engine only the packages in ``PUBLIC``, and from
-    ``kvplane`` no name with a leading underscore. No other code imports them.
+    """Integrations import from the planes and the engine only what the modules in ``PUBLIC``
+    export, and from ``kvplane`` neither ``runtime``, which re-exports the planes, nor a name with
+    a leading underscore. No other code of the product imports an integration.
     """
+    exported = {f"{module}.{name}" for module in PUBLIC for name in _exported(root, module)}
     return [
         says(root, path, line, f"imports {name}")
         for path, tree in modules(root, *PACKAGES)
-        for line, name in imports(tree)
-        if not _is_public(path.relative_to(root).parts[0] == "integrations", name)
+        for line, name in (*imports(tree), *loads(tree))
+        if not _is_public(path.relative_to(root).parts[0] == "integrations", name, exported)
     ]
 
 
-def _is_public(to_integrations: bool, name: str) -> bool:
+def _exported(root: Path, module: str) -> set[str]:
+    """The names in ``__all__`` of a module."""
+    base = root / module.replace(".", "/")
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body if path.is_file() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def _is_public(to_integrations: bool, name: str, exported: set[str]) -> bool:
     if not to_integrations:
         return not name.startswith(("integrations", "kvplane.integrations"))
-    if name.startswith(("control_plane", "data_plane", "engine")):
-        return name.rpartition(".")[0] in PUBLIC
+    if name.startswith(("control_plane", "data_plane", "engine", "kvplane.runtime")):
+        return name in exported
     is_ours = name.startswith(("kvplane", "integrations"))
     return not (is_ours and any(part.startswith("_") for part in name.split(".")))
 

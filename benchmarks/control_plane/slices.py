@@ -27,8 +27,8 @@ _FORKS_A_STEP = 4_000
 async def slices(world: World, sizes: Sizes) -> list[Row]:
     """Measure the longest slice of each of these: abort the plans of a session of many forks, with
     whole tables and without, and end it; compute long prompts again after an abort, publish them,
-    and send their tables whole; swap many prompts out, and abort that, plan it again, receipt it
-    and end the session. The request's and the answer's bytes do not count.
+    send their tables whole, and free them; swap many prompts out, and abort that, plan it again,
+    receipt it and end the session. The request's and the answer's bytes do not count.
     """
     rows = []
     for name in ("resync", "abort", "close"):
@@ -38,7 +38,12 @@ async def slices(world: World, sizes: Sizes) -> list[Row]:
         measured = [await _of_prompts(world, sizes, num) for _ in range(sizes.num_aborts)]
         about = f"{num}x{sizes.prompt_blocks}"
         for name, *each_s in zip(
-            (f"compute_{about}_again", f"publish_{about}", f"whole_tables_{about}"),
+            (
+                f"compute_{about}_again",
+                f"publish_{about}",
+                f"whole_tables_{about}",
+                f"free_{about}",
+            ),
             *measured,
             strict=True,
         ):
@@ -73,8 +78,10 @@ async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
         return _longest(pool, abort)[1]
 
 
-async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, float, float]:
-    """Compute, publish and send ``num`` prompts; one message holds 64 of 32,768 tokens or more."""
+async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, float, float, float]:
+    """Compute, publish, send and free ``num`` prompts; one message holds 64 of 32,768 tokens or
+    more.
+    """
     async with world.pool(num * (sizes.prompt_blocks + 1) * 17 // 16) as pool:
         assert isinstance(pool, CorePool), "measured in process only"
         engine = await pool.engine()
@@ -97,7 +104,9 @@ async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, floa
         _, tables_s = _longest(
             pool, cpb.AbortPlansRequest(whole_tables=True, session=ref, number=number + 3)
         )
-        return compute_s, publish_s, tables_s
+        request = cpb.StepRequest(session=ref, number=number + 4, operations=[ops.free(ids)])
+        _, free_s = _longest(pool, request)
+        return compute_s, publish_s, tables_s, free_s
 
 
 async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:

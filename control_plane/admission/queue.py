@@ -1,8 +1,8 @@
 """The queue for the device blocks of one pool: what may be admitted, what may grow, who yields.
 
-Nothing is reserved, and nothing that a client declares is believed. Without most of these rules a
-checker (``tests/helpers/planning/admission_checker.py``) finds a session that can be starved; for
-each part of them ``tests/mutants/faults/admission.py`` says which test fails when it is left out.
+Nothing is reserved, and nothing that a client declares is believed. Without most of these rules
+``tests/unit/admission/test_admission_checker.py`` finds a session that can be starved; for each
+part of them ``tests/mutants/faults/admission.py`` says which test fails when it is left out.
 
 1. **One place a session, first come, first served.** A waiting admission stands until it is
    admitted or withdrawn, and nobody passes the head. Without it, sessions that ask often or for

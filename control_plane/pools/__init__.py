@@ -1,1 +1,1 @@
-"""A pool: its shards, how they register, and what it learns from their reports."""
+"""A pool: its shards, their reports, and the publications sent to them."""

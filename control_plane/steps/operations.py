@@ -11,8 +11,9 @@ the tests of the contract) reads it from the table.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from kvplane_blocks import ColumnError, _native
 
@@ -74,23 +75,21 @@ class Step:
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:
         """Do the items of an operation that can be done. ``index``: its position in the request."""
         operation, message = named
-        slices, failures, spent_s = operation.run(self, message, result), None, 0.0
-        is_done = False
-        while not is_done:  # count the time that it takes itself, without others' between slices
-            begin_s = time.perf_counter()
-            try:
+        others_s, begin_s = 0.0, time.perf_counter()
+        slices, failures = operation.run(self, message, result), None
+        try:
+            while True:
                 next(slices)
-            except StopIteration as end:
-                failures, is_done = end.value, True
-            except ColumnError as error:
-                add_error(result, _at(index, operation), error_of_columns(error))
-                is_done = True
-            except KvplaneError as error:
-                add_error(result, _at(index, operation), error)
-                is_done = True
-            spent_s += time.perf_counter() - begin_s
-            if not is_done:
+                paused_s = time.perf_counter()
                 yield
+                others_s += time.perf_counter() - paused_s
+        except StopIteration as end:
+            failures = end.value
+        except ColumnError as error:
+            add_error(result, _at(index, operation), error_of_columns(error))
+        except KvplaneError as error:
+            add_error(result, _at(index, operation), error)
+        spent_s = time.perf_counter() - begin_s - others_s
         if failures is not None:
             add_failures(result, self.session, _at(index, operation), operation, failures)
         if not self.check_as:
@@ -194,13 +193,14 @@ class Append(Operation):
     def run(self, step: Step, message: cpb.Append, result: cpb.OperationResult) -> Slices[Failures]:
         if message.checkpoint_positions:
             raise InvalidRequestError("is not served by this release", field="checkpoint_positions")
-        num_tokens = len(message.token_ids) // _TOKEN_BYTES
+        token_ids = message.token_ids  # each access to a message's bytes copies all of them
+        num_tokens = len(token_ids) // _TOKEN_BYTES
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
             result.num_table_blocks, refused = append(step, message)
             return refused
         num_blocks, failures = bytearray(), list[Failure]()
-        for first, part in parts_of(message):
+        for first, part in parts_of(message, token_ids):
             num_tokens = len(part.token_ids) // _TOKEN_BYTES
             if first or step.num_taken_tokens + num_tokens > 2 * SLICE_TOKENS:
                 step.num_taken_tokens = 0
@@ -318,14 +318,60 @@ def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tup
     return done, sorted(failures) or None
 
 
-class Free(OneSlice):
+class _OfMany(Operation):
+    """Does the same to each of many sequences, one after another."""
+
+    columns: ClassVar[Mapping[str, str]] = {"sequence_ids": INT64}
+    """The columns of its message, each with the type of its elements."""
+
+    @abstractmethod
+    def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
+        """Do some of the items, whose columns are given. Returns how many blocks each item
+        released, and the items that were refused.
+        """
+
+    def run(self, step: Step, message: Any, result: cpb.OperationResult) -> Slices[Failures]:
+        given = [getattr(message, field) for field in self.columns]
+        native, handle = step.native, step.handle
+        num_held, num_items = native.num_blocks_held(handle), self.num_items(message)
+        if step.check_as or num_held <= SLICE_TOKENS or not self._fit(given, num_items):
+            result.num_released_blocks, refused = self.do(step, given)
+            return refused
+        num_released, failures, first, size = bytearray(), list[Failure](), 0, 1
+        while first < num_items:
+            if step.num_taken_tokens >= SLICE_TOKENS:
+                step.num_taken_tokens = 0
+                yield
+            part = [
+                columns.part(kind, column, first, first + size)
+                for column, kind in zip(given, self.columns.values(), strict=True)
+            ]
+            done, refused = self.do(step, part)
+            num_released += done
+            failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
+            first += size
+            num_left = native.num_blocks_held(handle)
+            step.num_taken_tokens += num_held - num_left  # a block takes as long as a token
+            is_short = num_held - num_left < SLICE_TOKENS // 4
+            size = 2 * size if is_short else max(1, size // 2)
+            num_held = num_left
+        result.num_released_blocks = bytes(num_released)
+        return failures or None
+
+    def _fit(self, given: Sequence[bytes], num_items: int) -> bool:
+        """Return whether each column has ``num_items``; one that has not is refused as such."""
+        sizes = [columns.size_bytes(kind) * num_items for kind in self.columns.values()]
+        return [len(column) for column in given] == sizes
+
+
+class Free(_OfMany):
     """Ends sequences."""
 
     name = "free"
 
-    def do(self, step: Step, message: cpb.Free, result: cpb.OperationResult) -> Failures:
-        released, failures = step.native.free(step.handle, message.sequence_ids, step.check_as)
-        result.num_released_blocks = released
+    def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
+        (ids,) = part
+        released, failures = step.native.free(step.handle, ids, step.check_as)
         admission, session, remaining = step.admission, step.session, list[Failure]()
         if not step.check_as:
             admission.apply(session)
@@ -335,20 +381,18 @@ class Free(OneSlice):
                 remaining.append(failure)
             elif not step.check_as:
                 admission.forget(session, failure[2])
-        return remaining or None
+        return released, remaining or None
 
 
-class Truncate(OneSlice):
+class Truncate(_OfMany):
     """Shortens sequences."""
 
     name = "truncate"
+    columns: ClassVar = {"sequence_ids": INT64, "num_tokens": INT32}
 
-    def do(self, step: Step, message: cpb.Truncate, result: cpb.OperationResult) -> Failures:
-        released, failures = step.native.truncate(
-            step.handle, message.sequence_ids, message.num_tokens, step.check_as
-        )
-        result.num_released_blocks = released
-        return failures
+    def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
+        ids, num_tokens = part
+        return step.native.truncate(step.handle, ids, num_tokens, step.check_as)
 
 
 class Swap(Operation):

@@ -43,11 +43,11 @@ def digest_of(payload: bytes) -> Slices[bytes]:
     return digest.digest()
 
 
-def parts_of(message: cpb.Append) -> Iterator[tuple[int, cpb.Append]]:
+def parts_of(message: cpb.Append, token_ids: bytes) -> Iterator[tuple[int, cpb.Append]]:
     """Divide an append into parts of about ``SLICE_TOKENS``, each with the index of its first item.
-    An append whose columns do not fit together stays whole, to be refused as such.
+    An append whose columns do not fit together stays whole, to be refused as such. ``token_ids``:
+    those of the message.
     """
-    token_ids = message.token_ids  # each access to a message's bytes copies all of them
     if len(token_ids) <= _TOKEN_BYTES * SLICE_TOKENS:
         yield 0, message
         return

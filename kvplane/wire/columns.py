@@ -58,6 +58,16 @@ def count(kind: str, column: bytes) -> int:
     return len(column) // _SIZES[kind]
 
 
+def size_bytes(kind: str) -> int:
+    """Return the size of an element of a column."""
+    return _SIZES[kind]
+
+
+def part(kind: str, column: bytes, begin: int, end: int) -> bytes:
+    """Return the column of the elements from ``begin`` up to ``end``."""
+    return column[_SIZES[kind] * begin : _SIZES[kind] * end]
+
+
 def zeros(kind: str, length: int) -> array[int]:
     """Return ``length`` elements of 0."""
     return array(kind, bytes(_SIZES[kind] * length))

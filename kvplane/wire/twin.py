@@ -4,8 +4,9 @@ bytes of its elements (see ``scripts/protos.sh``).
 
 protobuf allows other encodings of the same message than the one that its libraries in most
 languages write: columns unpacked or in several parts, zeros written out. The twin cannot read all
-of them. Since everything that it loses makes the message that it has read shorter, a comparison of
-two lengths finds them; such a request is read by the contract's own types and encoded again.
+of them. So what the twin has read is written again, and the bytes are compared. Where they differ
+the contract's own types read the message and encode it, which takes longer: also where nothing is
+lost, as with fields in another order.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def whole(message: MessageT, data: bytes, *, field: str = "", reader: str = "ser
     ``field``, its number, and the ``reader`` that must be updated, such as "data plane".
     """
     message.DiscardUnknownFields()
-    if message.ByteSize() == len(data):
+    if message.SerializeToString() == data:  # a length would hide a loss behind a number that grew
         return message
     kind: Any = type(message)
     try:

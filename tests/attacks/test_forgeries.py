@@ -53,15 +53,9 @@ async def peers(tmp_path: Path) -> AsyncIterator[Peers]:
 @pytest.fixture
 async def victim(peers: Peers) -> AsyncIterator[Engine]:
     """An engine of tenant a that has computed and published a prompt."""
-    async with (
-        peers.client("engine-a") as control,
-        peers.data_client("engine-a") as data,
-        await control.open_session(POOL_ID, LAYOUT) as session,
-        await data.open(session.grant) as execution,
-    ):
-        engine = Engine(session, execution)
+    async with peers.engine("engine-a") as engine:
         await engine.step(ops.admit(1, PROMPT), spans=[(0, 20)])
-        await session.submit_receipts()
+        await engine.session.submit_receipts()
         yield engine
         # Whatever was tried, it goes on, and reads what it wrote.
         await engine.step(next_token(20), spans=[(20, 1)])
@@ -164,14 +158,10 @@ async def test_plans_out_of_order_are_refused_and_repeated_ones_change_nothing(
 
 async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engine) -> None:
     """Also one of the same tenant."""
-    async with (
-        peers.client("engine-a") as control,
-        peers.data_client("engine-a") as data,
-        await control.open_session(POOL_ID, LAYOUT) as session,
-        await data.open(session.grant) as execution,
-    ):
+    async with peers.engine("engine-a") as engine:
+        session = engine.session
         plan = (await session.step([ops.admit(1, range(100, 120))])).plan
-        stub = data_stub(execution)
+        stub = data_stub(engine.execution)
         mixed = pb.StartPlanRequest(grant=victim.session.grant, plan=plan)
         with pytest.raises(KvplaneError) as caught, typed_errors():
             await stub.CopyBlocks(mixed)

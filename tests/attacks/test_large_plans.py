@@ -8,25 +8,20 @@ import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from kvplane.errors import InvalidRequestError
-from kvplane.transport.connection import typed_errors
 from kvplane.wire import columns
 from kvplane.wire.plane.v1 import plan_pb2
-from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import execution_pb2_grpc
-from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
-    PlanAuthor,
     fork,
     pack_changes,
     set_blocks,
     span,
 )
+from tests.helpers.served import served
 
 NUM_BLOCKS = 2048
 NUM_FORKS = 1000
@@ -78,20 +73,15 @@ CLAIMS = {
 
 @pytest.mark.parametrize("field", CLAIMS)
 async def test_a_claim_is_refused_before_memory_is_taken(tmp_path: Path, field: str) -> None:
-    async with (
-        serving(tmp_path, num_device_blocks=NUM_BLOCKS) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        author: PlanAuthor = author_of(server, side)
-        plan = author.plan(1, **CLAIMS[field]())
-        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
+    async with served(tmp_path, num_device_blocks=NUM_BLOCKS) as plane:
+        plan = plane.author.plan(1, **CLAIMS[field]())
         tracemalloc.reset_peak()
         begin_bytes, _ = tracemalloc.get_traced_memory()
-        with pytest.raises(InvalidRequestError) as refused, typed_errors():
-            await stub.CopyBlocks(pb.StartPlanRequest(grant=author.grant(), plan=plan))
+        with pytest.raises(InvalidRequestError) as refused:
+            await plane.ask("CopyBlocks", plan=plan)
         _, peak_bytes = tracemalloc.get_traced_memory()
         assert refused.value.field.partition("[")[0] == field
-        assert server.metrics.rpc.rejected.values["INVALID_REQUEST",] == 1
+        assert plane.server.metrics.rpc.rejected.values["INVALID_REQUEST",] == 1
         assert peak_bytes - begin_bytes < MAX_GROWTH_BYTES
-        honest = author.plan(1, changes=[set_blocks(1, [(0, 1)])])
-        await stub.CopyBlocks(pb.StartPlanRequest(grant=author.grant(), plan=honest))
+        honest = plane.author.plan(1, changes=[set_blocks(1, [(0, 1)])])
+        await plane.ask("CopyBlocks", plan=honest)

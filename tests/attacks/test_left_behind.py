@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from kvplane import Execution, ops
 from kvplane.errors import BlockNotWrittenError
-from tests.helpers.checked_engine import Engine
-from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, POOL_ID
+from tests.helpers.data.plan_author import BLOCK_SIZE, POOL_ID
 from tests.helpers.listed_peers import Peers, listed_peers
 
 NUM_BLOCKS = 8  # all that the pool has
@@ -25,21 +23,13 @@ SECRET = range(1, NUM_BLOCKS * BLOCK_SIZE)  # fills them, but for a slot
 async def peers(tmp_path: Path) -> AsyncIterator[Peers]:
     """Another session of the tenant has filled the pool, and has ended."""
     async with listed_peers(tmp_path) as peers:
-        async with AsyncExitStack() as stack:
-            engine = await opened(peers, stack)
+        async with peers.engine("engine-a") as engine:
             await engine.step(ops.admit(1, SECRET), spans=[(0, len(SECRET))])
             await engine.session.submit_receipts()
         async with asyncio.timeout(60):  # until its blocks can be allocated again
             while peers.control.core._pools[POOL_ID].shards.ended:
                 await asyncio.sleep(0.01)
         yield peers
-
-
-async def opened(peers: Peers, stack: AsyncExitStack) -> Engine:
-    control = await stack.enter_async_context(peers.client("engine-a"))
-    data = await stack.enter_async_context(peers.data_client("engine-a"))
-    session = await stack.enter_async_context(await control.open_session(POOL_ID, LAYOUT))
-    return Engine(session, await stack.enter_async_context(await data.open(session.grant)))
 
 
 async def assert_refused(
@@ -54,8 +44,7 @@ async def assert_refused(
 
 
 async def test_blocks_that_another_session_left_are_not_read(peers: Peers) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await opened(peers, stack)
+    async with peers.engine("engine-a") as engine:
         execution = engine.execution
         plan = (await engine.session.step([ops.admit(1, range(100, 120))])).plan
         await engine.execution.start(plan)
@@ -76,8 +65,7 @@ async def test_blocks_that_another_session_left_are_not_read(peers: Peers) -> No
 
 
 async def test_what_was_found_cached_is_read(peers: Peers) -> None:
-    async with AsyncExitStack() as stack:
-        engine = await opened(peers, stack)
+    async with peers.engine("engine-a") as engine:
         await engine.step(ops.admit(1, SECRET[:20]), spans=[(16, 4)])
         (read,) = await engine.execution.read_blocks(1, range(3))
         blocks = read.blocks.torch()

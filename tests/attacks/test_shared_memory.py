@@ -5,13 +5,10 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
-import grpc.aio
-
 from kvplane.transport.local import packets
-from kvplane.wire.v1 import execution_pb2_grpc
 from tests.helpers.attacked_planes import delimited
-from tests.helpers.data.data_server import author_of, serving
-from tests.helpers.local_peer import LocalPeer, plan_of_two_tokens
+from tests.helpers.local_peer import plan_of_two_tokens
+from tests.helpers.served import served
 
 NUM_PACKETS = 120
 LONG_BYTES = 100_000
@@ -22,14 +19,9 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
     """Each packet differs, by how often it names the layer, and asks for one that has run, or binds
     it.
     """
-    async with (
-        serving(tmp_path, local_region_bytes=1 << 20) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        author = author_of(server, side)
-        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
-        peer = await LocalPeer.joined(stub, author.grant(1))
-        assert (await peer.ask(plan=plan_of_two_tokens(author))).started.num_tokens == 2
+    async with served(tmp_path, local_region_bytes=1 << 20) as plane:
+        peer = await plane.joined()
+        assert (await peer.ask(plan=plan_of_two_tokens(plane.author))).started.num_tokens == 2
         packet = peer.packet(peer.layer(0, 2))
         assert (await peer.ask(packet)).output.layer == 0
 
@@ -53,4 +45,3 @@ async def test_layers_that_are_asked_for_again_and_again_take_no_memory(tmp_path
             tracemalloc.stop()
         assert after_bytes - before_bytes < MOST_GROWTH_BYTES
         peer.close()
-        peer.memory = None

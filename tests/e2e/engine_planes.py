@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from kvplane.errors import KvplaneError
+from kvplane.sync import ControlClient
 from tests.helpers.byte_model import VOCABULARY as VOCABULARY
 from tests.helpers.byte_model import save_byte_model as save_byte_model
+from tests.helpers.programs import ROOT as ROOT
+from tests.helpers.programs import Program
 
-ROOT = Path(__file__).resolve().parents[2]
 POOL = "e2e"
 
 
@@ -38,27 +39,34 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 class Process:
-    """One program at one address. ``python`` runs it in ``folder``."""
+    """One program at one address. A release's ``python`` runs it in ``folder``."""
 
     def __init__(
         self,
         program: str,
         log: Path,
         *arguments: str,
-        python: str | Path = sys.executable,
+        python: Path | None = None,
         folder: Path = ROOT,
     ) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self._folder = folder
-        self._command = [str(python), "-m", program, "--bind", self.address]
-        self._command += ["--metrics-port", "-1", *arguments]
+        self._program = program
+        self._arguments = ("--bind", self.address, "--metrics-port", "-1", *arguments)
         self._log = log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._python = python
+        self._folder = folder
+        self._process: Program | subprocess.Popen[bytes] | None = None
 
     def start(self) -> Process:
+        if self._python is None:
+            self._process = Program(self._program, *self._arguments, out=self._log)
+            return self
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, cwd=self._folder, stdout=log, stderr=subprocess.STDOUT
+                [self._python, "-m", self._program, *self._arguments],
+                cwd=self._folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
         return self
 
@@ -87,7 +95,7 @@ class Process:
 
 
 class Pair:
-    """A control plane and a data plane of one small pool."""
+    """A control plane and a data plane of one small pool, which is ready when it is entered."""
 
     def __init__(
         self,
@@ -98,12 +106,14 @@ class Pair:
         num_host_blocks: int = 16,
         lease_s: float = 10.0,
         arguments: tuple[str, ...] = (),
+        pool_id: str = POOL,
         shared_memory: bool = True,
     ) -> None:
+        self._pool_id = pool_id
         self.control = Process("control_plane", logs / "control.log", "--lease-s", str(lease_s))
         self.data = Process(
             "data_plane", logs / "data.log",
-            "--control-plane", self.control.address, "--model", str(model), "--pool-id", POOL,
+            "--control-plane", self.control.address, "--model", str(model), "--pool-id", pool_id,
             "--num-device-blocks", str(num_device_blocks),
             "--num-host-blocks", str(num_host_blocks), "--num-threads", "1",
             *([] if shared_memory else ["--num-local-regions", "0"]),
@@ -113,7 +123,12 @@ class Pair:
     def __enter__(self) -> Pair:
         self.control.start()
         self.data.start()
+        self.wait_ready()
         return self
+
+    def wait_ready(self) -> None:
+        with ControlClient(self.control.address) as control:
+            control.wait_ready(self._pool_id, 60.0)
 
     def __exit__(self, *_: object) -> None:
         self.data.stop()

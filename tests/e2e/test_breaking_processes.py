@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_planes import POOL, ROOT, Pair, Process, wait_until
+from engine_planes import POOL, Pair, Process, wait_until
 
-from kvplane import ControlClient
 from kvplane.results import PoolInfo
+from kvplane.sync import ControlClient
+from tests.helpers.programs import Program
 
 LEASE_S = 2.0
 PROMPTS = ["a prompt of a few blocks, so that there is something to hold; " * 3, "a short one"]
@@ -24,19 +22,13 @@ MAX_TOKENS = 250
 
 
 def describe(pair: Pair, pool: str = POOL) -> PoolInfo:
-    async def ask() -> PoolInfo:
-        async with ControlClient(pair.control.address) as client:
-            return await client.get_pool(pool)
-
-    return asyncio.run(ask())
+    with ControlClient(pair.control.address) as client:
+        return client.get_pool(pool)
 
 
 def counters_of(pair: Pair) -> dict[str, int]:
-    async def ask() -> dict[str, int]:
-        async with ControlClient(pair.control.address) as client:
-            return await client.get_counters(POOL)
-
-    return asyncio.run(ask())
+    with ControlClient(pair.control.address) as client:
+        return client.get_counters(POOL)
 
 
 def num_held(pool: PoolInfo) -> int:
@@ -62,18 +54,14 @@ class Engine:
         self.out = folder / f"answers-{time.monotonic_ns()}"
         self.log = self.out.with_suffix(".log")
         prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
-        with self.out.open("wb") as out, self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "engine", "generate", "--model", str(model)),
-                    *("--control-plane", pair.control.address, "--pool-id", pool),
-                    *("--max-tokens", str(MAX_TOKENS), "--ignore-eos"),
-                    *("--no-probe", "--num-threads", "1", *prompts, *more),
-                ],
-                cwd=ROOT,
-                stdout=out,
-                stderr=log,
-            )
+        self.process = Program(
+            *("engine", "generate", "--model", str(model)),
+            *("--control-plane", pair.control.address, "--pool-id", pool),
+            *("--max-tokens", str(MAX_TOKENS), "--ignore-eos"),
+            *("--no-probe", "--num-threads", "1", *prompts, *more),
+            out=self.out,
+            err=self.log,
+        )
 
     def answers(self) -> str:
         assert self.process.wait(90) == 0, self.log.read_text()
@@ -83,7 +71,6 @@ class Engine:
 @pytest.fixture
 def pair(model: Path, tmp_path: Path) -> Iterator[Pair]:
     with Pair(model, tmp_path, lease_s=LEASE_S, num_device_blocks=40) as running:
-        wait_until(lambda: describe(running).ready)
         yield running
 
 
@@ -231,7 +218,6 @@ def test_two_engines_that_each_want_more_than_half_of_the_pool_both_come_to_an_e
     longest = -(-(len(PROMPTS[0]) + MAX_TOKENS) // 16)
     blocks = {"num_device_blocks": 2 * longest - 2, "num_host_blocks": 4}
     with Pair(model, tmp_path, lease_s=LEASE_S, **blocks) as pair:
-        wait_until(lambda: describe(pair).ready)
         engines = [Engine(model, pair, tmp_path) for _ in range(2)]
         assert [engine.answers() for engine in engines] == [calm, calm]
         assert counters_of(pair)["max_held_blocks"] > longest
@@ -251,12 +237,9 @@ def test_a_data_plane_that_was_taken_over_while_it_slept_ends_and_says_why(
     )
 
     def holder() -> str:
-        async def ask() -> str:
-            async with ControlClient(control.address) as client:
-                (shard,) = (await client.get_pool(POOL)).shards
-                return shard.address if shard.connected else ""
-
-        return asyncio.run(ask())
+        with ControlClient(control.address) as client:
+            (shard,) = client.get_pool(POOL).shards
+            return shard.address if shard.connected else ""
 
     try:
         first.start()

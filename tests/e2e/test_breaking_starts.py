@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_planes import ROOT
 
 from kvplane.errors import InvalidRequestError
 from scripts.planes import run_planes
+from tests.helpers.programs import run
 
 
 @pytest.fixture
@@ -33,25 +30,20 @@ def taken_port() -> Iterator[int]:
             ["--bind", "127.0.0.1:0", "--metrics-port", "{port}"],
             "cannot serve metrics on 127.0.0.1:{port}: Address already in use",
         ),
-        pytest.param(
+        (
             ["--bind", "127.0.0.1:0", "--port-file", "/proc/no/port"],
             "cannot write port_file /proc/no/port: No such file or directory",
-            marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_a_plane_that_can_not_start_ends_with_one_clear_line(
     model: Path, taken_port: int, program: str, flags: list[str], line: str
 ) -> None:
-    command = [sys.executable, "-m", program, "--metrics-port", "-1"]
-    command += [flag.format(port=taken_port) for flag in flags]
+    arguments = ["--metrics-port", "-1", *(flag.format(port=taken_port) for flag in flags)]
     if program == "data_plane":
-        command += ["--control-plane", "127.0.0.1:1", "--model", str(model)]
-        command += ["--num-device-blocks", "4"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "GRPC_VERBOSITY": "NONE"}, timeout=60,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        arguments += ["--control-plane", "127.0.0.1:1", "--model", str(model)]
+        arguments += ["--num-device-blocks", "4"]
+    done = run(program, *arguments, env={"GRPC_VERBOSITY": "NONE"})
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"{program}: error: {line.format(port=taken_port)}"
 

@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from kvplane import LayerGroup, Layout, sync
 from kvplane.release import release
 from scripts.planes import Planes, run_planes
-from tests.helpers import json_caller
+from tests.helpers import json_caller, programs
 from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.tools import needs
 
@@ -66,7 +65,8 @@ def shown(language: str) -> list[str]:
 @pytest.mark.parametrize("number", [0, 1], ids=["sync", "async"])
 def test_the_python_programs_of_the_page_attend(planes: Planes, number: int) -> None:
     program = shown("python")[number].replace("127.0.0.1:50051", planes.control.address)
-    assert run(sys.executable, "-c", program) == ATTENDED.format(", ")
+    done = programs.run("-c", program)
+    assert (done.returncode, done.stdout) == (0, ATTENDED.format(", ")), done.stderr
 
 
 @pytest.fixture(scope="session")

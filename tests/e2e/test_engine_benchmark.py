@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from engine_planes import ROOT
+from tests.helpers.programs import run
 
 
 def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
@@ -15,13 +13,7 @@ def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Pa
     out = tmp_path / "out.json"
     flags = ["--models", "tiny", "--batches", "2", "--runs", "1", "--quick", "--threads", "1"]
     flags += ["--sides", ",".join(names)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.engine", *flags, "--json", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = run("benchmarks.engine", *flags, "--json", str(out))
     assert done.returncode == 0, done.stderr
     rows, printed = json.loads(out.read_text())["rows"], done.stdout
     assert [row["workload"]["name"] for row in rows] == [

@@ -11,25 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_planes import ROOT
 
 from tests.helpers.data.kernel_faults import FAULTS
+from tests.helpers.programs import ROOT, Program, run
 
 TIMEOUT_S = 280
-
-
-def demo(
-    run_folder: Path, *program: str, python_path: str = ""
-) -> subprocess.CompletedProcess[str]:
-    program = program or ("-m", "examples.demo")
-    return subprocess.run(
-        [sys.executable, *program, "--quick", "--run-folder", run_folder],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": python_path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+FLAGS = ("--quick", "--run-folder")
 
 
 def children_of_run(run_folder: Path) -> list[str]:
@@ -41,14 +28,14 @@ def children_of_run(run_folder: Path) -> list[str]:
                 target = str((entry / "fd" / "1").readlink())
             except OSError:
                 continue
-            if target.startswith(str(run_folder)):
+            if target.startswith(str(run_folder)) and target.endswith("_plane.log"):
                 found.append(entry.name)
     return found
 
 
 @pytest.mark.timeout(TIMEOUT_S + 20)
 def test_it_passes_and_prints_what_it_counted(tmp_path: Path) -> None:
-    done = demo(tmp_path)
+    done = run("examples.demo", *FLAGS, str(tmp_path), timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     right = re.search(r"^correct answers: (\d+)/(\d+)$", done.stdout, re.MULTILINE)
     same = re.search(r"^identical to transformers: (\d+)/(\d+)", done.stdout, re.MULTILINE)
@@ -69,7 +56,8 @@ def test_it_passes_and_prints_what_it_counted(tmp_path: Path) -> None:
 @pytest.mark.timeout(TIMEOUT_S + 20)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_makes_it_fail(tmp_path: Path, fault: str) -> None:
-    done = demo(tmp_path, "-m", "tests.helpers.faulty_demo", fault)
+    program = ("tests.helpers.faulty_demo", fault, *FLAGS, str(tmp_path))
+    done = run(*program, timeout_s=TIMEOUT_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not all greedy requests are identical to transformers" in done.stdout
     assert children_of_run(tmp_path) == []
@@ -85,14 +73,7 @@ def test_a_planted_fault_makes_it_fail(tmp_path: Path, fault: str) -> None:
     ],
 )
 def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "examples.demo", "--quick", "--run-folder", str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        # What a shell starts in the background has Ctrl-C ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = Program("examples.demo", *FLAGS, str(tmp_path), out=tmp_path / "printed")
     try:
         deadline = time.monotonic() + 60
         while len(children_of_run(tmp_path)) < 2:
@@ -102,7 +83,6 @@ def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.
         assert process.wait(30) != 0
     finally:
         process.kill()
-        process.wait()
     deadline = time.monotonic() + 15
     while children_of_run(tmp_path):
         assert time.monotonic() < deadline, "a plane is left behind"
@@ -114,7 +94,14 @@ def test_without_the_native_kernels_it_fails(tmp_path: Path) -> None:
     package = tmp_path / "packages" / "kvplane_kernels"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('there are no kernels here')\n")
-    done = demo(tmp_path / "run", python_path=str(package.parent))
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.demo", *FLAGS, str(tmp_path / "run")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(package.parent)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
     assert done.returncode != 0
     assert "data_plane did not start" in done.stderr
     assert "kernels" in (tmp_path / "run" / "data_plane.log").read_text()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_planes import ROOT
 
 from data_plane.server.server import layout_from_json
 from engine import LLM
@@ -22,13 +21,9 @@ from engine.request import Delta
 from engine.serving.config import ServeSettings
 from kvplane.errors import PlaneUnavailableError
 from kvplane.models.hf import layout_from_hf
+from tests.helpers.programs import ROOT, run
 
 MODEL = ROOT / "models" / "recall"
-
-
-def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +90,8 @@ def test_a_bad_setting_is_one_clear_line_and_exit_code_2(
 
 
 def test_planes_that_are_away_are_a_clear_error() -> None:
-    done = program(
-        "-m", "engine", "generate", "--model", "models/recall", "--prompt", "x",
+    done = run(
+        "engine", "generate", "--model", "models/recall", "--prompt", "x",
         "--recovery-timeout-s", "0.5", "--control-plane", "127.0.0.1:1",
         "--log-level", "info", "--log-format", "json",
     )  # fmt: skip
@@ -151,6 +146,8 @@ def test_a_printed_layout_is_taken_by_a_data_plane_without_transformers(
         f"print(load_layout(DataPlaneSettings(layout=Path({str(layout)!r}))).num_layers)\n"
         f"load_layout(DataPlaneSettings(model=Path({str(MODEL)!r})))\n"
     )
-    done = program("-c", code)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.stdout == "2\n"
     assert "or give --layout a file" in done.stderr

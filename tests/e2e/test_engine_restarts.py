@@ -5,27 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from engine_planes import POOL, ROOT, Pair
+from engine_planes import POOL, Pair
 
 from engine import LLM, SamplingParams
 from engine.running.core import ATTEMPT_S
 from kvplane.errors import KvplaneError
-from kvplane.sync import ControlClient
+from tests.helpers.programs import Program
 
 RECOVERY_S = 4.0
 SLOW_S = 5.0  # that a busy machine may take beside; a second round begins later
-
-
-def wait_for(pair: Pair) -> None:
-    with ControlClient(pair.control.address) as control:
-        control.wait_ready(POOL, 60.0)
 
 
 def answer(llm: LLM) -> list[int]:
@@ -47,7 +40,6 @@ def test_requests_fail_within_the_time_for_recovery_and_are_answered_once_planes
     model: Path, tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
     with Pair(model, tmp_path) as pair:
-        wait_for(pair)
         waits = {"timeout_s": 10.0, "recovery_timeout_s": RECOVERY_S}
         with LLM(model, control_plane=pair.control.address, pool_id=POOL, **waits) as llm:
             calm = answer(llm)
@@ -60,7 +52,7 @@ def test_requests_fail_within_the_time_for_recovery_and_are_answered_once_planes
                 assert time.monotonic() - began_s < RECOVERY_S + SLOW_S, "a second round was begun"
             for victim in victims:
                 getattr(pair, victim).start()
-            wait_for(pair)
+            pair.wait_ready()
             assert answer(llm) == calm  # by a session that its first step opens
 
 
@@ -69,26 +61,25 @@ def test_sigterm_ends_the_wait_for_planes_and_answers_who_waits(
     model: Path, tmp_path: Path
 ) -> None:
     port_file, log = tmp_path / "port", tmp_path / "engine.log"
-    with Pair(model, tmp_path) as pair, ThreadPoolExecutor() as threads, log.open("wb") as file:
-        wait_for(pair)
-        command = [
-            *(sys.executable, "-m", "engine", "serve", "--model", str(model), "--model-name", "m"),
+    with Pair(model, tmp_path) as pair, ThreadPoolExecutor() as threads:
+        process = Program(
+            *("engine", "serve", "--model", str(model), "--model-name", "m"),
             *("--control-plane", pair.control.address, "--pool-id", POOL, "--timeout-s", "1"),
             *("--bind", "127.0.0.1:0", "--port-file", str(port_file), "--num-threads", "1"),
-        ]
-        with subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as process:
-            while not port_file.exists():
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.1)
-            pair.data.kill()
-            waiting = threads.submit(completion, int(port_file.read_text()))
-            while "step failed" not in log.read_text():
-                time.sleep(0.1)
-            process.terminate()
-            began_s = time.monotonic()
-            assert waiting.result() == 503
-            assert process.wait(20) == 128 + signal.SIGTERM
-            assert time.monotonic() - began_s < ATTEMPT_S + SLOW_S
+            out=log,
+        )
+        while not port_file.exists():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        pair.data.kill()
+        waiting = threads.submit(completion, int(port_file.read_text()))
+        while "step failed" not in log.read_text():
+            time.sleep(0.1)
+        process.terminate()
+        began_s = time.monotonic()
+        assert waiting.result() == 503
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert time.monotonic() - began_s < ATTEMPT_S + SLOW_S
         assert "the engine failed" not in log.read_text()
 
 

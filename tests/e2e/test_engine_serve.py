@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,10 @@ from typing import Any
 import openai
 import pytest
 import torch
-from engine_planes import ROOT, Process, save_byte_model, wait_until
+from engine_planes import Process, save_byte_model, wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.helpers.programs import Program
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 MAX_REQUESTS = 6
@@ -32,17 +32,16 @@ class Server:
         self.control = Process("control_plane", folder / "control.log").start()
         port_file, keys = folder / "port", folder / "keys"
         keys.write_text("first-key\nsecond-key\n")
-        command = [
-            *(sys.executable, "-m", "engine", "serve", "--model", str(self.model)),
+        self.log = folder / "engine.log"
+        self.process = Program(
+            *("engine", "serve", "--model", str(self.model)),
             *("--control-plane", self.control.address, "--data-plane", "embedded"),
             *("--num-device-blocks", "32", "--num-host-blocks", "0", "--num-threads", "1"),
             *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
             *("--max-requests", str(MAX_REQUESTS), "--max-body-bytes", "65536"),
             *("--api-keys-file", str(keys)),
-        ]
-        self.log = folder / "engine.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            out=self.log,
+        )
         wait_until(port_file.exists, 60)
         self.port = int(port_file.read_text())
         self.client = openai.OpenAI(
@@ -306,25 +305,24 @@ def test_a_bug_in_the_engine_ends_the_server_once_its_clients_have_an_answer(
     server: Server, tmp_path: Path
 ) -> None:
     """A supervisor starts another one: a process that answers 503 for ever would be left alone."""
-    port_file = tmp_path / "port"
-    command = [
-        *(sys.executable, "-c", PLANTED, "serve", "--model", str(server.model)),
+    port_file, log = tmp_path / "port", tmp_path / "log"
+    process = Program(
+        *("-c", PLANTED, "serve", "--model", str(server.model)),
         *("--control-plane", server.control.address, "--data-plane", "embedded"),
         *("--pool-id", "other", "--num-device-blocks", "32", "--num-threads", "1"),
         *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    with process:
-        try:
-            wait_until(port_file.exists, 60)
-            url = f"http://127.0.0.1:{int(port_file.read_text())}/v1"
-            client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-            with client, pytest.raises(openai.InternalServerError) as caught:
-                client.completions.create(model="byte-model", prompt="a", max_tokens=200)
-            assert caught.value.status_code == 503
-            _, told = process.communicate(timeout=30)
-        finally:
-            process.kill()
-    assert process.returncode == 1
+        out=log,
+    )
+    try:
+        wait_until(port_file.exists, 60)
+        url = f"http://127.0.0.1:{int(port_file.read_text())}/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        with client, pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="byte-model", prompt="a", max_tokens=200)
+        assert caught.value.status_code == 503
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+    told = log.read_text()
     assert "ZeroDivisionError" in told
     assert told.splitlines()[-1].startswith("engine: error: INTERNAL: the engine failed")

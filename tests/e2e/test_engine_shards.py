@@ -17,10 +17,14 @@ import torch
 from engine_planes import Process
 
 from engine import LLM, SamplingParams
+from engine.parallel.backends import RankBackend, SharedSession
 from engine.request import CompletionOutput
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.models.hf import layout_from_hf
+from kvplane.results import ShardInfo
+from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
+from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.sharded_pool import BY_LAYERS, POOL, Ranges, ShardedPool, by_heads
 
 PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
@@ -177,9 +181,16 @@ def test_ranks_use_a_shard_each_and_end_with_a_typed_error_when_one_is_killed(
         assert ranks_of_this_process() == []
 
 
-def test_a_pool_that_is_divided_otherwise_is_refused(model, tmp_path) -> None:
-    with (
-        pool_of(model, tmp_path, BY_LAYERS) as pool,
-        pytest.raises(InvalidRequestError, match="tensor_parallel"),
-    ):
-        engine_on(model, pool.address, tensor_parallel=2)
+def test_a_pool_that_is_divided_otherwise_is_refused_by_each_rank(model) -> None:
+    layout = layout_from_hf(model)
+    shards = [
+        ShardInfo(Shard(i, 2, i, 1, 0, 2), epoch=1, address="", connected=True, has_file_tier=False)
+        for i in range(2)
+    ]
+    loop = LoopThread("ranks")
+    for rank in range(2):
+        backend = RankBackend(loop, 1.0, None, rank, num_ranks=2)
+        with pytest.raises(InvalidRequestError) as caught:
+            backend.open(SharedSession(SignedPayload(), shards, layout))
+        assert caught.value.field == "tensor_parallel"
+    loop.close()

@@ -4,21 +4,20 @@ of eager attention, whether the pool keeps latents or keys and values.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_planes import POOL, ROOT, VOCABULARY, Pair
+from engine_planes import POOL, VOCABULARY, Pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from engine.commands.main import main
 from kvplane.layout import LATENT
 from kvplane.transformers import PlaneCache, close_planes
 from tests.helpers.plane_cache_checks import ARGUMENT
+from tests.helpers.programs import run
 from tests.models.tiny_models import draw_weights, tiny_config
 
 PROMPT = "one two three four five six seven eight nine ten eleven twelve"
@@ -69,16 +68,10 @@ def test_both_ways_in_give_the_text_of_eager_attention(folder: Path, pair: Pair)
     close_planes(model)
     is_latent = group.cache_kind == LATENT
     assert group.num_kv_heads == (1 if is_latent else 4)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "engine", "generate", "--model", str(folder)),
-            *("--control-plane", pair.control.address, "--pool-id", POOL, "--prompt", PROMPT),
-            *("--max-tokens", str(NUM_NEW), "--num-threads", "1"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    done = run(
+        *("engine", "generate", "--model", str(folder)),
+        *("--control-plane", pair.control.address, "--pool-id", POOL, "--prompt", PROMPT),
+        *("--max-tokens", str(NUM_NEW), "--num-threads", "1"),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == wanted

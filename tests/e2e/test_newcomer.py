@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -21,6 +19,7 @@ from kvplane.results import total_of
 from kvplane.wire.v1 import types_pb2
 from tests.helpers.load import Load
 from tests.helpers.monitored_stack import ROOT, MonitoredStack, free_port
+from tests.helpers.programs import run
 from tests.helpers.tools import needs
 
 POOL = ["--num-device-blocks", "96", "--num-host-blocks", "32"]
@@ -30,10 +29,7 @@ PATIENCE_S = 20.0
 
 def command(stack: MonitoredStack, *arguments: str) -> Any:
     """What a command of kvplane prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvplane", "--json", "--control-plane", stack.control, *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run("kvplane", "--json", "--control-plane", stack.control, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

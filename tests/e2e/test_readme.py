@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvplane import LayerGroup, Layout
 from scripts.planes import run_planes
+from tests.helpers.programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
@@ -36,10 +36,7 @@ def test_the_client_of_the_readme_runs_a_step_and_prints_the_attention_outputs_s
     layout.write_text(json.dumps(asdict(LAYOUT)))
     flags = ["--layout", str(layout), "--num-device-blocks", "64", "--num-host-blocks", "4"]
     with run_planes(tmp_path, flags) as planes:
-        program = program.replace("127.0.0.1:50051", planes.control.address)
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
+        done = run("-c", program.replace("127.0.0.1:50051", planes.control.address))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "(5, 2, 16)\n"
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 import time
 from contextlib import ExitStack
@@ -18,9 +16,9 @@ from engine_planes import save_byte_model
 
 from kvplane import ControlClient, DataClient, Tls, layout_from_hf
 from kvplane.errors import KvplaneError, NotPermittedError
+from tests.helpers import programs
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "security.md"
-ROOT = DOC.parents[1]
+DOC = programs.ROOT / "docs" / "security.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -34,11 +32,8 @@ def start(stack: ExitStack, folder: Path, command: str) -> str:
     bind = words.index("--bind") + 1
     words[bind] = "127.0.0.1:0"
     port_file = folder / f"{words[2]}.port"
-    process = subprocess.Popen(
-        [sys.executable, *words[1:], "--metrics-port", "-1", "--port-file", str(port_file)],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-    )
+    flags = (*words[3:], "--metrics-port", "-1", "--port-file", str(port_file))
+    process = programs.Program(words[2], *flags, cwd=folder, out=folder / f"{words[2]}.log")
     stack.callback(process.wait, 30)
     stack.callback(process.terminate)
     deadline_s = time.monotonic() + 60
@@ -51,15 +46,8 @@ def start(stack: ExitStack, folder: Path, command: str) -> str:
 def run(folder: Path, command: str) -> str:
     """What a command of the page prints."""
     words = shlex.split(command)
-    assert words[0] == "python"
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    assert words[:2] == ["python", "-m"]
+    done = programs.run(*words[2:], cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -77,14 +65,13 @@ def test_the_page_works_as_written(tmp_path: Path) -> None:
         asked = run(tmp_path, engine.replace("127.0.0.1:50051", control).replace("\\\n", " "))
         assert asked.strip()
         [python] = blocks("python")
-        script = tmp_path / "client.py"
-        script.write_text(
+        program = (
             "import asyncio\n\n\nasync def main():\n"
             + textwrap.indent(python.replace("127.0.0.1:50051", control), "    ")
             + "\n\nasyncio.run(main())\n"
         )
-        ast.parse(script.read_text())
-        assert run(tmp_path, f"python {script}") == "['default']\n"
+        done = programs.run("-c", program, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, "['default']\n"), done.stderr
     digest = subprocess.run(
         ["sh", "-euc", tokens], cwd=tmp_path, check=True, capture_output=True, text=True
     ).stdout.split()[0]

@@ -79,14 +79,6 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_ctrl_c_stops_both_planes_with_exit_code_0(serve: subprocess.Popen[str]) -> None:
-    planes = children(serve)
-    assert set(planes) == {"control_plane", "data_plane"}
-    serve.send_signal(signal.SIGINT)
-    assert serve.wait(30) == 0
-    assert not any(is_running(pid) for pid in planes.values())
-
-
 def test_a_plane_that_dies_ends_the_other_with_exit_code_1(serve: subprocess.Popen[str]) -> None:
     planes = children(serve)
     os.kill(planes["data_plane"], signal.SIGKILL)
@@ -97,10 +89,11 @@ def test_a_plane_that_dies_ends_the_other_with_exit_code_1(serve: subprocess.Pop
     assert not is_running(planes["control_plane"])
 
 
-def test_beside_planes_that_run_it_says_which_address_is_taken_and_starts_nothing(
+def test_another_says_which_address_is_taken_and_ctrl_c_stops_both_planes_with_exit_code_0(
     serve: subprocess.Popen[str], environ: dict[str, str], tmp_path: Path
 ) -> None:
     planes = children(serve)
+    assert set(planes) == {"control_plane", "data_plane"}
     for plane, other in (("CONTROL_PLANE", "DATA_PLANE"), ("DATA_PLANE", "CONTROL_PLANE")):
         done = subprocess.run(
             [sys.executable, "-m", "scripts.serve", "--model", str(tmp_path)],
@@ -115,3 +108,6 @@ def test_beside_planes_that_run_it_says_which_address_is_taken_and_starts_nothin
         said = f"{plane.lower()}: error: cannot listen on {environ[f'KVPLANE_{plane}_BIND']}"
         assert done.stderr.splitlines()[-1] == said
     assert all(is_running(pid) for pid in planes.values())
+    serve.send_signal(signal.SIGINT)
+    assert serve.wait(30) == 0
+    assert not any(is_running(pid) for pid in planes.values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +13,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
-from scripts.planes import run_planes
+from tests.e2e.engine_planes import Pair
+from tests.helpers.programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-MODEL = str(ROOT / "models" / "recall")
+MODEL = ROOT / "models" / "recall"
 # What each process adds to a step's trace, and the span above it.
 STEP = {
     ("kvplane-engine", "engine.step", None),
@@ -104,21 +102,15 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     server.stop(None).wait()
 
 
-def run(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_engine_and_both_planes_send_one_trace_for_each_step(
     collector: Collector, tmp_path: Path
 ) -> None:
-    with run_planes(tmp_path, ["--model", MODEL, "--num-device-blocks", "64"]) as planes:
-        flags = ["--model", MODEL, "--control-plane", planes.control.address, "--no-probe"]
+    with Pair(MODEL, tmp_path, pool_id="default") as planes:
+        flags = ["--model", str(MODEL), "--control-plane", planes.control.address, "--no-probe"]
         flags += ["--prompt", "abc=xyz;?abc=", "--max-tokens", "3"]
-        run("-m", "engine", "generate", *flags)
-        run("-c", CLIENT, planes.control.address)
+        for program in (("engine", "generate", *flags), ("-c", CLIENT, planes.control.address)):
+            done = run(*program)
+            assert done.returncode == 0, done.stderr
     traces = collector.traces()  # all three have ended, and sent what they had
     assert traces.count(STEP) >= 3, traces
     assert UNARY_STEP in traces

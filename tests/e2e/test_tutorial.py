@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from scripts.planes import Planes, run_planes
+from tests.e2e.engine_planes import Pair
+from tests.helpers.programs import ROOT, run
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = ROOT / "models" / "recall"
 
 
@@ -23,16 +20,14 @@ def pieces(document: str, language: str = "python") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def planes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planes]:
-    flags = ["--model", str(MODEL), "--num-device-blocks", "64", "--num-host-blocks", "4"]
-    with run_planes(tmp_path_factory.mktemp("planes"), flags) as planes:
+def planes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with Pair(MODEL, tmp_path_factory.mktemp("planes"), pool_id="default") as planes:
         yield planes
 
 
-def run(program: str, *arguments: str) -> str:
+def printed(program: str, *arguments: str) -> str:
     """What a program prints when it runs without a fault."""
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = run("-c", program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -47,19 +42,19 @@ ANSWER = "abc=xyz;def=uvw;ghi=rst;?def=uvw;\n"
 
 
 def test_the_decode_loop_answers_right_and_finds_its_prompt_cached_the_second_time(
-    planes: Planes,
+    planes: Pair,
 ) -> None:
     *program, _ = pieces("tutorial.md")
     assert sum(bool(line) for piece in program for line in piece.splitlines()) <= 50
     (loop,) = (piece for piece in program if piece.startswith("def decode("))
     assert len(loop.splitlines()) <= 12
-    outputs = [run("".join(program), planes.control.address) for _ in range(2)]
+    outputs = [printed("".join(program), planes.control.address) for _ in range(2)]
     assert outputs[0] == computed(29) + ANSWER
     assert outputs[0] in (ROOT / "docs" / "tutorial.md").read_text()
     assert outputs[1] == computed(13) + ANSWER  # a block of the prompt was cached
 
 
-def test_the_decode_loop_runs_embedded_with_one_piece_changed(planes: Planes) -> None:
+def test_the_decode_loop_runs_embedded_with_one_piece_changed(planes: Pair) -> None:
     *program, start, embedded = pieces("tutorial.md")
-    output = run("".join((*program, embedded, start)), planes.control.address)
+    output = printed("".join((*program, embedded, start)), planes.control.address)
     assert output == computed(29) + ANSWER

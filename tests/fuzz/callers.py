@@ -202,31 +202,19 @@ class Engine:
 
     def _registration(self, rng: random.Random) -> list[Message]:
         """Of a data plane of another pool: Hello, a report, a word more."""
-        hello = rpb.Hello(
-            version="test",
-            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
-            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
+        hello = registration_messages.hello(
             pool_id=f"pool {rng.randrange(4)}",
-            shard=tpb.Shard(num_shards=1, num_layers=2, num_kv_heads=2),
             epoch=rng.randrange(1, 4),
             layout=LAYOUT.to_proto(),
-            num_device_blocks=16,
-            num_host_blocks=8,
-            address="127.0.0.1:1",
         )
-        blocks = tpb.Blocks(
-            tier=tpb.TIER_DEVICE,
-            indices=ops.pack("i", [0, 1], ""),
-            generations=ops.pack("q", [1, 3], ""),
-        )
-        report = rpb.BlockReport(blocks=[blocks], last=rng.random() < 0.7)
+        report = registration_messages.report({0: 1, 1: 3}, last=rng.random() < 0.7)
         report.publications.add(
             tenant="default",
             hash_algorithm="xxh3-128",
-            indices=ops.pack("i", [0], ""),
-            generations=ops.pack("q", [1], ""),
-            parent_indices=ops.pack("i", [-1], ""),
-            parent_generations=ops.pack("q", [0], ""),
+            indices=int32(0),
+            generations=int64(1),
+            parent_indices=int32(-1),
+            parent_generations=int64(0),
             hashes=bytes(16),
             token_ids=bytes(4 * LAYOUT.block_size_tokens),
         )

@@ -6,8 +6,6 @@ test_simulated_gpu.py names this file to pytest, which does not collect it by it
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -15,8 +13,9 @@ from transformers import LlamaForCausalLM
 
 from kvplane.transformers import close_planes
 from kvplane.transformers.model_state import namespace_of
-from tests.e2e.engine_planes import ROOT, Process
+from tests.e2e.engine_planes import Process
 from tests.helpers import plane_cache_checks as checks
+from tests.helpers.programs import run
 from tests.models import model_states as states
 
 FOUND = 32  # of 45 tokens, all whole blocks
@@ -39,11 +38,9 @@ def test_two_processes_find_what_their_own_device_left(tmp_path: Path) -> None:
     found = []
     try:
         for _ in range(2):
-            program = [sys.executable, "-m", "tests.models.model_states", control.address, *ASKED]
-            printed = subprocess.run(
-                program, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, timeout=200
-            ).stdout
-            results = json.loads(printed.splitlines()[-1])
+            done = run("tests.models.model_states", control.address, *ASKED)
+            assert done.returncode == 0, done.stderr
+            results = json.loads(done.stdout.splitlines()[-1])
             found.append([num for num, _ in results])
             assert max(off for _, off in results) < checks.ATOL
     finally:

@@ -16,8 +16,9 @@ from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Tls
+from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
-from tests.helpers.data.plan_author import POOL_ID
+from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 
 TLS = Path(__file__).parents[1] / "rpc" / "tls"
 ROLES = {
@@ -71,6 +72,17 @@ class Peers:
 
     def data_client(self, name: str) -> DataClient:
         return DataClient(self.data.address, tls=self.tls(name), timeout_s=30)
+
+    @asynccontextmanager
+    async def engine(self, name: str) -> AsyncIterator[Engine]:
+        """Yield an engine of both planes that checks every output."""
+        async with (
+            self.client(name) as control,
+            self.data_client(name) as data,
+            await control.open_session(POOL_ID, LAYOUT) as session,
+            await data.open(session.grant) as execution,
+        ):
+            yield Engine(session, execution)
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.data.plan_author import PlanAuthor, set_blocks, span, tokens
+from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
 
 FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32
 
@@ -204,6 +204,15 @@ def plan_of_two_tokens(author: PlanAuthor, number: int = 1, session_id: int = 1)
     changes = [set_blocks(1, [(session_id - 1, 1)])] if number == 1 else []
     first = 2 * (number - 1)
     return author.plan(number, session_id, changes=changes, spans=[span(1, first, 2)])
+
+
+def output_after(number: int) -> torch.Tensor:
+    """Return the output of a layer of plan ``number``, each of two tokens and tensors of the seed
+    ``100 * number``, after the plans before it.
+    """
+    seeds = [100 * n for n in range(1, number + 1)]
+    key, value = (torch.cat([tokens(2, seed=seed + i) for seed in seeds]) for i in (1, 2))
+    return dense_attention(tokens(2, 4, seed=seeds[-1]), key, value)
 
 
 async def regions(server: DataPlaneServer, wanted: int) -> None:

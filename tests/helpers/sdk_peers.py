@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,12 +13,14 @@ import grpc.aio
 from kvplane.layout import LayerGroup, Layout
 from kvplane.plane.v1 import registration_pb2
 from kvplane.serving.callers.access import AccessList
-from kvplane.serving.callers.identity import Gate
+from kvplane.serving.callers.identity import Gate, caller
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
+from kvplane.serving.server import ServerTls, build
 from kvplane.v1 import execution_pb2, pool_pb2, prefix_pb2, session_pb2
+from kvplane.wire.plane.v1 import registration_pb2_grpc
 from kvplane.wire.plane.v1.plan_pb2 import Plan
 from kvplane.wire.v1 import execution_pb2 as dpb
 from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2_grpc, prefix_pb2_grpc, session_pb2_grpc
@@ -97,10 +101,11 @@ class ScriptedControlPlane(
 
 
 def add_services(plane: Any, server: grpc.aio.Server) -> None:
-    """Serve the services of a control plane that ``plane`` answers for."""
-    session_pb2_grpc.add_SessionServiceServicer_to_server(plane, server)
-    pool_pb2_grpc.add_PoolServiceServicer_to_server(plane, server)
-    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(plane, server)
+    """Serve the services whose servicers ``plane`` derives from."""
+    for base in type(plane).__mro__:
+        if base.__name__.endswith("Servicer"):
+            add = getattr(sys.modules[base.__module__], f"add_{base.__name__}_to_server")
+            add(plane, server)
 
 
 def interceptor() -> ErrorInterceptor:
@@ -112,14 +117,33 @@ def interceptor() -> ErrorInterceptor:
 
 
 @asynccontextmanager
-async def serving(plane: ScriptedControlPlane) -> AsyncIterator[str]:
+async def serving(plane: Any, tls: ServerTls | None = None) -> AsyncIterator[str]:
     """Serve ``plane`` on a loopback port; yield its address."""
-    server = grpc.aio.server(interceptors=[interceptor()])
-    add_services(plane, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
+    server = build("127.0.0.1:0", tls=tls, max_message_bytes=1 << 20, interceptors=[interceptor()])
+    add_services(plane, server.grpc_server)
+    await server.start([])
+    yield server.address
     await server.stop(0)
+
+
+class WhoAmI(
+    session_pb2_grpc.SessionServiceServicer,
+    registration_pb2_grpc.RegistrationServiceServicer,
+    pool_pb2_grpc.PoolServiceServicer,
+):
+    """Tells the tenant that it takes the caller for, and ends each registration."""
+
+    def __init__(self) -> None:
+        self.registered: list[str] = []
+
+    async def ListPools(self, request: Any, context: Any) -> pool_pb2.ListPoolsResponse:
+        return pool_pb2.ListPoolsResponse(pool_ids=[caller().tenant])
+
+    async def Register(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        await anext(aiter(requests))
+        self.registered.append(caller().tenant)
+        for never in ():
+            yield never
 
 
 class ScriptedDataPlane(
@@ -140,7 +164,7 @@ class ScriptedDataPlane(
         async for request in requests:
             for answer in await self._answer(request, context):
                 if isinstance(answer, Exception):
-                    await hang_up(context)
+                    await abort(context)
                 yield answer
 
     async def _answer(self, request: Any, context: Any) -> Any:
@@ -153,11 +177,37 @@ async def answered(script: Callable[[Any], Any], request: Any, context: Any) -> 
         answer = script(request)
         return await answer if hasattr(answer, "__await__") else answer
     except Hangup:
-        await hang_up(context)
+        await abort(context)
 
 
-async def hang_up(context: Any) -> None:
+async def abort(context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+
+# Scripts
+
+
+def hang_up(request: Any) -> Any:
+    raise Hangup
+
+
+async def never(request: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+def raises(error: Exception) -> Callable[[Any], Any]:
+    """Return a script that raises an error."""
+
+    def script(request: Any) -> Any:
+        raise error
+
+    return script
+
+
+def in_turn(*scripts: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a script that does one of ``scripts`` with each request, and answers further ones."""
+    waiting = [*scripts]
+    return lambda request: (waiting.pop(0) if waiting else answer_step)(request)
 
 
 def answer_step(request: Any) -> Any:

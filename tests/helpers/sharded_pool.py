@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
@@ -44,20 +44,32 @@ BY_BOTH: list[Ranges] = [
 
 
 class ShardedPool:
-    """``async with ShardedPool(folder, by_heads(2)) as pool``: ready when entered."""
+    """``async with ShardedPool(folder, by_heads(2)) as pool``: ready when entered, and its
+    integrity is checked at the end. ``data``: settings of all data planes; ``control``: of the
+    control plane.
+    """
 
     def __init__(
-        self, folder: Path, shards: Sequence[Ranges], layout: Layout = LAYOUT, **control: Any
+        self,
+        folder: Path,
+        shards: Sequence[Ranges],
+        layout: Layout = LAYOUT,
+        pool_id: str = POOL,
+        *,
+        data: dict[str, Any] | None = None,
+        **control: Any,
     ) -> None:
         self.layout = layout
+        self.pool_id = pool_id
         self._folder = folder
         self._shards = shards
+        self._data_settings = {"num_device_blocks": 32, "num_host_blocks": 8, **(data or {})}
         self._control_settings = control
         self.control: ControlPlaneServer
         self.planes: dict[int, DataPlaneServer] = {}
 
-    async def __aenter__(self) -> ShardedPool:
-        await self._start_control("127.0.0.1:0")
+    async def __aenter__(self) -> Self:
+        await self.start_control()
         for index in range(len(self._shards)):
             await self.start(index)
         return self
@@ -65,37 +77,44 @@ class ShardedPool:
     async def __aexit__(self, *_: object) -> None:
         for plane in self.planes.values():
             await plane.stop()
+            plane.executor.check_integrity()
         await self.control.stop()
+        self.control.core.check_integrity()
 
     @property
     def address(self) -> str:
         return self.control.address
 
-    async def start(self, index: int, bind: str = "127.0.0.1:0", **settings: Any) -> None:
+    async def start_control(self, bind: str = "127.0.0.1:0") -> None:
+        defaults = {"bind": bind, "metrics_port": -1, "grace_s": 0.2}
+        config = control_config(**{**defaults, **self._control_settings})
+        self.control = await ControlPlaneServer.start(config)
+
+    async def start(self, index: int = 0, bind: str = "127.0.0.1:0", **settings: Any) -> None:
         """Start a shard, or a later process of one that was stopped."""
-        defaults = {"num_device_blocks": 32, "num_host_blocks": 8}
         config = config_of(
             self._folder,
             self.control.address,
             self.layout,
             bind=bind,
-            pool_id=POOL,
+            pool_id=self.pool_id,
             grace_s=0.2,
-            **{**defaults, **self._shards[index], **settings},
+            **{**self._data_settings, **self._shards[index], **settings},
         )
         plane = self.planes[index] = await DataPlaneServer.start(config)
         with suppress(TimeoutError):
             await asyncio.wait_for(plane.registered.wait(), 10)
 
-    async def stop(self, index: int) -> None:
+    async def stop(self, index: int = 0) -> None:
         await self.planes.pop(index).stop()
+
+    async def restart(self, index: int = 0) -> None:
+        """Start another process of a shard at the same address."""
+        address = self.planes[index].address
+        await self.stop(index)
+        await self.start(index, address)
 
     async def restart_control(self) -> None:
         """Start another control plane at the same address."""
-        address = self.control.address
         await self.control.stop()
-        await self._start_control(address)
-
-    async def _start_control(self, bind: str) -> None:
-        config = control_config(bind=bind, metrics_port=-1, grace_s=0.2, **self._control_settings)
-        self.control = await ControlPlaneServer.start(config)
+        await self.start_control(self.address)

@@ -6,10 +6,7 @@ Each row has two states A and B of a model. Answers are compared with those of e
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +19,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
 from kvplane.transformers.model_state import namespace_of
-from tests.e2e.engine_planes import ROOT, Process
+from tests.e2e.engine_planes import Process
 from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, one_prompt, tiny_llama
+from tests.helpers.programs import run
 from tests.models import model_states as states
 from tests.models.model_states import LLAMA, OTHERS, ask
 
@@ -75,12 +73,9 @@ def test_two_processes_share_what_equal_states_compute_and_nothing_else(tmp_path
     data = [states.data_plane(control.address, row, tmp_path) for row in ("weights", *others)]
     try:
         for _ in range(2):
-            program = [sys.executable, "-m", "tests.models.model_states", control.address, *asked]
-            printed = subprocess.run(
-                program, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                check=True, capture_output=True, text=True, timeout=200,
-            ).stdout  # fmt: skip
-            results = json.loads(printed.splitlines()[-1])
+            done = run("tests.models.model_states", control.address, *asked)
+            assert done.returncode == 0, done.stderr
+            results = json.loads(done.stdout.splitlines()[-1])
             found.append([num for num, _ in results])
             assert max(off for _, off in results) < ATOL
     finally:

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +18,9 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from kvplane import LayerGroup, Layout
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
-from tests.e2e.engine_planes import ROOT, Process
+from tests.e2e.engine_planes import Process
 from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
+from tests.helpers.programs import run
 from tests.models import tiny_pictures as tiny
 from tests.models.model_states import off_by
 from tests.models.tiny_models import tiny_model
@@ -182,12 +180,9 @@ def test_two_processes_on_one_pool_share_an_image_and_never_two(tmp_path: Path) 
     try:
         found = []
         for seeds in (["1"], ["2", "1", "2"]):
-            program = [sys.executable, "-m", "tests.models.tiny_pictures", control.address]
-            printed = subprocess.run(
-                [*program, *seeds], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                check=True, capture_output=True, text=True, timeout=120,
-            ).stdout  # fmt: skip
-            for answer in json.loads(printed.splitlines()[-1]):
+            done = run("tests.models.tiny_pictures", control.address, *seeds)
+            assert done.returncode == 0, done.stderr
+            for answer in json.loads(done.stdout.splitlines()[-1]):
                 assert answer["off"] < ATOL
                 found += answer["found"]
         assert found == [0, BEFORE_IMAGE, WHOLE, WHOLE]

@@ -122,11 +122,10 @@ async def start_world(
 
 
 @pytest.fixture
-async def planes(start_control_plane: StartServer, tmp_path: Path) -> AsyncIterator[Planes]:
-    planes = Planes(start_control_plane, tmp_path)
-    await planes.start()
-    yield planes
-    await planes.data.stop()
+async def planes(tmp_path: Path) -> AsyncIterator[Planes]:
+    """Both planes, and a pool of 32 device and 8 host blocks of 8 tokens each."""
+    async with Planes(tmp_path) as planes:
+        yield planes
 
 
 @pytest.fixture

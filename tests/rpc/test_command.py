@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from control_plane.server.server import ControlPlaneServer
-from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, __version__, ops
 from kvplane.cli.program import run
 from kvplane.release import release
-from tests.helpers.data.data_server import config_of
-from tests.helpers.data.plan_author import POOL_ID
+from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.load import Load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -39,58 +36,48 @@ Command = Callable[..., Awaitable[Done]]
 
 
 @pytest.fixture
-async def planes(
-    tmp_path: Path, control_server: ControlPlaneServer
-) -> AsyncIterator[tuple[ControlPlaneServer, DataPlaneServer]]:
-    data = await DataPlaneServer.start(
-        config_of(tmp_path, control_server.address, num_device_blocks=64)
-    )
-    async with ControlClient(control_server.address) as client:
-        await client.wait_ready(POOL_ID, timeout_s=20)
-    yield control_server, data
-    await data.stop()
+async def planes(tmp_path: Path) -> AsyncIterator[Planes]:
+    async with Planes(tmp_path, data={"num_device_blocks": 64}) as planes:
+        yield planes
 
 
 @pytest.fixture
-def command(
-    planes: tuple[ControlPlaneServer, DataPlaneServer], capfd: pytest.CaptureFixture[str]
-) -> Command:
+def command(planes: Planes, capfd: pytest.CaptureFixture[str]) -> Command:
     async def call(*arguments: str) -> Done:
-        address = planes[0].address
         capfd.readouterr()
-        code = await asyncio.to_thread(run, ["--control-plane", address, *arguments])
+        code = await asyncio.to_thread(run, ["--control-plane", planes.address, *arguments])
         return Done(code, *capfd.readouterr())
 
     return call
 
 
-async def test_status_and_pools_say_what_the_planes_are(command: Command, planes: Any) -> None:
+async def test_status_and_pools_say_what_the_planes_are(command: Command, planes: Planes) -> None:
     done = await command("--json", "status")
     assert done.code == 0
     told = done.rows
     assert told["version"] == release()
-    assert told["incarnation"] == str(planes[0].core.incarnation)
+    assert told["incarnation"] == str(planes.control.core.incarnation)
     assert told["pools"][0]["ready"] is True
     assert "1 of 1" in (await command("status")).out
     pools = (await command("--json", "pools")).rows
-    assert [tier["blocks"] for tier in pools["tiers"]] == [64, 4]
-    assert pools["shards"][0]["address"] == planes[1].address
-    assert planes[1].address in (await command("pools")).out
+    assert [tier["blocks"] for tier in pools["tiers"]] == [64, 8]
+    assert pools["shards"][0]["address"] == planes.data.address
+    assert planes.data.address in (await command("pools")).out
 
 
-async def test_a_pool_that_is_not_ready_is_exit_code_1(command: Command, planes: Any) -> None:
-    await planes[1].stop()
+async def test_a_pool_that_is_not_ready_is_exit_code_1(command: Command, planes: Planes) -> None:
+    await planes.stop()
     done = await command("status")
     assert done.code == 1
     assert "0 of 1" in done.out
 
 
 async def test_lookup_explain_retain_and_forget_find_the_prefix_of_a_load(
-    command: Command, planes: Any
+    command: Command, planes: Planes
 ) -> None:
     load = Load(duration_s=0.5, num_prefixes=1, prefix_tokens=16, own_tokens=4)
-    async with ControlClient(planes[0].address) as client:
-        await load.run(client, POOL_ID)
+    async with ControlClient(planes.address) as client:
+        await load.run(client, POOL)
     assert load.num_cached_tokens > 0
     events = (await command("--json", "watch", "--count", "3")).out.splitlines()
     assert len(events) == 3
@@ -109,12 +96,11 @@ async def test_lookup_explain_retain_and_forget_find_the_prefix_of_a_load(
     assert (await command("forget", "--all-of", "tenant")).code == 0
 
 
-async def test_sessions_and_their_sequences_are_listed(command: Command, planes: Any) -> None:
-    control, data = planes
+async def test_sessions_and_their_sequences_are_listed(command: Command, planes: Planes) -> None:
     assert (await command("--json", "sessions")).rows == []
     async with (
-        ControlClient(control.address) as client,
-        await client.open_session(POOL_ID, data.executor.layout) as session,
+        ControlClient(planes.address) as client,
+        await client.open_session(POOL) as session,
     ):
         await session.run(ops.admit(7, range(20)))
         (row,) = (await command("--json", "sessions")).rows
@@ -127,8 +113,8 @@ async def test_sessions_and_their_sequences_are_listed(command: Command, planes:
         assert (await command("sequences", "1")).code == 1
 
 
-async def test_ping_asks_either_plane(command: Command, planes: Any) -> None:
-    for address in ([], [planes[1].address]):
+async def test_ping_asks_either_plane(command: Command, planes: Planes) -> None:
+    for address in ([], [planes.data.address]):
         done = await command("--json", "ping", *address)
         assert (done.code, done.rows[0]["state"]) == (0, "SERVING")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-import torch
 
 from kvplane import ControlClient, DataClient, Execution, Session, Tensor, ops
 from kvplane.errors import (
@@ -69,11 +68,6 @@ async def nobody_listens(_: Newcomer) -> None:
         await control.get_server_info()
 
 
-@mistake(InvalidRequestError, "target: must be host:port, is 'localhost'")
-async def a_target_without_a_port(_: Newcomer) -> None:
-    ControlClient("localhost")
-
-
 @mistake(
     ProtocolMismatchError,
     "PoolService is served by the control plane, and this is a data plane: are the "
@@ -107,11 +101,6 @@ async def a_pool_that_is_not_there(who: Newcomer) -> None:
 async def another_layout(who: Newcomer) -> None:
     group = replace(LAYOUT.groups[0], head_size=16)
     await who.control.open_session(POOL, replace(LAYOUT, block_size_tokens=16, groups=(group,)))
-
-
-@mistake(InvalidRequestError, "token_ids: must be integers of 32 bits")
-async def tokens_that_are_text(who: Newcomer) -> None:
-    await who.session.run(ops.admit(1, "a prompt"))  # type: ignore[arg-type]
 
 
 @mistake(InvalidRequestError, "operations[0].admit.token_ids: must hold at least 1 token")
@@ -228,19 +217,6 @@ async def a_batch_dimension(who: Newcomer) -> None:
 async def tokens_left_out(who: Newcomer) -> None:
     await who.execution.start((await who.session.run(ops.admit(1, [1, 2]))).plan)
     await who.execution.layer(0, zeros(1), zeros(1), zeros(1))
-
-
-@mistake(
-    InvalidRequestError,
-    "array: is not contiguous: pass array.contiguous(), or numpy.ascontiguousarray(array)",
-)
-async def a_transposed_array(_: Newcomer) -> None:
-    Tensor.from_array(torch.zeros(8, 2).T)
-
-
-@mistake(InvalidRequestError, "data: float32 of shape [2, 1, 8] takes 64 bytes, not 32")
-async def bytes_of_another_type(_: Newcomer) -> None:
-    Tensor("float32", (2, 1, 8), bytes(2 * 8 * 2))
 
 
 @mistake(SessionNotFoundError, "session.session_id: was closed here: open another")

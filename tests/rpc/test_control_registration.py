@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ops
-from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64
+from kvplane import LayerGroup
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
-from tests.helpers.planning.registration_messages import report
+from tests.helpers.planning.registration_messages import LAYOUT, report
 
 PROMPT = list(range(1, 21))
 
@@ -65,34 +65,35 @@ async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
     shard.hang_up()
 
 
+INVALID = ("INVALID_ARGUMENT", "INVALID_REQUEST")
+TWO_GROUPS = replace(
+    LAYOUT,
+    groups=(LayerGroup("full", (0,), 2, 8), LayerGroup("window", (1,), 1, 16, 12)),
+).to_proto()
+GROUP = rpb.GroupBlocks(num_device_blocks=16, num_host_blocks=8)
+SHARD = tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=2)
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "reason", "field"),
     [
-        ({"version": ""}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.version"),
-        ({"version": "x" * 129}, "INVALID_ARGUMENT", "INVALID_REQUEST", "hello.version"),
-        (
-            {"oldest_payload_version": 0},
-            "INVALID_ARGUMENT",
-            "INVALID_REQUEST",
-            "hello.oldest_payload_version",
-        ),
+        ({"version": ""}, *INVALID, "version"),
+        ({"version": "x" * 129}, *INVALID, "version"),
+        ({"oldest_payload_version": 0}, *INVALID, "oldest_payload_version"),
         (
             {"oldest_payload_version": 3, "newest_payload_version": 2},
-            "INVALID_ARGUMENT",
-            "INVALID_REQUEST",
-            "hello.newest_payload_version",
+            *(*INVALID, "newest_payload_version"),
+        ),
+        ({"incarnation": 2**64 - 1}, "ABORTED", "STALE_INCARNATION", "incarnation"),
+        ({"layout": TWO_GROUPS}, *INVALID, "groups"),
+        ({"layout": TWO_GROUPS, "groups": [GROUP]}, *INVALID, "groups"),
+        (
+            {"layout": TWO_GROUPS, "groups": [GROUP, rpb.GroupBlocks()]},
+            *(*INVALID, "groups[1].num_device_blocks"),
         ),
         (
-            {"oldest_payload_version": 9, "newest_payload_version": 9},
-            "FAILED_PRECONDITION",
-            "PROTOCOL_MISMATCH",
-            "hello.newest_payload_version",
-        ),
-        (
-            {"incarnation": 2**64 - 1},
-            "ABORTED",
-            "STALE_INCARNATION",
-            "hello.incarnation",
+            {"layout": TWO_GROUPS, "groups": [GROUP, GROUP], "shard": SHARD},
+            *(*INVALID, "shard.first_layer"),
         ),
     ],
 )
@@ -101,7 +102,7 @@ async def test_a_hello_is_refused_when(
 ) -> None:
     shard = RawShard(stub, **fields)
     await shard.send(hello=shard.hello)
-    assert await shard_failure(shard) == (code, reason, field)
+    assert await shard_failure(shard) == (code, reason, f"hello.{field}")
     assert list((await stub.ListPools(pool_pb2.ListPoolsRequest())).pool_ids) == []
 
 
@@ -113,22 +114,6 @@ async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
     await twice.register()
     await twice.send(hello=twice.hello)
     assert await shard_failure(twice) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "hello")
-
-
-async def test_what_is_published_is_sent_to_the_data_plane(
-    session: RawSession, shard: RawShard
-) -> None:
-    await session.admit(1, PROMPT)
-    await session.submit()
-    told = await shard.published(2)
-    first, second = columns.read(INT32, told.indices, "indices")
-    assert list(columns.read(INT32, told.parent_indices, "parents")) == [-1, first]
-    assert list(columns.read(INT64, told.generations, "generations")) == [1, 1]
-    assert list(columns.read(INT64, told.parent_generations, "parents")) == [0, 1]
-    assert told.token_ids == ops.pack_tokens(PROMPT[:16])
-    assert (told.tenant, told.namespace, told.hash_algorithm) == ("default", "", "xxh3-128")
-    assert len({told.hashes[:16], told.hashes[16:]}) == 2
-    assert first != second
 
 
 async def test_a_closed_session_is_fenced_and_its_blocks_return_when_that_is_done(

@@ -5,7 +5,6 @@ stopping.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -24,15 +23,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import __version__, ops
-from kvplane.release import release
 from kvplane.serving import server as serving
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
+from tests.helpers.attacked_planes import PlaneProcess
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
-from tests.helpers.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
@@ -161,75 +159,56 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
     session.receipts = [forged]
     with pytest.raises(grpc.aio.AioRpcError):
         await session.submit()
-    await session.step(ops.append([1, 2, 9], [1] * 3, 1, first_positions=[20, 20, 0], num_tokens=1))
     call: Any = stub.StreamSteps()
     step = pb.StepRequest(session=session.ref, number=77)
     await call.write(pb.StreamStepsRequest(step=step))
     assert (await call.read()).error.reason == "STEP_OUT_OF_ORDER"
     call.cancel()
     told = await scrape(control_server)
-    states = ("free", "cached", "held", "retired")
-    device = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="device"}}'] for s in states]
-    assert sum(device) == 16
-    assert device[2] == 4
-    host = [told[f'kvplane_blocks{{pool="pool",state="{s}",tier="host"}}'] for s in states]
-    assert host == [8, 0, 0, 0]
-    assert told['kvplane_sessions{pool="pool"}'] == 1
-    assert told['kvplane_sequences{pool="pool",state="device"}'] == 2
-    assert told['kvplane_registered_shards{pool="pool"}'] == 1
-    assert told['kvplane_lookup_tokens_total{pool="pool"}'] == 40
-    assert told['kvplane_hit_tokens_total{pool="pool",tier="device"}'] == 16
-    assert told['kvplane_publications_total{pool="pool"}'] == 2
-    for name in ("copies_on_write", "aborts"):
-        assert told[f'kvplane_{name}_total{{pool="pool"}}'] == 0
-    for direction in ("in", "out"):
-        assert told[f'kvplane_swapped_blocks_total{{direction="{direction}",pool="pool"}}'] == 0
-    counted = {
-        (kind, status): told[f'kvplane_operations_total{{operation="{kind}",status="{status}"}}']
-        for kind, status in (
-            ("admit", "ok"),
-            ("admit", "failed"),
-            ("admit", "never"),
-            ("free", "failed"),
-            ("append", "ok"),
-            ("append", "failed"),
-        )
-    }
-    assert list(counted.values()) == [2, 1, 1, 2, 2, 1]
-    assert told["kvplane_plans_total"] == 3
-    assert told["kvplane_step_duration_seconds_count"] == 5
-    assert told['kvplane_sessions_expired_total{pool="pool"}'] == 0
+    assert_told(
+        told,
+        """
+        blocks{pool="pool",state="held",tier="device"} 4
+        blocks{pool="pool",state="free",tier="host"} 8
+        sessions{pool="pool"} 1
+        sequences{pool="pool",state="device"} 2
+        registered_shards{pool="pool"} 1
+        lookup_tokens_total{pool="pool"} 40
+        hit_tokens_total{pool="pool",tier="device"} 16
+        publications_total{pool="pool"} 2
+        aborts_total{pool="pool"} 0
+        swapped_blocks_total{direction="in",pool="pool"} 0
+        operations_total{operation="admit",status="ok"} 2
+        operations_total{operation="admit",status="failed"} 1
+        operations_total{operation="admit",status="never"} 1
+        operations_total{operation="free",status="failed"} 2
+        plans_total 2
+        step_duration_seconds_count 4
+        rejections_total{reason="BAD_SIGNATURE"} 1
+        rejections_total{reason="STEP_OUT_OF_ORDER"} 1
+        rpc_handled_total{code="OK",method="/kvplane.v1.SessionService/Step"} 4
+        rpc_handled_total{code="DATA_LOSS",method="/kvplane.v1.SessionService/Step"} 1
+        rpc_duration_seconds_count{method="/kvplane.v1.SessionService/Step"} 5
+        """,
+    )
     incarnation = control_server.core.incarnation
     assert told[f'kvplane_control_plane_info{{incarnation="{incarnation}"}}'] == 1
-    assert told['kvplane_rejections_total{reason="BAD_SIGNATURE"}'] == 1
-    assert told['kvplane_rejections_total{reason="STEP_OUT_OF_ORDER"}'] == 1
-    handled = "kvplane_rpc_handled_total{code="
-    assert told[f'{handled}"OK",method="/{SERVICE}/Step"}}'] == 5
-    assert told[f'{handled}"DATA_LOSS",method="/{SERVICE}/Step"}}'] == 1
-    assert told[f'kvplane_rpc_duration_seconds_count{{method="/{SERVICE}/Step"}}'] == 6
-
-
-async def test_a_call_tells_the_numbers_of_a_pools_metrics(
-    start_control_plane: Any, connect: Callable[[ControlPlaneServer], Stub]
-) -> None:
-    control_server = await start_control_plane(metrics_port=0)
-    stub = connect(control_server)
-    shard = await RawShard.joined(stub)
-    session = await RawSession.open(stub, shard)
-    await session.admit(1, list(range(1, 21)))
-    await session.submit()
-    await session.admit(2, list(range(1, 21)))
-    told = await scrape(control_server)
-    pool = re.compile(r'\{pool="pool"\}|pool="pool",|,pool="pool"')
+    of_pool = re.compile(r'\{pool="pool"\}|pool="pool",|,pool="pool"')
     counters = {
-        pool.sub("", name.removeprefix("kvplane_")): value
+        of_pool.sub("", name.removeprefix("kvplane_")): value
         for name, value in told.items()
-        if pool.search(name) and "_seconds" not in name
+        if of_pool.search(name) and "_seconds" not in name
     }
     answer = await stub.GetPoolCounters(pool_pb2.GetPoolCountersRequest(pool_id="pool"))
-    assert dict(answer.counters) == counters
-    assert counters['hit_tokens_total{tier="device"}'] == 16
+    assert dict(answer.counters) == counters, "a call tells the numbers of the metrics"
     shard.hang_up()
+
+
+def assert_told(told: dict[str, float], wanted: str) -> None:
+    """Assert that samples have these values: one a line, without the names' prefix."""
+    samples = [line.rsplit(" ", 1) for line in wanted.split("\n") if line.strip()]
+    expected = {f"kvplane_{name.strip()}": float(value) for name, value in samples}
+    assert {name: told.get(name) for name in expected} == expected
 
 
 async def test_the_containers_probe_asks_for_health_without_an_interpreter(
@@ -317,104 +296,46 @@ async def test_a_call_in_flight_when_the_server_stops_is_answered_and_new_ones_a
         await asyncio.wait_for(stopping, PATIENCE_S)
 
 
-def run_program(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "control_plane", *argv],
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.mark.nightly  # a process; tests/unit/client/test_settings.py has what is refused
-def test_the_program_refuses_a_bad_setting_in_one_line_with_exit_code_2() -> None:
-    run = run_program(KVPLANE_CONTROL_PLANE_LEASE_S="-1")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.count("\n") == 1
-    assert "lease" in run.stderr.lower()
-
-
 @pytest.mark.nightly  # a process
 async def test_the_program_says_in_one_line_that_an_address_is_taken_with_exit_code_1(
     control_server: ControlPlaneServer,
 ) -> None:
-    argv = ["--bind", control_server.address, "--metrics-port", "-1", "--log-level", "error"]
-    run = await asyncio.to_thread(run_program, *argv)
+    command = [sys.executable, "-m", "control_plane", "--bind", control_server.address]
+    command += ["--metrics-port", "-1", "--log-level", "error"]
+    run = await asyncio.to_thread(
+        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert run.returncode == 1
     [line] = [line for line in run.stderr.splitlines() if line.startswith("control_plane: ")]
     assert control_server.address in line
 
 
-@pytest.mark.nightly  # a process
-def test_the_program_logs_json_when_asked_to() -> None:
-    run = run_program(
-        *("--bind", "no-such-host.invalid:1", "--metrics-port=-1", "--insecure"),
-        *("--log-format", "json"),
-    )
-    told = json.loads(run.stderr.splitlines()[0])
-    assert (told["level"], told["logger"]) == ("info", "control_plane")
-    assert told["message"].startswith(f"settings release={release()} ")
-    assert " bind='no-such-host.invalid:1' " in told["message"]
-    assert told["time"].endswith("Z")
-
-
 def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path) -> None:
-    port_file = tmp_path / "port"
-    argv = ["--bind=127.0.0.1:0", "--metrics-port=0", f"--port-file={port_file}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "control_plane", *argv],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        lines: list[str] = []
-        while not any(" listening " in line for line in lines):
-            lines.append(process.stderr.readline())
-            assert lines[-1], lines
-        address = f"127.0.0.1:{int(port_file.read_text())}"
-        with grpc.insecure_channel(address) as channel:
-            stub = stub_of(channel)
-            assert stub.GetServerInfo(ABOUT, timeout=PATIENCE_S).incarnation
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
-        lines += process.stderr.read().splitlines()
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+    with PlaneProcess("control_plane", tmp_path) as plane:
+        with grpc.insecure_channel(plane.address) as channel:
+            assert stub_of(channel).GetServerInfo(ABOUT, timeout=PATIENCE_S).incarnation
+        plane.process.send_signal(signal.SIGTERM)
+        assert plane.process.wait(PATIENCE_S) == 0
+        lines = plane.log_file.read_text().splitlines()
     settings = next(line for line in lines if " settings " in line)
     assert "lease_s=30.0" in settings
-    assert any(f"address={address}" in line for line in lines)
+    assert any(" listening " in line and f"address={plane.address}" in line for line in lines)
     assert "stopped" in lines[-1]
 
 
 @pytest.mark.nightly  # a process that sleeps
 async def test_a_control_plane_that_slept_past_a_lease_does_not_end_it(tmp_path: Path) -> None:
-    port_file = tmp_path / "port"
-    argv = ["--bind=127.0.0.1:0", "--metrics-port=-1", f"--port-file={port_file}", "--lease-s=2"]
-    process = subprocess.Popen([sys.executable, "-m", "control_plane", *argv], cwd=ROOT)
-    try:
-        await until(lambda: port_file.exists())
-        async with grpc.aio.insecure_channel(
-            f"127.0.0.1:{port_file.read_text().strip()}"
-        ) as channel:
+    with PlaneProcess("control_plane", tmp_path, "--lease-s=2") as plane:
+        async with grpc.aio.insecure_channel(plane.address) as channel:
             stub = stub_of(channel)
             shard = await RawShard.joined(stub)
             session = await RawSession.open(stub, shard)
-            process.send_signal(signal.SIGSTOP)
+            plane.process.send_signal(signal.SIGSTOP)
             await asyncio.sleep(2.3)  # longer than the lease, by less than half of it
-            process.send_signal(signal.SIGCONT)
+            plane.process.send_signal(signal.SIGCONT)
             await asyncio.sleep(0.5)
             await session.admit(1, [1, 2, 3])
             shard.hang_up()
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def test_a_signal_is_waited_for_and_its_handler_given_back() -> None:

@@ -17,7 +17,7 @@ from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, Stub
+from tests.helpers.planning.control_wire import PATIENCE_S, RawSession
 
 OK, NEVER = pb.ITEM_STATUS_UNSPECIFIED, pb.ITEM_STATUS_NEVER
 
@@ -102,56 +102,6 @@ async def test_bytes_that_are_no_request_are_refused_and_the_stream_goes_on(
         assert pb.StreamStepsResponse.FromString(await call.read()).HasField("error")
         await call.write(request.SerializeToString())
         assert statuses(pb.StreamStepsResponse.FromString(await call.read())) == [OK]
-
-
-async def test_a_number_repeated_over_another_stream_gets_the_same_answer(
-    session: RawSession,
-) -> None:
-    broken = Steps(session)
-    request = {"number": 1}
-    await broken.send(ops.admit(1, [1, 2]), **request)
-    first = await broken.receive()
-    broken.call.cancel()
-    fresh = Steps(session)
-    await fresh.send(ops.admit(1, [1, 2]), **request)
-    assert await fresh.receive() == first
-    receipt = session.shard.receipt(first.step.plan)
-    await fresh.send(ops.admit(1, [1, 2]), receipts=[receipt], **request)
-    assert (await fresh.receive()).step.plan == first.step.plan
-    conflict = await fresh.refusal(ops.admit(1, [1, 3]), **request)
-    assert conflict == (1, "STEP_CONFLICT", "number")
-
-
-async def test_the_stream_and_the_unary_calls_share_their_numbers_and_answers(
-    stub: Stub, session: RawSession
-) -> None:
-    operation = ops.admit(1, [1, 2])
-    unary = await session.step(operation)
-    steps = Steps(session)
-    await steps.send(operation, number=1)
-    assert (await steps.receive()).step == unary
-    answer = await steps.step(ops.admit(2, list(range(1000))))
-    assert statuses(answer) == [NEVER]
-    step = pb.StepRequest(
-        session=session.ref, number=2, operations=[ops.admit(2, list(range(1000)))]
-    )
-    assert (await stub.Step(step)) == answer.step
-
-
-async def test_deferred_tokens_may_follow_in_a_later_step_or_without_one(
-    stub: Stub, session: RawSession, steps: Steps
-) -> None:
-    await steps.step(ops.admit(1, [1, 2], max_total_tokens=16))
-    await steps.step(ops.append(1, [], 2, first_positions=2))
-    await steps.step(deferred_tokens=ops.deferred_tokens([1], [1], [2], [1], [3]))
-    last = ops.deferred_tokens([1], [1], [3], [1], [4])
-    request = pb.StepRequest(deferred_tokens=last, **session.next())
-    await stub.Step(request)
-    known = (await session.look_at(1)).sequences.num_tokens
-    assert known == columns.pack(INT32, [4])
-    wrong, fields = ops.deferred_tokens([1], [1], [9], [1], [3]), session.next()
-    told = await steps.refusal(**{**fields, "deferred_tokens": wrong})
-    assert told == (fields["number"], "INVALID_REQUEST", "deferred_tokens.first_positions[0]")
 
 
 async def test_a_stream_ends_when_its_client_has_no_more_to_say(steps: Steps) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,8 @@ from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.device.cuda_streams import DeviceStreams
-from data_plane.server.tensor_codec import tensor_to_message
-from kvplane.clients.data_client import DataClient
+from kvplane import Execution, Tensor
 from kvplane.errors import InternalError
-from kvplane.tensor import Tensor
 from kvplane.transport.health import check
 from tests.helpers.data.data_server import author_of, config_of, serving
 from tests.helpers.data.kernel_faults import with_operations
@@ -27,6 +26,7 @@ from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import set_blocks, span, tokens
 from tests.helpers.planning.register_side import RegisterSide
+from tests.helpers.served import Served, served
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
@@ -54,6 +54,24 @@ async def side() -> AsyncIterator[RegisterSide]:
     await side.stop()
 
 
+PARTS = [Tensor.from_array(tokens(3, num_heads)) for num_heads in (4, 2, 2)]
+
+
+@asynccontextmanager
+async def failing(folder: Path, shared_memory: bool) -> AsyncIterator[tuple[Served, Execution]]:
+    """A plan of three tokens, whose first layer the device has failed to compute."""
+    async with (
+        served(folder) as peer,
+        peer.client(shared_memory=shared_memory) as client,
+        await client.open(peer.author.grant()) as execution,
+    ):
+        plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+        await execution.start(plan)
+        with pytest.raises(InternalError, match="the device failed"):
+            await execution.layer(0, *PARTS)
+        yield peer, execution
+
+
 async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_memory: bool
 ) -> None:
@@ -67,22 +85,11 @@ async def test_an_answer_lost_on_its_way_is_an_error_in_a_stream_that_stays_open
         return output.to("meta") if num_lost == 1 else output
 
     use(monkeypatch, with_operations(CpuKernels(1), paged_attention=attention))
-    async with serving(tmp_path) as (server, side):
-        author, client = (
-            author_of(server, side),
-            DataClient(server.address, shared_memory=shared_memory),
-        )
-        parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
-        async with await client.open(author.grant()) as execution:
-            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
-            await execution.start(plan)
-            with pytest.raises(InternalError, match="the device failed"):
-                await execution.layer(0, *parts)
-            for layer in execution.layers:
-                await execution.layer(layer, *parts)
-            assert author.read_receipt(*execution.receipts).plan_number == 1
-        assert await check(server.address) == "SERVING"
-        await client.close()
+    async with failing(tmp_path, shared_memory) as (peer, execution):
+        for layer in execution.layers:
+            await execution.layer(layer, *PARTS)
+        assert peer.author.read_receipt(*execution.receipts).plan_number == 1
+        assert await check(peer.server.address) == "SERVING"
 
 
 async def test_a_server_that_stops_waits_for_the_device(
@@ -133,19 +140,8 @@ async def test_a_device_that_is_lost_while_an_answer_is_on_its_way_is_noticed(
     kernels = with_operations(kernels, paged_attention=attention)
     kernels.streams = DeviceStreams(runtime)  # type: ignore[misc]
     use(monkeypatch, kernels)
-    async with serving(tmp_path) as (server, side):
-        author, client = (
-            author_of(server, side),
-            DataClient(server.address, shared_memory=shared_memory),
-        )
-        parts = [Tensor.from_proto(tensor_to_message(tokens(3, n))) for n in (4, 2, 2)]
-        async with await client.open(author.grant()) as execution:
-            plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
-            await execution.start(plan)
-            with pytest.raises(InternalError, match="the device failed"):
-                await execution.layer(0, *parts)
-        await asyncio.wait_for(server.lost.wait(), 10)
-        await client.close()
+    async with failing(tmp_path, shared_memory) as (peer, _):
+        await asyncio.wait_for(peer.server.lost.wait(), 10)
 
 
 async def test_an_embedded_plane_whose_device_is_lost_leaves_its_control_plane(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 import torch
 
-from data_plane.server.server import DataPlaneServer
-from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from data_plane.server.tensor_codec import tensor_to_message
+from kvplane import Tensor
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -23,14 +23,11 @@ from kvplane.errors import (
     StaleEpochError,
 )
 from kvplane.release import release
-from kvplane.tensor import Tensor
-from kvplane.wire.error_codec import from_rpc_error, from_wire
+from kvplane.wire.error_codec import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import types_pb2
-from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import (
     HOST,
-    PlanAuthor,
     blocks_of,
     dense_attention,
     fork,
@@ -42,60 +39,21 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
-from tests.helpers.data.unary_client import UnaryClient
-from tests.helpers.planning.control_wire import stub_of
-
-CPU = torch.device("cpu")
-
-
-class Peer:
-    """One registered data plane, its plan author and both kinds of client."""
-
-    def __init__(self, server: DataPlaneServer, author: PlanAuthor, channel: Any) -> None:
-        self.server = server
-        self.author = author
-        self.client = UnaryClient(server.address)
-        self.stub: Any = stub_of(channel)
-
-    async def opened(self, session_id: int = 1) -> Any:
-        """A raw execution stream that is open."""
-        call = self.stub.Execute()
-        grant = self.author.grant(session_id)
-        opened = await ask(call, open=pb.OpenExecution(grant=grant))
-        assert opened.opened.layers == [0, 1]
-        return call
-
-    def memory(self) -> bytes:
-        pools = self.server.executor.pools
-        return pools.device_tier.numpy().tobytes() + pools.host_tier.numpy().tobytes()
+from tests.helpers.refusals import refused
+from tests.helpers.served import Served, Stream, received, served
 
 
 @pytest.fixture
-async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Peer]:
+async def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
     monkeypatch.setattr("data_plane.server.server.MAX_MESSAGE_BYTES", 1 << 20)
-    async with (
-        serving(tmp_path) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        peer = Peer(server, author_of(server, side), channel)
+    async with served(tmp_path) as peer:
         yield peer
-        await peer.client.close()
 
 
-async def ask(call: Any, **message: Any) -> pb.ExecuteResponse:
-    if isinstance(plan := message.get("plan"), types_pb2.SignedPayload):
-        message["plan"] = pb.StartPlanRequest(plan=plan)
-    await call.write(pb.ExecuteRequest(**message))
-    answer: pb.ExecuteResponse = await call.read()
-    return answer
-
-
-def wire(tensor: torch.Tensor) -> Tensor:
-    return Tensor.from_proto(tensor_to_message(tensor))
-
-
-def torch_of(tensor: Tensor) -> torch.Tensor:
-    return tensor_from_message(tensor.to_proto(), CPU, field="tensor")
+def plan_of(peer: Served, num_tokens: int = 2) -> types_pb2.SignedPayload:
+    """Return the first plan of session 1, in block 0."""
+    changes = [set_blocks(1, [(0, 1)])]
+    return peer.author.plan(1, changes=changes, spans=[span(1, 0, num_tokens)])
 
 
 def layer_input(
@@ -111,28 +69,29 @@ def layer_input(
     return pb.RunLayerRequest(layer=layer, plan_number=plan_number, **messages)
 
 
-def only_attends(layer: pb.RunLayerRequest) -> pb.RunLayerRequest:
-    layer.ClearField("key")
-    layer.ClearField("value")
+def without(layer: pb.RunLayerRequest, *names: str) -> pb.RunLayerRequest:
+    for name in names:
+        layer.ClearField(name)  # type: ignore[arg-type]
     return layer
 
 
-async def test_its_server_info_says_what_runs_here(peer: Peer) -> None:
-    info, executor = await peer.client.get_server_info(), peer.server.executor
+async def test_its_server_info_says_what_runs_here(peer: Served) -> None:
+    async with peer.client() as client:
+        info = await client.get_server_info()
     assert (info.version, info.incarnation, info.device) == (release(), 1, "cpu")
-    assert info.pool_id == executor.pool_id
+    assert info.pool_id == peer.executor.pool_id
     assert info.shard is not None
-    assert info.shard.shard == executor.shard
-    assert (info.shard.epoch, info.shard.address) == (executor.epoch, peer.server.address)
+    assert info.shard.shard == peer.executor.shard
+    assert (info.shard.epoch, info.shard.address) == (peer.executor.epoch, peer.server.address)
     assert (info.shard.connected, info.shard.has_file_tier) == (True, False)
 
 
 async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(
-    peer: Peer, shared_memory: bool
+    peer: Served, shared_memory: bool
 ) -> None:
     query, key, value = tokens(12, 4), tokens(12, seed=1), tokens(12, seed=2)
     async with (
-        UnaryClient(peer.server.address, shared_memory=shared_memory) as client,
+        peer.client(shared_memory=shared_memory) as client,
         await client.open(peer.author.grant()) as execution,
     ):
         changes = [set_blocks(1, [(5, 1), (2, 1)])]
@@ -140,39 +99,59 @@ async def test_an_execution_runs_a_plan_and_ends_with_its_receipt(
         assert execution.num_tokens == 12
         for layer in execution.layers:
             assert not execution.receipts
-            output = await execution.layer(layer, wire(query), wire(key), wire(value))
+            output = await execution.layer(layer, *map(Tensor.from_array, (query, key, value)))
         want = dense_attention(query, key, value)
-        torch.testing.assert_close(torch_of(output), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.torch(), want, atol=1e-5, rtol=1e-5)
         assert peer.author.read_receipt(*execution.receipts).plan_number == 1
 
 
-async def test_a_plan_shown_over_a_second_stream_goes_on_where_it_was(peer: Peer) -> None:
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+async def test_a_plan_shown_over_a_second_stream_goes_on_where_it_was(peer: Served) -> None:
+    plan = plan_of(peer, 3)
     first = await peer.opened()
-    assert (await ask(first, plan=plan)).started.num_tokens == 3
-    assert (await ask(first, layer=layer_input(0, 3))).output.layer == 0
-    first.cancel()
+    assert (await first.ask(plan=plan)).started.num_tokens == 3
+    assert (await first.ask(layer=layer_input(0, 3))).output.layer == 0
+    first.call.cancel()
     second = await peer.opened()
-    assert not (await ask(second, plan=plan)).started.finished
-    output = (await ask(second, layer=layer_input(1, 3))).output
+    assert not (await second.ask(plan=plan)).started.finished
+    output = (await second.ask(layer=layer_input(1, 3))).output
     assert output.layer == 1
     assert peer.author.read_receipt(output.receipt).plan_number == 1
     third = await peer.opened()
-    started = (await ask(third, plan=plan)).started
+    started = (await third.ask(plan=plan)).started
     assert (started.finished, started.receipt) == (True, output.receipt)
 
 
-async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
-    call = peer.stub.Execute()
-    before = peer.memory()
+HUGE = types_pb2.Tensor(dtype=types_pb2.ELEMENT_TYPE_FLOAT32, shape=[0, 2**62, 2**62])
+# The field that is named, and what is done to the right message of a layer.
+SPOILED: list[tuple[str, Callable[[pb.RunLayerRequest], object]]] = [
+    ("layer.layer", lambda m: setattr(m, "layer", 7)),
+    ("layer.grant", lambda m: m.grant.SetInParent()),
+    ("layer.plan", lambda m: m.plan.SetInParent()),
+    ("layer.layer", lambda m: without(m, "key", "value")),
+    ("layer.key", lambda m: without(m, "query", "key", "value")),
+    ("layer.key", lambda m: without(m, "key")),
+    ("layer.key", lambda m: m.key.CopyFrom(tensor_to_message(tokens(3)))),
+    ("layer.query", lambda m: m.query.CopyFrom(tensor_to_message(tokens(2, 3)))),
+    ("layer.value.data", lambda m: setattr(m.value, "data", m.value.data[:-1])),
+    ("layer.key.shape", lambda m: m.key.shape.__setitem__(0, -2)),
+    ("layer.key.shape", lambda m: m.key.CopyFrom(HUGE)),
+    ("layer.key.memory", lambda m: setattr(m.key.memory, "region_id", 1)),
+    ("layer.options", lambda m: m.options.MergeFromString(b"\x98\x06\x01")),  # a later field
+    ("layer.query.dtype", lambda m: setattr(m.query, "dtype", 9)),
+]
+
+
+async def test_a_stream_answers_errors_and_stays_open(peer: Served) -> None:
+    stream = Stream(peer.stub.Execute())
+    before = peer.memory
 
     async def refused(error: type[Exception], field: str, **message: Any) -> None:
-        answer = await ask(call, **message)
+        answer = await stream.ask(**message)
         assert answer.WhichOneof("message") == "error", answer
         caught = from_wire(answer.error)
         assert (type(caught), caught.field) == (error, field)
-        assert peer.memory() == before
-        peer.server.executor.check_integrity()
+        assert peer.memory == before
+        peer.executor.check_integrity()
 
     grant = peer.author.grant()
     await refused(InvalidRequestError, "message")
@@ -182,52 +161,24 @@ async def test_a_stream_answers_errors_and_stays_open(peer: Peer) -> None:
     opening = pb.OpenExecution(grant=forged)
     await refused(BadSignatureError, "grant.signature", open=opening)
     opening = pb.OpenExecution(grant=grant)
-    assert (await ask(call, open=opening)).opened.layers == [0, 1]
+    assert (await stream.ask(open=opening)).opened.layers == [0, 1]
     await refused(InvalidRequestError, "layer", layer=layer_input(0, 1))
     granted = pb.StartPlanRequest(grant=grant, plan=peer.author.plan(1))
     await refused(InvalidRequestError, "plan.grant", plan=granted)
     stale = peer.author.plan(1, shard_epochs=[4])
     await refused(StaleEpochError, "plan.shard_epochs[0]", plan=stale)
     await refused(PlanOutOfOrderError, "plan.previous", plan=peer.author.plan(2))
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    assert (await ask(call, plan=plan)).started.num_tokens == 2
-    await refused(InvalidRequestError, "layer.layer", layer=layer_input(7, 2))
-    for name, payload in (("grant", grant), ("plan", plan)):
-        presented = layer_input(0, 2)
-        getattr(presented, name).CopyFrom(payload)
-        await refused(InvalidRequestError, f"layer.{name}", layer=presented)
-    await refused(InvalidRequestError, "layer.layer", layer=only_attends(layer_input(0, 2)))
-    await refused(InvalidRequestError, "layer.key", layer=pb.RunLayerRequest(plan_number=1))
-    keyless = layer_input(0, 2)
-    keyless.ClearField("key")
-    await refused(InvalidRequestError, "layer.key", layer=keyless)
-    await refused(InvalidRequestError, "layer.key", layer=layer_input(0, 2, key=tokens(3)))
-    await refused(InvalidRequestError, "layer.query", layer=layer_input(0, 2, query=tokens(2, 3)))
-    short = layer_input(0, 2)
-    short.value.data = short.value.data[:-1]
-    await refused(InvalidRequestError, "layer.value.data", layer=short)
-    negative = layer_input(0, 2)
-    negative.key.shape[0] = -2
-    await refused(InvalidRequestError, "layer.key.shape", layer=negative)
-    huge = layer_input(0, 2)
-    huge.key.shape[:] = [0, 2**62, 2**62]
-    huge.key.data = b""
-    await refused(InvalidRequestError, "layer.key.shape", layer=huge)
-    shared = layer_input(0, 2)
-    shared.key.memory.region_id = 1
-    await refused(InvalidRequestError, "layer.key.memory", layer=shared)
-    unknown = layer_input(0, 2)
-    unknown.options.MergeFromString(b"\x98\x06\x01")  # field 99, which may come one day
-    await refused(InvalidRequestError, "layer.options", layer=unknown)
-    untyped = layer_input(0, 2)
-    untyped.query.dtype = 9
-    await refused(InvalidRequestError, "layer.query.dtype", layer=untyped)
-    assert (await ask(call, layer=layer_input(0, 2))).output.layer == 0
-    last = (await ask(call, layer=layer_input(1, 2))).output
+    assert (await stream.ask(plan=plan_of(peer))).started.num_tokens == 2
+    for field, spoil in SPOILED:
+        layer = layer_input(0, 2)
+        spoil(layer)
+        await refused(InvalidRequestError, field, layer=layer)
+    assert (await stream.ask(layer=layer_input(0, 2))).output.layer == 0
+    last = (await stream.ask(layer=layer_input(1, 2))).output
     assert peer.author.read_receipt(last.receipt).plan_number == 1
 
 
-async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) -> None:
+async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Served) -> None:
     async with grpc.aio.insecure_channel(peer.server.address) as channel:
         call = channel.stream_stream("/kvplane.v1.ExecutionService/Execute")()
         await call.write(b"\xff\xff\xff")
@@ -239,29 +190,25 @@ async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Peer) 
         call.cancel()
 
 
-async def test_a_layer_without_a_query_answers_an_empty_output(peer: Peer) -> None:
-    call = await peer.opened()
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    await ask(call, plan=plan)
-    request = layer_input(0, 2)
-    request.ClearField("query")
-    answer = await ask(call, layer=request)
-    assert answer.output.layer == 0
-    assert answer.output.output.data == b""
+async def test_a_layer_without_a_query_answers_an_empty_output(peer: Served) -> None:
+    stream = await peer.opened()
+    await stream.ask(plan=plan_of(peer))
+    answer = await stream.ask(layer=without(layer_input(0, 2), "query"))
+    assert (answer.output.layer, answer.output.output.data) == (0, b"")
 
 
-async def test_a_layer_without_a_key_attends_in_one_that_was_written(peer: Peer) -> None:
-    call = await peer.opened()
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    await ask(call, plan=plan)
-    written = await ask(call, layer=layer_input(0, 2))
-    before = peer.memory()
-    assert await ask(call, layer=only_attends(layer_input(0, 2))) == written
-    answer = await ask(call, layer=only_attends(layer_input(1, 2)))
+async def test_a_layer_without_a_key_attends_in_one_that_was_written(peer: Served) -> None:
+    stream = await peer.opened()
+    await stream.ask(plan=plan_of(peer))
+    written = await stream.ask(layer=layer_input(0, 2))
+    before = peer.memory
+    attends = [without(layer_input(layer, 2), "key", "value") for layer in (0, 1)]
+    assert await stream.ask(layer=attends[0]) == written
+    answer = await stream.ask(layer=attends[1])
     assert (answer.error.reason, answer.error.field) == ("INVALID_REQUEST", "layer.layer")
-    assert peer.memory() == before
-    last = await ask(call, layer=layer_input(1, 2))
-    again = await ask(call, layer=only_attends(layer_input(1, 2)))
+    assert peer.memory == before
+    last = await stream.ask(layer=layer_input(1, 2))
+    again = await stream.ask(layer=attends[1])
     assert again == last
     assert again.output.HasField("receipt")
 
@@ -269,13 +216,10 @@ async def test_a_layer_without_a_key_attends_in_one_that_was_written(peer: Peer)
 @pytest.mark.parametrize(
     ("method", "field"), [("ReshapeAndCache", "key"), ("PagedAttention", "query")]
 )
-async def test_half_a_layer_has_its_own_tensor(peer: Peer, method: str, field: str) -> None:
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await getattr(peer.stub, method)(pb.RunLayerRequest(grant=peer.author.grant(), plan=plan))
-    error = from_rpc_error(caught.value)
-    assert (type(error), error.field) == (InvalidRequestError, field)
-    assert peer.server.executor.num_sequences == 0, "the plan was not started"
+async def test_half_a_layer_has_its_own_tensor(peer: Served, method: str, field: str) -> None:
+    with refused(InvalidRequestError, field):
+        await peer.ask(method, plan=plan_of(peer))
+    assert peer.executor.num_sequences == 0, "the plan was not started"
 
 
 UNARY = {
@@ -286,87 +230,84 @@ UNARY = {
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m in UNARY for f in UNARY[m]])
 async def test_half_a_layer_has_nothing_of_the_other_half(
-    peer: Peer, method: str, field: str
+    peer: Served, method: str, field: str
 ) -> None:
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    request = layer_input(0, 2)
-    request.grant.CopyFrom(peer.author.grant())
-    request.plan.CopyFrom(plan)
-    request.options.scale = 0.5
-    request.output.offset_bytes = 64
-    for other in {"query", "key", "value", "options", "output"} & {*UNARY[method]} - {field}:
-        request.ClearField(other)
-    before = peer.memory()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await getattr(peer.stub, method)(request)
-    error = from_rpc_error(caught.value)
-    assert (type(error), error.field) == (InvalidRequestError, field)
-    assert (peer.memory(), peer.server.executor.num_sequences) == (before, 0)
+    fields: dict[str, Any] = {
+        "query": tokens(2, 4),
+        "key": tokens(2, seed=1),
+        "value": tokens(2, seed=2),
+        "options": pb.AttentionOptions(scale=0.5),
+        "output": types_pb2.MemoryRange(offset_bytes=64),
+    }
+    for other in {*UNARY[method]} - {field}:
+        del fields[other]
+    before = peer.memory
+    with refused(InvalidRequestError, field):
+        await peer.ask(method, plan=plan_of(peer), **fields)
+    assert (peer.memory, peer.executor.num_sequences) == (before, 0)
 
 
-async def test_a_single_call_may_name_its_plan_and_its_pass(peer: Peer) -> None:
-    grant = peer.author.grant()
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
-    started = await peer.stub.CopyBlocks(pb.StartPlanRequest(grant=grant, plan=plan, pass_index=0))
+async def test_a_single_call_may_name_its_plan_and_its_pass(peer: Served) -> None:
+    plan = plan_of(peer)
+    started = await peer.ask("CopyBlocks", plan=plan, pass_index=0)
     assert (started.plan_number, started.num_tokens, started.finished) == (1, 1, False)
+    parts = {"plan": plan, "key": tokens(1, seed=1), "value": tokens(1, seed=2)}
     for named, field in (
         ({"plan_number": 2}, "plan_number"),
         ({"plan_number": 1}, "pass_index"),
         ({"pass_index": 1}, "pass_index"),
-        ({"pass_index": 0}, ""),
-        ({"plan_number": 1, "pass_index": 0}, ""),
     ):
-        request = layer_input(0, 1)
-        for name in ("query", "plan_number"):
-            request.ClearField(name)
-        request.MergeFrom(pb.RunLayerRequest(grant=grant, plan=plan, **named))
-        try:
-            assert (await peer.stub.ReshapeAndCache(request)).layer == 0
-            assert not field
-        except grpc.aio.AioRpcError as refusal:
-            error = from_rpc_error(refusal)
-            assert (type(error), error.field) == (PlanOutOfOrderError, field)
+        with refused(PlanOutOfOrderError, field):
+            await peer.ask("ReshapeAndCache", **parts, **named)
+    for named in ({"pass_index": 0}, {"plan_number": 1, "pass_index": 0}):
+        assert (await peer.ask("ReshapeAndCache", **parts, **named)).layer == 0
 
 
-async def test_a_plan_can_be_run_by_unary_calls_alone(peer: Peer) -> None:
-    author, client = peer.author, peer.client
-    grant = author.grant()
+async def test_a_plan_can_be_run_by_unary_calls_alone(peer: Served) -> None:
     query, key, value = tokens(9, 4), tokens(9, seed=1), tokens(9, seed=2)
-    plan = author.plan(1, changes=[set_blocks(1, [(3, 1), (1, 1)])], spans=[span(1, 0, 9)])
+    changes = [set_blocks(1, [(3, 1), (1, 1)])]
+    plan = peer.author.plan(1, changes=changes, spans=[span(1, 0, 9)])
+
+    async def write(layer: int, key: torch.Tensor, value: torch.Tensor) -> Any:
+        return await peer.ask("ReshapeAndCache", plan=plan, layer=layer, key=key, value=value)
+
+    async def attend(layer: int) -> Any:
+        return await peer.ask("PagedAttention", plan=plan, layer=layer, query=query)
+
     for _ in range(2):
-        response = await client.reshape_and_cache(grant, plan, 0, wire(key), wire(value))
-        assert not response.HasField("receipt")
-    with pytest.raises(InvalidRequestError) as caught:
-        await client.paged_attention(grant, plan, 1, wire(query))
-    assert caught.value.field == "layer"
-    attended = await client.paged_attention(grant, plan, 0, wire(query))
-    got = tensor_from_message(attended.output, CPU, field="output")
-    torch.testing.assert_close(got, dense_attention(query, key, value), atol=1e-5, rtol=1e-5)
-    response = await client.reshape_and_cache(grant, plan, 1, wire(key), wire(value))
-    assert author.read_receipt(response.receipt).plan_number == 1
-    again = await client.reshape_and_cache(grant, plan, 1, wire(value), wire(key))
-    assert again.receipt == response.receipt
-    late = await client.paged_attention(grant, plan, 0, wire(query))
+        assert not (await write(0, key, value)).HasField("receipt")
+    with refused(InvalidRequestError, "layer"):
+        await attend(1)
+    attended = await attend(0)
+    want = dense_attention(query, key, value)
+    torch.testing.assert_close(received(attended.output), want, atol=1e-5, rtol=1e-5)
+    response = await write(1, key, value)
+    assert peer.author.read_receipt(response.receipt).plan_number == 1
+    assert (await write(1, value, key)).receipt == response.receipt
+    late = await attend(0)
     assert (late.output, late.receipt) == (attended.output, response.receipt)
 
 
-async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
-    author, client = peer.author, peer.client
-    grant = author.grant()
-    await client.copy_blocks(grant, author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
-    blocks = wire(torch.randn(2, 1, 2, 2, 8, 16))
-    write = author.plan(2, spans=[span(1, 0, 8)])
-    written = await client.write_blocks(grant, write, 1, blocks)
+async def test_copies_and_swaps_are_calls_of_their_own(peer: Served) -> None:
+    author = peer.author
+    await peer.ask("CopyBlocks", plan=author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
+    blocks = torch.randn(2, 1, 2, 2, 8, 16)
+    written = await peer.ask(
+        "WriteBlocks",
+        plan=author.plan(2, spans=[span(1, 0, 8)]),
+        sequence_ids=int64(1),
+        entries=int32(0),
+        blocks=blocks,
+    )
     assert author.read_receipt(written.receipt).plan_number == 2
     copy = author.plan(
         3,
         changes=[fork(2, 1, 0), set_blocks(2, [(4, 1)])],
         transfers=[transfer(ref(0), ref(4))],
     )
-    with pytest.raises(InvalidRequestError) as caught:
-        await client.swap_blocks(grant, copy)
-    assert caught.value.field == "plan.transfers.destination_tiers[0]"
-    copied = await client.copy_blocks(grant, copy)
+    with refused(InvalidRequestError, "plan.transfers.destination_tiers[0]"):
+        await peer.ask("SwapBlocks", plan=copy)
+    copied = await peer.ask("CopyBlocks", plan=copy)
     assert (copied.num_copied_blocks, copied.num_swapped_blocks) == (1, 0)
     assert author.read_receipt(copied.receipt).plan_number == 3
     swap = author.plan(
@@ -374,80 +315,66 @@ async def test_copies_and_swaps_are_calls_of_their_own(peer: Peer) -> None:
         changes=[set_blocks(2, [(1, 1)], tier=HOST, replace=True)],
         transfers=[transfer(ref(4), ref(1, 1, HOST))],
     )
-    swapped = await client.swap_blocks(grant, swap)
+    swapped = await peer.ask("SwapBlocks", plan=swap)
     assert (swapped.num_copied_blocks, swapped.num_swapped_blocks) == (0, 1)
-    read = await client.read_blocks(grant, 2)
-    assert Tensor.from_proto(read.blocks).data == blocks.data
+    read = await peer.ask("ReadBlocks", sequence_id=2, entries=int32(0))
+    assert torch.equal(received(read.blocks), blocks)
     assert (read.table.tier, blocks_of(read.table)) == (HOST, [(1, 1)])
-    assert read.layout_fingerprint == peer.server.executor.layout.fingerprint
+    assert read.layout_fingerprint == peer.executor.layout.fingerprint
 
 
-async def test_blocks_travel_in_parts_of_layers_and_say_where_from(peer: Peer) -> None:
-    author, client, stub = peer.author, peer.client, peer.stub
-    grant = author.grant()
-    blocks = wire(torch.randn(2, 2, 2, 2, 8, 16))
-    fill = author.plan(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 16)])
-    await client.write_blocks(grant, fill, 1, blocks)
-    plan = author.plan(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 16)])
-    for layer in (0, 1):
-        part = await stub.ReadBlocks(
-            pb.ReadBlocksRequest(
-                grant=grant, sequence_id=1, entries=int32(0, 1), first_layer=layer, num_layers=1
-            )
-        )
-        request = pb.WriteBlocksRequest(
-            grant=grant,
-            plan=plan,
-            sequence_ids=int64(2, 2),
-            entries=int32(0, 1),
-            first_layer=layer,
-            num_layers=1,
-            blocks=part.blocks,
-            layout_fingerprint=part.layout_fingerprint,
-        )
-        foreign = pb.WriteBlocksRequest()
-        foreign.CopyFrom(request)
-        foreign.layout_fingerprint = bytes(32)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.WriteBlocks(foreign)
-        error = from_rpc_error(caught.value)
-        assert (type(error), error.field) == (LayoutMismatchError, "layout_fingerprint")
-        written = await stub.WriteBlocks(request)
-        assert written.HasField("receipt") == (layer == 1)
-    copied = await client.read_blocks(grant, 2, num_blocks=2)
-    assert Tensor.from_proto(copied.blocks).data == blocks.data
-
-
-async def filled(peer: Peer) -> bytes:
+async def filled(peer: Served) -> torch.Tensor:
     """Fill two blocks of sequence 1; return them as they are read."""
     changes = [set_blocks(1, [(0, 1), (1, 1)])]
     fill = peer.author.plan(1, changes=changes, spans=[span(1, 0, 16)])
-    blocks = wire(torch.randn(2, 2, 2, 2, 8, 16))
-    written = await peer.client.write_blocks(peer.author.grant(), fill, 1, blocks)
+    blocks = torch.randn(2, 2, 2, 2, 8, 16)
+    ids, entries = int64(1, 1), int32(0, 1)
+    written = await peer.ask(
+        "WriteBlocks", plan=fill, sequence_ids=ids, entries=entries, blocks=blocks
+    )
     assert written.HasField("receipt")
-    return bytes(blocks.data)
+    return blocks
 
 
-async def test_any_entries_of_a_table_are_read_in_any_order(peer: Peer) -> None:
-    whole = torch.frombuffer(bytearray(await filled(peer)), dtype=torch.float32)
-    blocks = whole.view(2, 2, 2, 2, 8, 16)
+def second_write(peer: Served) -> dict[str, Any]:
+    """Return the fields of a write of two blocks to sequence 2."""
+    changes = [set_blocks(2, [(4, 1), (5, 1)])]
+    plan = peer.author.plan(2, changes=changes, spans=[span(2, 0, 16)])
+    return {"plan": plan, "sequence_ids": int64(2, 2), "entries": int32(0, 1)}
+
+
+async def test_blocks_travel_in_parts_of_layers_and_say_where_from(peer: Served) -> None:
+    blocks, write = await filled(peer), second_write(peer)
+    for layer in (0, 1):
+        layers = {"first_layer": layer, "num_layers": 1}
+        part = await peer.ask("ReadBlocks", sequence_id=1, entries=int32(0, 1), **layers)
+        sent = {**write, **layers, "blocks": part.blocks}
+        with refused(LayoutMismatchError, "layout_fingerprint"):
+            await peer.ask("WriteBlocks", **sent, layout_fingerprint=bytes(32))
+        fingerprint = part.layout_fingerprint
+        written = await peer.ask("WriteBlocks", **sent, layout_fingerprint=fingerprint)
+        assert written.HasField("receipt") == (layer == 1)
+    copied = await peer.ask("ReadBlocks", sequence_id=2, entries=int32(0, 1))
+    assert torch.equal(received(copied.blocks), blocks)
+
+
+async def test_any_entries_of_a_table_are_read_in_any_order(peer: Served) -> None:
+    blocks = await filled(peer)
     for entries in ((1,), (1, 0), (0, 1, 0)):
-        request = pb.ReadBlocksRequest(
-            grant=peer.author.grant(), sequence_id=1, entries=int32(*entries)
-        )
-        read = await peer.stub.ReadBlocks(request)
-        assert torch.equal(torch_of(Tensor.from_proto(read.blocks)), blocks[:, list(entries)])
+        read = await peer.ask("ReadBlocks", sequence_id=1, entries=int32(*entries))
+        assert torch.equal(received(read.blocks), blocks[:, list(entries)])
         assert blocks_of(read.table) == [(entry, 1) for entry in entries]
         assert read.num_bytes == b""
 
 
 PAYLOAD = types_pb2.SignedPayload(type="kvplane.plane.v1.PinGrant")
-RANGE = types_pb2.MemoryRange()
 NOT_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "entries": ("ReadBlocks", {"entries": b""}),
     "entries[1]": ("ReadBlocks", {"entries": int32(0, 2)}),
+    "entries[0]": ("ReadBlocks", {"entries": int32(-(2**31))}),
+    "group": ("ReadBlocks", {"group": 3}),
     "pin_grant": ("ReadBlocks", {"pin_grant": PAYLOAD}),
-    "output": ("ReadBlocks", {"output": RANGE}),
+    "output": ("ReadBlocks", {"output": types_pb2.MemoryRange()}),
     "keys": ("ReadBlocks", {"keys": [b"key"]}),
     "entries of a write": ("WriteBlocks", {"entries": b"", "sequence_ids": b""}),
     "entries[1] of a write": ("WriteBlocks", {"entries": int32(0, 2)}),
@@ -461,90 +388,42 @@ NOT_SERVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
-async def test_blocks_that_are_not_served_are_refused_by_name(peer: Peer, name: str) -> None:
+async def test_blocks_that_are_not_served_are_refused_by_name(peer: Served, name: str) -> None:
     method, changed = NOT_SERVED[name]
-    data = await filled(peer)
-    request: Any = pb.ReadBlocksRequest(sequence_id=1, entries=int32(0, 1))
+    blocks = await filled(peer)
+    fields: dict[str, Any] = {"sequence_id": 1, "entries": int32(0, 1)}
     if method == "WriteBlocks":
-        changes = [set_blocks(2, [(4, 1), (5, 1)])]
-        request = pb.WriteBlocksRequest(
-            plan=peer.author.plan(2, changes=changes, spans=[span(2, 0, 16)]),
-            sequence_ids=int64(2, 2),
-            entries=int32(0, 1),
-            blocks=Tensor("float32", (2, 2, 2, 2, 8, 16), data).to_proto(),
-        )
-    request.grant.CopyFrom(peer.author.grant())
-    for field, value in changed.items():
-        request.ClearField(field)
-        request.MergeFrom(type(request)(**{field: value}))
-    before, num_sequences = peer.memory(), peer.server.executor.num_sequences
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await getattr(peer.stub, method)(request)
-    error = from_rpc_error(caught.value)
-    assert (type(error), error.field) == (InvalidRequestError, name.partition(" ")[0])
-    assert peer.memory() == before
-    assert peer.server.executor.num_sequences == num_sequences
+        fields = {**second_write(peer), "blocks": blocks}
+    before, num_sequences = peer.memory, peer.executor.num_sequences
+    with refused(InvalidRequestError, name.partition(" ")[0]):
+        await peer.ask(method, **{**fields, **changed})
+    assert (peer.memory, peer.executor.num_sequences) == (before, num_sequences)
 
 
-async def test_a_layer_of_a_plan_that_another_stream_has_finished_is_answered(peer: Peer) -> None:
-    plan = peer.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
-    first, second = await peer.opened(), await peer.opened()
-    await ask(first, plan=plan)
-    await ask(first, layer=layer_input(0, 3))
-    assert not (await ask(second, plan=plan)).started.finished
-    output = await ask(first, layer=layer_input(1, 3))
-    before = peer.memory()
-    other = layer_input(1, 3, key=tokens(3, seed=8), value=tokens(3, seed=9))
-    assert await ask(second, layer=other) == output
-    assert peer.memory() == before
-
-
-async def test_unary_calls_fail_with_the_error_and_its_field(peer: Peer) -> None:
-    author, client = peer.author, peer.client
-    grant = author.grant()
+async def test_unary_calls_fail_with_the_error_and_its_field(peer: Served) -> None:
+    forged = types_pb2.SignedPayload(type=peer.author.grant().type)
     with pytest.raises(BadSignatureError):
-        await client.read_blocks(types_pb2.SignedPayload(type=grant.type), 1)
-    with pytest.raises(InvalidRequestError) as caught:
-        await client.read_blocks(grant, 1, group=3)
-    assert caught.value.field == "group"
-    with pytest.raises(InvalidRequestError) as caught:
-        await client.read_blocks(grant, 1, num_blocks=2**16)
-    assert caught.value.field == "entries"
-    for first_block in (2**31, -(2**31) - 1):
-        with pytest.raises(InvalidRequestError) as caught:
-            await client.read_blocks(grant, 1, first_block=first_block)
-        assert caught.value.field == "entries"
-    peer.server.executor.fence(author.session(1), 1)
-    with pytest.raises(SessionExpiredError) as expired:
-        await client.read_blocks(grant, 1)
-    assert expired.value.field == "grant.session"
+        await peer.ask("ReadBlocks", grant=forged, sequence_id=1, entries=int32(0))
+    peer.executor.fence(peer.author.session(1), 1)
+    with refused(SessionExpiredError, "grant.session"):
+        await peer.ask("ReadBlocks", sequence_id=1, entries=int32(0))
 
 
-async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer: Peer) -> None:
-    request = pb.RunLayerRequest(
-        key=types_pb2.Tensor(data=bytes(2 << 20)), grant=peer.author.grant()
-    )
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await peer.stub.ReshapeAndCache(request)
-    assert type(from_rpc_error(caught.value)) is QuotaExceededError
-    assert (await peer.client.get_server_info()).shard.epoch == peer.server.executor.epoch
+async def test_a_message_over_the_limit_is_refused_and_the_next_one_served(peer: Served) -> None:
+    with pytest.raises(QuotaExceededError):
+        await peer.ask("ReshapeAndCache", key=types_pb2.Tensor(data=bytes(2 << 20)))
+    async with peer.client() as client:
+        assert (await client.get_server_info()).shard.epoch == peer.executor.epoch
 
 
 async def test_metrics_tell_what_the_executor_did(tmp_path: Path) -> None:
-    async with (
-        serving(tmp_path, metrics_port=0) as (server, side),
-        UnaryClient(server.address) as client,
-    ):
-        author = author_of(server, side)
-        async with await client.open(author.grant()) as execution:
-            changes = [set_blocks(1, [(0, 1)])]
-            await execution.start(author.plan(1, changes=changes, spans=[span(1, 0, 2)]))
-            part = wire(tokens(2))
-            for layer in execution.layers:
-                await execution.layer(layer, part, part, part)
-            with pytest.raises(PlanOutOfOrderError):
-                await execution.start(author.plan(9))
-        url = f"http://127.0.0.1:{server.metrics_port}/metrics"
+    async with served(tmp_path, metrics_port=0) as peer:
+        stream = await peer.opened()
+        await stream.ask(plan=plan_of(peer))
+        for layer in (0, 1):
+            await stream.ask(layer=layer_input(layer, 2))
+        assert (await stream.ask(plan=peer.author.plan(9))).HasField("error")
+        url = f"http://127.0.0.1:{peer.server.metrics_port}/metrics"
         text = urllib.request.urlopen(url, timeout=10).read().decode()
     for line in (
         'kvplane_written_tokens_total{pool="pool"} 4.0',
@@ -561,12 +440,7 @@ async def test_metrics_tell_what_the_executor_did(tmp_path: Path) -> None:
 
 
 async def test_stopping_ends_idle_streams_at_once(tmp_path: Path) -> None:
-    async with (
-        serving(tmp_path, grace_s=30.0) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        peer = Peer(server, author_of(server, side), channel)
-        call = await peer.opened()
-        await server.stop()
-        assert await call.code() == grpc.StatusCode.UNAVAILABLE
-        await peer.client.close()
+    async with served(tmp_path, grace_s=30.0) as peer:
+        stream = await peer.opened()
+        await peer.server.stop()
+        assert await stream.call.code() == grpc.StatusCode.UNAVAILABLE

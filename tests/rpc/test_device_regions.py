@@ -9,11 +9,9 @@ import contextlib
 import gc
 import os
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 import torch
 
@@ -23,23 +21,22 @@ from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.server.local import device_regions
 from data_plane.server.local.connection import LocalConnection
-from data_plane.server.server import DataPlaneServer
 from kvplane.errors import InternalError, InvalidRequestError, KvplaneError, QuotaExceededError
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
+from kvplane.wire.v1 import local_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.gpu_engine import GpuEngine
 from tests.helpers.data.gpu_peer import num_gpu_maps
 from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
-from tests.helpers.data.plan_author import PlanAuthor, dense_attention, tokens
 from tests.helpers.local_peer import (
     LocalPeer,
     error_of,
     forget_regions_of_others,
     num_mapped,
+    output_after,
     plan_of_two_tokens,
 )
+from tests.helpers.served import Served, served
 from tests.helpers.waiting import until
 
 REGION_BYTES = 3 << 20
@@ -58,16 +55,17 @@ def few_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NUM_LOCAL_DEVICE_REGIONS", NUM_REGIONS)
 
 
-@dataclass
 class Rig:
-    """A data plane on the emulated GPU, and who writes its plans."""
+    """A data plane on the emulated GPU. ``outs``: of attention, where its output was written, if
+    that was asked for.
+    """
 
-    server: DataPlaneServer
-    author: PlanAuthor
-    stub: Any
-    native: Any
-    outs: list[int | None]
-    """Of attention: where its output was written, if that was asked for."""
+    def __init__(self, served: Served, native: Any, outs: list[int | None]) -> None:
+        self.server = served.server
+        self.author = served.author
+        self.joined = served.joined
+        self.native = native
+        self.outs = outs
 
     @property
     def uuid(self) -> str:
@@ -77,8 +75,12 @@ class Rig:
     def connections(self) -> list[LocalConnection]:
         return [*self.server.local._connections.values()]
 
-    async def joined(self, session_id: int = 1) -> LocalPeer:
-        return await LocalPeer.joined(self.stub, self.author.grant(session_id))
+    async def sharing(self) -> LocalPeer:
+        """Return an execution of a plan of two tokens, with a region on the GPU."""
+        peer = await self.joined()
+        await peer.ask(plan=plan_of_two_tokens(self.author))
+        assert (await peer.share(self.uuid)).HasField("joined")
+        return peer
 
     async def engine(self, engine: GpuEngine, session_id: int = 1) -> GpuEngine:
         grant = self.author.grant(session_id).SerializeToString()
@@ -114,12 +116,8 @@ async def rig_of(folder: Path, kernels: Kernels, **settings: Any) -> AsyncIterat
     early = native.num_early_frees()
     values = {"local_region_bytes": REGION_BYTES, "num_local_regions": 6}
     outs: list[int | None] = []
-    async with (
-        serving(folder, noting(kernels, outs), **values | settings) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
-        yield Rig(server, author_of(server, side), stub, native, outs)
+    async with served(folder, noting(kernels, outs), **values | settings) as plane:
+        yield Rig(plane, native, outs)
     assert num_mapped() == 0 == num_gpu_maps()
     assert native.num_early_frees() == early
 
@@ -139,12 +137,9 @@ def engine() -> Iterator[GpuEngine]:
 
 def check_outputs(outputs: list[torch.Tensor], number: int) -> None:
     """Of plan ``number``, after those before it, each with tensors of its own seed."""
-    seeds = [100 * n for n in range(1, number + 1)]
-    key, value = (torch.cat([tokens(2, seed=seed + i) for seed in seeds]) for i in (1, 2))
-    want = dense_attention(tokens(2, 4, seed=seeds[-1]), key, value)
     assert len(outputs) == NUM_LAYERS
     for output in outputs:
-        torch.testing.assert_close(output, want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output, output_after(number), atol=1e-5, rtol=1e-5)
 
 
 async def test_layers_of_another_process_are_computed_in_the_gpus_memory(
@@ -220,12 +215,8 @@ async def test_a_data_plane_without_a_gpu_offers_none(
 ) -> None:
     for kernels, num_regions in ((CpuKernels(1), 4), (emulated_kernels(), 0)):
         monkeypatch.setattr(limits, "NUM_LOCAL_DEVICE_REGIONS", num_regions)
-        async with (
-            serving(tmp_path, kernels, local_region_bytes=REGION_BYTES) as (server, side),
-            grpc.aio.insecure_channel(server.address) as channel,
-        ):
-            stub = execution_pb2_grpc.ExecutionServiceStub(channel)
-            peer = await LocalPeer.joined(stub, author_of(server, side).grant())
+        async with served(tmp_path, kernels, local_region_bytes=REGION_BYTES) as plane:
+            peer = await plane.joined()
             assert peer.offer.cuda_device_uuid == ""
             for uuid in ("", "GPU-e0e1e2e3-e4e5-e6e7-e8e9-eaebecedeeef"):
                 assert error_of(await peer.share(uuid)).field == "share.cuda_device_uuid"
@@ -308,9 +299,7 @@ def in_gpus_memory(layer: pb.RunLayerRequest) -> pb.RunLayerRequest:
 
 
 async def test_an_output_over_what_is_read_is_refused(rig: Rig) -> None:
-    peer = await rig.joined()
-    await peer.ask(plan=plan_of_two_tokens(rig.author))
-    await peer.share(rig.uuid)
+    peer = await rig.sharing()
     layer = in_gpus_memory(peer.layer(0, 2))
     for i in range(3):
         layer.output.CopyFrom(tpb.MemoryRange(region_id=2, offset_bytes=4096 * i + 64))
@@ -325,9 +314,7 @@ async def test_a_refused_layer_keeps_no_memory(rig: Rig) -> None:
     gc.disable()
     try:
         for _ in range(2 * NUM_REGIONS):
-            peer = await rig.joined()
-            await peer.ask(plan=plan_of_two_tokens(rig.author))
-            await peer.share(rig.uuid)
+            peer = await rig.sharing()
             error = error_of(await peer.ask(layer=in_gpus_memory(peer.layer(1, 2))))
             assert isinstance(error, KvplaneError)
             peer.close()
@@ -340,9 +327,7 @@ async def test_what_is_only_written_has_been_read_when_it_is_answered(tmp_path: 
     kernels, runtime = late_kernels(emulated_kernels(), 0)
     runtime.early_share = 0.0
     async with rig_of(tmp_path, kernels) as rig:
-        peer = await rig.joined()
-        await peer.ask(plan=plan_of_two_tokens(rig.author))
-        await peer.share(rig.uuid)
+        peer = await rig.sharing()
         layer = in_gpus_memory(peer.layer(0, 2))
         layer.ClearField("query")
         layer.ClearField("output")
@@ -427,9 +412,8 @@ async def test_a_data_plane_that_stops_frees_nothing_that_an_engine_has(
     kernels = emulated_kernels()
     native = kernels._module  # type: ignore[attr-defined]
     early = native.num_early_frees()
-    async with serving(tmp_path, kernels, local_region_bytes=REGION_BYTES) as (server, side):
-        author = author_of(server, side)
-        rig = Rig(server, author, None, native, [])
+    async with served(tmp_path, kernels, local_region_bytes=REGION_BYTES) as plane:
+        rig = Rig(plane, native, [])
         await rig.engine(engine)
         check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
         await engine.soon("hold")
@@ -467,9 +451,7 @@ async def test_a_gpu_that_fails_in_a_layer_of_a_finished_plan_gives_no_output(
     kernels, runtime = late_kernels(emulated_kernels(), 0)
     runtime.early_share = 0.0
     async with rig_of(tmp_path, kernels) as rig:
-        peer = await rig.joined()
-        await peer.ask(plan=plan_of_two_tokens(rig.author))
-        await peer.share(rig.uuid)
+        peer = await rig.sharing()
         for i in range(NUM_LAYERS):
             layer = in_gpus_memory(peer.layer(i, 2))
             answer = await peer.ask(layer=layer)
@@ -487,9 +469,7 @@ async def test_a_gpu_that_fails_in_a_layer_of_a_finished_plan_gives_no_output(
 
 
 async def test_a_layer_is_bound_for_as_long_as_the_region_of_its_tensors(rig: Rig) -> None:
-    peer = await rig.joined()
-    await peer.ask(plan=plan_of_two_tokens(rig.author))
-    await peer.share(rig.uuid)
+    peer = await rig.sharing()
     in_main_memory = peer.layer(1, 2)
     assert not (await peer.bind(in_gpus_memory(peer.layer(0, 2)))).HasField("error")
     assert not (await peer.bind(in_main_memory)).HasField("error")

@@ -5,16 +5,13 @@ another process: none is taken for one of another plan or pass.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import grpc.aio
 import pytest
 import torch
 
 from data_plane import limits
-from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.errors import (
     BlockNotWritableError,
@@ -26,11 +23,10 @@ from kvplane.errors import (
 )
 from kvplane.wire.error_messages import from_wire
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import execution_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.data.data_server import author_of, serving
-from tests.helpers.data.plan_author import PlanAuthor, publications, set_blocks, span, tokens
+from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 from tests.helpers.local_peer import LocalPeer
+from tests.helpers.served import Served, Stream, served
 
 LAYERS = (0, 1)
 NUM_PLANS = 4  # of two tokens each, in one block
@@ -67,12 +63,11 @@ class Caller(Protocol):
 class ByGrpc:
     """A stream, on which a layer is one message."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
 
     async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
-        request = pb.StartPlanRequest(plan=plan, pass_index=named.pass_index)
-        await self._ask(pb.ExecuteRequest(plan=request))
+        await self._ask(plan=pb.StartPlanRequest(plan=plan, pass_index=named.pass_index))
 
     async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
         request = pb.RunLayerRequest(
@@ -82,12 +77,11 @@ class ByGrpc:
             value=tensor_to_message(tokens(num_tokens, seed=seed + 2)),
             **named.fields,
         )
-        output = (await self._ask(pb.ExecuteRequest(layer=request))).output.output
+        output = (await self._ask(layer=request)).output.output
         return torch.frombuffer(bytearray(output.data), dtype=torch.float32)
 
-    async def _ask(self, request: pb.ExecuteRequest) -> pb.ExecuteResponse:
-        await self._call.write(request)
-        answer: pb.ExecuteResponse = await self._call.read()
+    async def _ask(self, **message: Any) -> pb.ExecuteResponse:
+        answer = await self._stream.ask(**message)
         if answer.HasField("error"):
             raise from_wire(answer.error)
         return answer
@@ -133,14 +127,14 @@ WAYS = ("gRPC", "shared memory", "bound")
 class Rig:
     """A data plane with an open session, and a caller."""
 
-    def __init__(self, server: DataPlaneServer, author: PlanAuthor, caller: Caller) -> None:
-        self.server = server
-        self.author = author
+    def __init__(self, peer: Served, caller: Caller) -> None:
+        self.peer = peer
+        self.author = peer.author
         self.caller = caller
 
     @property
     def memory(self) -> bytes:
-        return self.server.executor.pools.device_tier.numpy().tobytes()
+        return self.peer.memory
 
     async def start(self, number: int) -> None:
         changes = [set_blocks(1, [(0, 1)])] if number == 1 else []
@@ -180,93 +174,73 @@ class Rig:
         assert self.memory == before
 
 
-@asynccontextmanager
-async def rig_of(way: str, folder: Path) -> AsyncIterator[Rig]:
-    async with (
-        serving(folder, local_region_bytes=1 << 20) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        author = author_of(server, side)
-        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
+@pytest.fixture(params=WAYS)
+async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
+    way = request.param
+    async with served(tmp_path, local_region_bytes=1 << 20) as peer:
         if way == "gRPC":
-            call = stub.Execute()
-            opening = pb.OpenExecution(grant=author.grant())
-            await call.write(pb.ExecuteRequest(open=opening))
-            assert (await call.read()).HasField("opened")
-            yield Rig(server, author, ByGrpc(call))
-        else:
-            peer = await LocalPeer.joined(stub, author.grant())
-            yield Rig(server, author, ByMemory(peer, binds=way == "bound"))
-            connection = next(iter(server.local._connections.values()))
-            num_served = await server._worker.run(lambda: connection._layers.num_served)
-            assert (num_served > 0) is (way == "bound"), "what native code answered"
-            peer.close()
-            peer.memory = None
-        server.executor.check_integrity()
+            yield Rig(peer, ByGrpc(await peer.opened()))
+            return
+        local = await peer.joined()
+        yield Rig(peer, ByMemory(local, binds=way == "bound"))
+        assert (await peer.num_native() > 0) is (way == "bound"), "what native code answered"
+        local.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_layer_of_another_plan_is_refused(way: str, tmp_path: Path) -> None:
+async def test_a_layer_of_another_plan_is_refused(rig: Rig) -> None:
     """The shapes of all plans are the same: only what a layer names tells them apart."""
-    async with rig_of(way, tmp_path) as rig:
-        for number in range(1, NUM_PLANS):
-            await rig.start(number)
-            await rig.run(Named(number))
-        await rig.start(NUM_PLANS)
-        for layer in LAYERS:
-            for other in (0, 1, NUM_PLANS - 1, NUM_PLANS + 1):
-                await rig.refuses(layer, Named(other), "plan_number", other, NUM_PLANS)
-            await rig.layer(layer, Named(NUM_PLANS))
-            await rig.repeats(layer, Named(NUM_PLANS))
-        for layer in LAYERS:
-            await rig.refuses(layer, Named(NUM_PLANS - 1), "plan_number", NUM_PLANS)
-            before = rig.memory
-            await rig.layer(layer, Named(NUM_PLANS), OTHER_SEED)
-            assert rig.memory == before, "the plan has run"
+    for number in range(1, NUM_PLANS):
+        await rig.start(number)
+        await rig.run(Named(number))
+    await rig.start(NUM_PLANS)
+    for layer in LAYERS:
+        for other in (0, 1, NUM_PLANS - 1, NUM_PLANS + 1):
+            await rig.refuses(layer, Named(other), "plan_number", other, NUM_PLANS)
+        await rig.layer(layer, Named(NUM_PLANS))
+        await rig.repeats(layer, Named(NUM_PLANS))
+    for layer in LAYERS:
+        await rig.refuses(layer, Named(NUM_PLANS - 1), "plan_number", NUM_PLANS)
+        before = rig.memory
+        await rig.layer(layer, Named(NUM_PLANS), OTHER_SEED)
+        assert rig.memory == before, "the plan has run"
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_layer_of_a_plan_that_was_voided_is_refused(way: str, tmp_path: Path) -> None:
+async def test_a_layer_of_a_plan_that_was_voided_is_refused(rig: Rig) -> None:
     """It came to its layer 1, which comes next under the plan that voids it too."""
-    async with rig_of(way, tmp_path) as rig:
-        for number in (1, 2, 3):
-            await rig.start(number)
-            await rig.run(Named(number)) if number < 3 else await rig.layer(0, Named(number))
-        voids = rig.author.plan(
-            4, resync=True, changes=[set_blocks(1, [(1, 1)])], spans=[span(1, 0, 2)]
-        )
-        await rig.caller.start(voids, Named(4))
+    for number in (1, 2, 3):
+        await rig.start(number)
+        await rig.run(Named(number)) if number < 3 else await rig.layer(0, Named(number))
+    voids = rig.author.plan(
+        4, resync=True, changes=[set_blocks(1, [(1, 1)])], spans=[span(1, 0, 2)]
+    )
+    await rig.caller.start(voids, Named(4))
+    for layer in LAYERS:
+        await rig.refuses(layer, Named(3), "plan_number", 3, 4)
+        await rig.layer(layer, Named(4))
+        await rig.refuses(layer, Named(3), "plan_number", 3, 4)
+
+
+async def test_a_layer_of_another_pass_is_refused(rig: Rig) -> None:
+    for index in (0, 1):
+        await rig.begin_pass(index)
+        await rig.run(Named(1, index))
+    for index in range(2, NUM_PASSES):
+        await rig.begin_pass(index)
         for layer in LAYERS:
-            await rig.refuses(layer, Named(3), "plan_number", 3, 4)
-            await rig.layer(layer, Named(4))
-            await rig.refuses(layer, Named(3), "plan_number", 3, 4)
+            for other in {*range(NUM_PASSES), -1} - {index}:
+                await rig.refuses(layer, Named(1, other), "pass_index", 1, index, other)
+            await rig.refuses(layer, Named(1), "pass_index", index)
+            await rig.layer(layer, Named(1, index))
+            await rig.repeats(layer, Named(1, index))
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_layer_of_another_pass_is_refused(way: str, tmp_path: Path) -> None:
-    async with rig_of(way, tmp_path) as rig:
-        for index in (0, 1):
-            await rig.begin_pass(index)
-            await rig.run(Named(1, index))
-        for index in range(2, NUM_PASSES):
-            await rig.begin_pass(index)
-            for layer in LAYERS:
-                for other in {*range(NUM_PASSES), -1} - {index}:
-                    await rig.refuses(layer, Named(1, other), "pass_index", 1, index, other)
-                await rig.refuses(layer, Named(1), "pass_index", index)
-                await rig.layer(layer, Named(1, index))
-                await rig.repeats(layer, Named(1, index))
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_plan_that_computes_all_at_once_is_in_no_pass(way: str, tmp_path: Path) -> None:
-    async with rig_of(way, tmp_path) as rig:
-        for number in (1, 2, 3):
-            await rig.start(number)
-            for layer in LAYERS:
-                for index in (-1, 0, 1):
-                    await rig.refuses(layer, Named(number, index), "pass_index", index)
-                await rig.layer(layer, Named(number))
+async def test_a_plan_that_computes_all_at_once_is_in_no_pass(rig: Rig) -> None:
+    for number in (1, 2, 3):
+        await rig.start(number)
+        for layer in LAYERS:
+            for index in (-1, 0, 1):
+                await rig.refuses(layer, Named(number, index), "pass_index", index)
+            await rig.layer(layer, Named(number))
 
 
 async def rejected(rig: Rig, layer: int, named: Named, error: type[KvplaneError]) -> None:
@@ -286,37 +260,27 @@ async def two_plans(rig: Rig) -> Named:
     return Named(3)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_block_that_was_published_since_is_not_written(way: str, tmp_path: Path) -> None:
-    async with rig_of(way, tmp_path) as rig:
-        named = await two_plans(rig)
-        rig.server.executor.publish(publications((0, 1)))
-        await rejected(rig, 0, named, BlockNotWritableError)
+async def test_a_block_that_was_published_since_is_not_written(rig: Rig) -> None:
+    named = await two_plans(rig)
+    rig.peer.executor.publish(publications((0, 1)))
+    await rejected(rig, 0, named, BlockNotWritableError)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_block_that_another_session_was_given_is_not_written(
-    way: str, tmp_path: Path
-) -> None:
-    async with rig_of(way, tmp_path) as rig:
-        named, author, executor = await two_plans(rig), rig.author, rig.server.executor
-        executor.open(author.grant(2))
-        other = author.plan(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 1)])
-        executor.start(2, other)
-        await rejected(rig, 0, named, StaleGenerationError)
+async def test_a_block_that_another_session_was_given_is_not_written(rig: Rig) -> None:
+    named, author, executor = await two_plans(rig), rig.author, rig.peer.executor
+    executor.open(author.grant(2))
+    other = author.plan(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 1)])
+    executor.start(2, other)
+    await rejected(rig, 0, named, StaleGenerationError)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_layer_out_of_order_is_refused(way: str, tmp_path: Path) -> None:
-    async with rig_of(way, tmp_path) as rig:
-        named = await two_plans(rig)
-        await rejected(rig, 1, named, InvalidRequestError)
-        await rig.run(named)
+async def test_a_layer_out_of_order_is_refused(rig: Rig) -> None:
+    named = await two_plans(rig)
+    await rejected(rig, 1, named, InvalidRequestError)
+    await rig.run(named)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_session_that_has_ended_writes_nothing(way: str, tmp_path: Path) -> None:
-    async with rig_of(way, tmp_path) as rig:
-        named = await two_plans(rig)
-        rig.server.executor.fence(rig.author.session(1), 1)
-        await rejected(rig, 0, named, SessionExpiredError)
+async def test_a_session_that_has_ended_writes_nothing(rig: Rig) -> None:
+    named = await two_plans(rig)
+    rig.peer.executor.fence(rig.author.session(1), 1)
+    await rejected(rig, 0, named, SessionExpiredError)

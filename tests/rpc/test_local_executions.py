@@ -12,18 +12,15 @@ import logging
 import os
 import stat
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 import torch
 
 from data_plane.server.local import endpoint
-from data_plane.server.server import DataPlaneServer
 from data_plane.server.tensor_codec import tensor_to_message
-from kvplane import DataClient, Execution
+from kvplane import Execution
 from kvplane.errors import (
     InvalidRequestError,
     QuotaExceededError,
@@ -35,63 +32,48 @@ from kvplane.execution.execution import shards_of
 from kvplane.tensor import Tensor
 from kvplane.transport.local import packets
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import execution_pb2_grpc, local_pb2
-from tests.helpers.data.data_server import author_of, serving
-from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
+from kvplane.wire.v1 import local_pb2
+from tests.helpers.data.plan_author import dense_attention, set_blocks, span, tokens
 from tests.helpers.local_peer import (
     LocalPeer,
     error_of,
     forget_regions_of_others,
     num_mapped,
+    output_after,
     plan_of_two_tokens,
     regions,
 )
+from tests.helpers.served import Served, served
 from tests.helpers.waiting import until
 
 REGION_BYTES = 1 << 20
 
 
-@dataclass
-class Rig:
-    """A registered data plane and who writes its plans."""
-
-    server: DataPlaneServer
-    author: PlanAuthor
-    stub: Any
-
-    async def joined(self, session_id: int = 1) -> LocalPeer:
-        return await LocalPeer.joined(self.stub, self.author.grant(session_id))
-
-    async def started(self, session_id: int = 1) -> LocalPeer:
-        """With a plan of two tokens."""
-        peer = await self.joined(session_id)
-        plan = plan_of_two_tokens(self.author, session_id=session_id)
-        assert (await peer.ask(plan=plan)).started.num_tokens == 2
-        return peer
+async def started(rig: Served, session_id: int = 1) -> LocalPeer:
+    """Return an execution with a plan of two tokens."""
+    peer = await rig.joined(session_id)
+    plan = plan_of_two_tokens(rig.author, session_id=session_id)
+    assert (await peer.ask(plan=plan)).started.num_tokens == 2
+    return peer
 
 
 @pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+async def rig(tmp_path: Path) -> AsyncIterator[Served]:
     forget_regions_of_others()
-    async with (
-        serving(tmp_path, local_region_bytes=REGION_BYTES, num_local_regions=6) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
-        yield Rig(server, author_of(server, side), stub)
+    async with served(tmp_path, local_region_bytes=REGION_BYTES, num_local_regions=6) as rig:
+        yield rig
     assert num_mapped() == 0
 
 
 @pytest.fixture
-async def peer(rig: Rig) -> AsyncIterator[LocalPeer]:
-    peer = await rig.started()
+async def peer(rig: Served) -> AsyncIterator[LocalPeer]:
+    peer = await started(rig)
     yield peer
     peer.close()
-    peer.memory = None
 
 
 async def test_a_layer_is_computed_in_the_region_and_the_last_brings_the_receipt(
-    rig: Rig, peer: LocalPeer
+    rig: Served, peer: LocalPeer
 ) -> None:
     want = dense_attention(tokens(2, 4, seed=0), tokens(2, seed=1), tokens(2, seed=2))
     for layer in (0, 1):
@@ -102,7 +84,7 @@ async def test_a_layer_is_computed_in_the_region_and_the_last_brings_the_receipt
     assert rig.author.read_receipt(answer.receipt).plan_number == 1
 
 
-async def test_a_layer_without_a_key_attends_in_the_region(rig: Rig, peer: LocalPeer) -> None:
+async def test_a_layer_without_a_key_attends_in_the_region(rig: Served, peer: LocalPeer) -> None:
     request = peer.layer(0, 2)
     request.ClearField("key")
     request.ClearField("value")
@@ -128,7 +110,7 @@ async def test_the_region_can_neither_shrink_nor_grow(peer: LocalPeer) -> None:
     assert os.fstat(peer.fd).st_size == peer.region.size_bytes == REGION_BYTES
 
 
-async def test_the_socket_is_in_a_folder_for_this_user_alone(rig: Rig, peer: LocalPeer) -> None:
+async def test_the_socket_is_in_a_folder_for_this_user_alone(rig: Served, peer: LocalPeer) -> None:
     folder = Path(peer.offer.socket_path).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     await rig.server.stop()
@@ -136,7 +118,7 @@ async def test_the_socket_is_in_a_folder_for_this_user_alone(rig: Rig, peer: Loc
 
 
 async def test_a_process_of_another_user_is_not_spoken_to(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = await LocalPeer.offered(rig.stub, rig.author.grant())
     monkeypatch.setattr(packets.os, "geteuid", lambda: os.getuid() + 1)
@@ -148,7 +130,7 @@ async def test_a_process_of_another_user_is_not_spoken_to(
     peer.close()
 
 
-async def test_an_offer_is_taken_once_by_who_knows_its_secret(rig: Rig) -> None:
+async def test_an_offer_is_taken_once_by_who_knows_its_secret(rig: Served) -> None:
     first = await rig.joined()
     for secret in (first.offer.secret, bytes(32), b"", b"x" * 1000):
         second = await LocalPeer.offered(rig.stub, rig.author.grant())
@@ -160,7 +142,7 @@ async def test_an_offer_is_taken_once_by_who_knows_its_secret(rig: Rig) -> None:
     first.close()
 
 
-async def test_an_offer_that_is_old_is_void(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_offer_that_is_old_is_void(rig: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_OFFER_S", 0.01)
     peer = await LocalPeer.offered(rig.stub, rig.author.grant())
     await asyncio.sleep(0.02)
@@ -169,7 +151,7 @@ async def test_an_offer_that_is_old_is_void(rig: Rig, monkeypatch: pytest.Monkey
 
 
 async def test_a_peer_that_does_not_join_is_hung_up_on(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "_JOIN_S", 0.05)
     peer = await LocalPeer.offered(rig.stub, rig.author.grant())
@@ -178,7 +160,7 @@ async def test_a_peer_that_does_not_join_is_hung_up_on(
     peer.close()
 
 
-async def test_a_caller_on_another_machine_is_offered_nothing(rig: Rig) -> None:
+async def test_a_caller_on_another_machine_is_offered_nothing(rig: Served) -> None:
     for host_id in ("", "another boot"):
         call = rig.stub.Execute()
         opening = pb.OpenExecution(grant=rig.author.grant(), host_id=host_id)
@@ -231,7 +213,7 @@ def set_shape(tensor: Any, *shape: int) -> None:
 
 @pytest.mark.parametrize("what", REFUSED)
 async def test_what_does_not_fit_is_refused_and_changes_nothing(
-    rig: Rig, peer: LocalPeer, what: str
+    rig: Served, peer: LocalPeer, what: str
 ) -> None:
     field, spoil = REFUSED[what]
     before = rig.server.executor.pools.device_tier.clone()
@@ -258,7 +240,7 @@ async def test_packets_that_are_no_requests_are_answered(peer: LocalPeer) -> Non
 
 @pytest.mark.parametrize("packet", [b"", bytes(packets.MAX_PACKET_BYTES + 1)], ids=["", "long"])
 async def test_a_packet_without_a_length_that_can_be_ends_the_connection(
-    rig: Rig, peer: LocalPeer, packet: bytes
+    rig: Served, peer: LocalPeer, packet: bytes
 ) -> None:
     peer.send(packet)
     assert await peer.ended()
@@ -267,7 +249,7 @@ async def test_a_packet_without_a_length_that_can_be_ends_the_connection(
 
 
 async def test_a_layer_that_was_known_is_read_again_under_the_next_plan(
-    rig: Rig, peer: LocalPeer
+    rig: Served, peer: LocalPeer
 ) -> None:
     """A packet that was sent before means what its tensors now hold."""
     for number in (1, 2):
@@ -275,16 +257,12 @@ async def test_a_layer_that_was_known_is_read_again_under_the_next_plan(
             plan = plan_of_two_tokens(rig.author, 2)
             assert (await peer.ask(plan=plan)).started.num_tokens == 2
         for layer in (0, 1):
-            seed = 100 * number
-            answer = await peer.ask(layer=peer.layer(layer, 2, seed=seed))
+            answer = await peer.ask(layer=peer.layer(layer, 2, seed=100 * number))
             assert answer.output.layer == layer
-        seeds = [100 * n for n in range(1, number + 1)]
-        key, value = (torch.cat([tokens(2, seed=s + i) for s in seeds]) for i in (1, 2))
-        want = dense_attention(tokens(2, 4, seed=seed), key, value)
-        torch.testing.assert_close(peer.output(2), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(peer.output(2), output_after(number), atol=1e-5, rtol=1e-5)
 
 
-async def test_both_ways_of_a_stream_are_one_execution(rig: Rig, peer: LocalPeer) -> None:
+async def test_both_ways_of_a_stream_are_one_execution(rig: Served, peer: LocalPeer) -> None:
     """A layer over gRPC may follow one by the socket, and refer to the region too."""
     assert (await peer.ask(layer=peer.layer(0, 2))).output.layer == 0
     request = pb.ExecuteRequest.FromString(peer.packet(peer.layer(1, 2)))
@@ -295,8 +273,8 @@ async def test_both_ways_of_a_stream_are_one_execution(rig: Rig, peer: LocalPeer
 
 
 @pytest.mark.parametrize("end", ["socket", "stream", "session", "reopened"])
-async def test_the_region_ends_with_what_it_belongs_to(rig: Rig, end: str) -> None:
-    peer = await rig.started()
+async def test_the_region_ends_with_what_it_belongs_to(rig: Served, end: str) -> None:
+    peer = await started(rig)
     assert rig.server.local.num_regions == 1
     if end == "socket":
         peer.close()
@@ -317,7 +295,7 @@ async def test_the_region_ends_with_what_it_belongs_to(rig: Rig, end: str) -> No
         peer.close()
 
 
-async def test_regions_are_bounded_for_a_session_and_for_all(rig: Rig) -> None:
+async def test_regions_are_bounded_for_a_session_and_for_all(rig: Served) -> None:
     async def is_refused(session_id: int) -> bool:
         refused = await LocalPeer.offered(rig.stub, rig.author.grant(session_id))
         error = error_of(await refused.join())
@@ -330,19 +308,14 @@ async def test_regions_are_bounded_for_a_session_and_for_all(rig: Rig) -> None:
     assert await is_refused(3)
     assert rig.server.local.num_bytes == 6 * REGION_BYTES
     peers.pop().close()
-    await regions_left(rig, 5)
+    await until(lambda: rig.server.local.num_regions == 5)
     peers.append(await rig.joined(3))
     for peer in peers:
         peer.close()
-        peer.memory = None
 
 
-async def regions_left(rig: Rig, wanted: int) -> None:
-    await until(lambda: rig.server.local.num_regions == wanted)
-
-
-async def test_a_client_that_takes_no_answers_is_cut_off_and_others_go_on(rig: Rig) -> None:
-    hostile, honest = await rig.started(1), await rig.started(2)
+async def test_a_client_that_takes_no_answers_is_cut_off_and_others_go_on(rig: Served) -> None:
+    hostile, honest = await started(rig, 1), await started(rig, 2)
     packet = hostile.packet(hostile.layer(0, 2))
     honest_layer = honest.packet(honest.layer(0, 2))
     with pytest.raises(OSError) as ended:
@@ -357,25 +330,23 @@ async def test_a_client_that_takes_no_answers_is_cut_off_and_others_go_on(rig: R
     assert (await honest.ask(layer=honest.layer(1, 2))).output.HasField("receipt")
     for peer in (hostile, honest):
         peer.close()
-        peer.memory = None
 
 
-async def test_a_client_that_stalls_keeps_nobody_waiting(rig: Rig, peer: LocalPeer) -> None:
+async def test_a_client_that_stalls_keeps_nobody_waiting(rig: Served, peer: LocalPeer) -> None:
     """Neither one that has joined and says nothing, nor one in the middle of a plan."""
     silent = await rig.joined(2)
-    async with DataClient(rig.server.address) as client:
+    async with rig.client() as client:
         grant = rig.author.grant(3)
         async with await client.open(grant) as execution:
             assert shards_of(execution)[0].local is not None
             await run(execution, plan_of_two_tokens(rig.author, session_id=3))
     silent.close()
-    silent.memory = None
 
 
 async def run(execution: Execution, plan: Any, num_tokens: int = 2, seed: int = 0) -> list[bytes]:
     """The output of each layer."""
     query, key, value = (
-        Tensor.from_proto(tensor_to_message(tokens(num_tokens, heads, seed=seed + i)))
+        Tensor.from_array(tokens(num_tokens, heads, seed=seed + i))
         for i, heads in enumerate((4, 2, 2))
     )
     await execution.start(plan)
@@ -385,32 +356,19 @@ async def run(execution: Execution, plan: Any, num_tokens: int = 2, seed: int = 
     return [bytes(output.data) for output in outputs]
 
 
-async def test_both_transports_give_the_same_bits(rig: Rig) -> None:
-    found = []
-    for session_id, shared_memory in ((1, True), (2, False)):
-        async with (
-            DataClient(rig.server.address, shared_memory=shared_memory) as client,
-            await client.open(rig.author.grant(session_id)) as execution,
-        ):
-            assert (shards_of(execution)[0].local is not None) == shared_memory
-            found.append(await run(execution, plan_of_two_tokens(rig.author, 1, session_id)))
-    assert found[0] == found[1]
-
-
 async def test_tensors_that_do_not_fit_the_region_go_over_grpc(tmp_path: Path) -> None:
-    async with serving(tmp_path, local_region_bytes=4096) as (server, side):
-        author = author_of(server, side)
-        async with (
-            DataClient(server.address) as client,
-            await client.open(author.grant()) as execution,
-        ):
-            num_packets = []
-            for number, first, num_tokens in ((1, 0, 2), (2, 2, 14)):
-                changes = [set_blocks(1, [(0, 1), (1, 1)])] if number == 1 else []
-                plan = author.plan(number, changes=changes, spans=[span(1, first, num_tokens)])
-                await run(execution, plan, num_tokens)
-                num_packets.append(server.local.num_packets)
-            assert num_packets == [3, 4]  # the second plan, and none of its layers
+    async with (
+        served(tmp_path, local_region_bytes=4096) as rig,
+        rig.client() as client,
+        await client.open(rig.author.grant()) as execution,
+    ):
+        num_packets = []
+        for number, first, num_tokens in ((1, 0, 2), (2, 2, 14)):
+            changes = [set_blocks(1, [(0, 1), (1, 1)])] if number == 1 else []
+            plan = rig.author.plan(number, changes=changes, spans=[span(1, first, num_tokens)])
+            await run(execution, plan, num_tokens)
+            num_packets.append(rig.server.local.num_packets)
+        assert num_packets == [3, 4]  # the second plan, and none of its layers
 
 
 @pytest.mark.parametrize("why", ["off", "out of reach", "full"])
@@ -420,32 +378,28 @@ async def test_a_client_without_a_region_goes_on_over_grpc_and_says_so_once(
     monkeypatch.setattr(shard_execution, "_NOT_JOINED", set())
     monkeypatch.setattr(endpoint, "MAX_REGIONS_PER_SESSION", 0 if why == "full" else 4)
     caplog.set_level(logging.INFO, "kvplane")
-    async with serving(tmp_path, num_local_regions=int(why != "off")) as (server, side):
-        author = author_of(server, side)
+    async with served(tmp_path, num_local_regions=int(why != "off")) as rig, rig.client() as client:
         if why == "out of reach":
-            Path(server.local.offer(None, packets.host_id(), lambda: None, "").socket_path).unlink()
-        async with DataClient(server.address) as client:
-            for session_id in (1, 2):
-                async with await client.open(author.grant(session_id)) as execution:
-                    assert shards_of(execution)[0].local is None
-                    await run(execution, plan_of_two_tokens(author, 1, session_id))
+            offer = rig.server.local.offer(None, packets.host_id(), lambda: None, "")
+            Path(offer.socket_path).unlink()
+        for session_id in (1, 2):
+            async with await client.open(rig.author.grant(session_id)) as execution:
+                assert shards_of(execution)[0].local is None
+                await run(execution, plan_of_two_tokens(rig.author, 1, session_id))
     said = [r for r in caplog.records if "no shared memory" in r.message]
     assert len(said) == int(why != "off")
 
 
-async def test_a_connection_that_breaks_between_layers_is_made_again(rig: Rig) -> None:
+async def test_a_connection_that_breaks_between_layers_is_made_again(rig: Served) -> None:
     async with (
-        DataClient(rig.server.address) as client,
+        rig.client() as client,
         await client.open(rig.author.grant()) as execution,
     ):
         plan = plan_of_two_tokens(rig.author)
         await execution.start(plan)
         first = shards_of(execution)[0].local
         assert first is not None
-        part = [
-            Tensor.from_proto(tensor_to_message(tokens(2, heads, seed=i)))
-            for i, heads in enumerate((4, 2, 2))
-        ]
+        part = [Tensor.from_array(tokens(2, heads, seed=i)) for i, heads in enumerate((4, 2, 2))]
         output = await execution.layer(0, *part)
         rig.server.local._end_all()
         assert (await execution.layer(1, *part)) == output

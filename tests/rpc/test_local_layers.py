@@ -12,14 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import grpc.aio
 import pytest
 import torch
 
 from data_plane import limits
 from data_plane.server.local import endpoint, layer_server
 from data_plane.server.local.connection import LocalConnection
-from data_plane.server.server import DataPlaneServer
 from kvplane import DataClient
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -33,10 +31,9 @@ from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
 from kvplane.transport.local import packets
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import execution_pb2_grpc
-from tests.helpers.data.data_server import author_of, serving
-from tests.helpers.data.plan_author import PlanAuthor, dense_attention, publications, span, tokens
-from tests.helpers.local_peer import LocalPeer, error_of, plan_of_two_tokens
+from tests.helpers.data.plan_author import publications, span, tokens
+from tests.helpers.local_peer import LocalPeer, error_of, output_after, plan_of_two_tokens
+from tests.helpers.served import Served, served
 from tests.helpers.waiting import until
 
 NUM_PLANS = 4  # of two tokens, in one block
@@ -46,9 +43,11 @@ NUM_LAYERS = 2
 class Rig:
     """A data plane, and a client that has run ``number`` plans of two tokens."""
 
-    def __init__(self, server: DataPlaneServer, author: PlanAuthor, peer: LocalPeer) -> None:
-        self.server = server
-        self.author = author
+    def __init__(self, served: Served, peer: LocalPeer) -> None:
+        self.server = served.server
+        self.author = served.author
+        self.num_native = served.num_native
+        self.stub = served.stub
         self.peer = peer
         self.number = 0
         self.bound: set[int] = set()
@@ -58,10 +57,6 @@ class Rig:
     def connection(self) -> LocalConnection:
         """The data plane's end."""
         return next(iter(self.server.local._connections.values()))
-
-    async def num_native(self) -> int:
-        """Packets that native code has answered: it says so when something else is to be done."""
-        return await self.server._worker.run(lambda: self.connection._layers.num_served)
 
     @property
     def tier(self) -> torch.Tensor:
@@ -95,26 +90,17 @@ class Rig:
 
     def check_output(self) -> None:
         """The layer's, after all plans so far."""
-        seeds = [100 * number for number in range(1, self.number + 1)]
-        key, value = (torch.cat([tokens(2, seed=seed + i) for seed in seeds]) for i in (1, 2))
-        want = dense_attention(tokens(2, 4, seed=seeds[-1]), key, value)
+        want = output_after(self.number)
         torch.testing.assert_close(self.peer.output(2), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
 async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     monkeypatch.setattr(limits, "LOCAL_SPIN_S", 1.0)
-    async with (
-        serving(tmp_path, local_region_bytes=1 << 20) as (server, side),
-        grpc.aio.insecure_channel(server.address) as channel,
-    ):
-        author = author_of(server, side)
-        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
-        peer = await LocalPeer.joined(stub, author.grant())
-        yield Rig(server, author, peer)
+    async with served(tmp_path, local_region_bytes=1 << 20) as plane:
+        peer = await plane.joined()
+        yield Rig(plane, peer)
         peer.close()
-        peer.memory = None
-        server.executor.check_integrity()
 
 
 async def test_bound_layers_are_computed_and_counted_like_others(rig: Rig) -> None:
@@ -308,19 +294,16 @@ async def test_a_plan_that_was_run_elsewhere_is_not_written_again(rig: Rig) -> N
     for _ in range(2):
         await rig.run()
     await rig.start()
-    async with grpc.aio.insecure_channel(rig.server.address) as channel:
-        stub = execution_pb2_grpc.ExecutionServiceStub(channel)
-        other = await LocalPeer.joined(stub, rig.author.grant())
-        await other.ask(plan=plan_of_two_tokens(rig.author, 3))
-        for layer in range(NUM_LAYERS):
-            answer = await other.ask(layer=other.layer(layer, 2, seed=300))
-        assert answer.output.HasField("receipt")
-        before = rig.tier
-        rig.number = 9  # other keys and values
-        assert (await rig.layer(0)).output.layer == 0
-        assert torch.equal(rig.tier, before)
-        other.close()
-        other.memory = None
+    other = await LocalPeer.joined(rig.stub, rig.author.grant())
+    await other.ask(plan=plan_of_two_tokens(rig.author, 3))
+    for layer in range(NUM_LAYERS):
+        answer = await other.ask(layer=other.layer(layer, 2, seed=300))
+    assert answer.output.HasField("receipt")
+    before = rig.tier
+    rig.number = 9  # other keys and values
+    assert (await rig.layer(0)).output.layer == 0
+    assert torch.equal(rig.tier, before)
+    other.close()
 
 
 async def test_other_packets_between_bound_ones_are_answered_in_order(rig: Rig) -> None:

@@ -12,16 +12,13 @@ from prometheus_client import Metric
 
 from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
-from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient
 from kvplane.errors import PoolNotFoundError
 from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from scripts.metrics_page import page
-from tests.helpers.both_planes import StartServer
-from tests.helpers.data.data_server import config_of
-from tests.helpers.data.plan_author import POOL_ID
+from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.load import Load
 from tests.helpers.scrapes import checked
 
@@ -37,32 +34,22 @@ Families = dict[str, Metric]
 
 
 @pytest.fixture
-async def scraped(
-    tmp_path: Path, start_control_plane: StartServer
-) -> AsyncIterator[tuple[Families, Families]]:
+async def scraped(tmp_path: Path) -> AsyncIterator[tuple[Families, Families]]:
     """What both planes tell after some traffic, refusals among it."""
-    control = await start_control_plane(metrics_port=0)
-    data = await DataPlaneServer.start(
-        config_of(
-            tmp_path,
-            control.address,
-            metrics_port=0,
-            num_device_blocks=64,
-            file_tier_dir=tmp_path / "files",
-            file_tier_bytes=2**20,
-        )
-    )
-    try:
-        async with ControlClient(control.address) as client:
+    files = {"file_tier_dir": tmp_path / "files", "file_tier_bytes": 2**20}
+    data = {"metrics_port": 0, "num_device_blocks": 64, "num_host_blocks": 4, **files}
+    async with Planes(tmp_path, metrics_port=0, data=data) as planes:
+        async with ControlClient(planes.address) as client:
             load = Load(duration_s=3, num_sequences=16, prefix_tokens=32, own_tokens=8)
             with pytest.raises(PoolNotFoundError):
                 await client.get_pool("other")
-            await load.run(client, POOL_ID)
+            await load.run(client, POOL)
             assert load.num_cached_tokens
-        await refusals(data.address)
-        yield await checked(control.metrics_port), await checked(data.metrics_port)
-    finally:
-        await data.stop()
+        await refusals(planes.data.address)
+        yield (
+            await checked(planes.control.metrics_port),
+            await checked(planes.data.metrics_port),
+        )
 
 
 async def refusals(address: str) -> None:

@@ -21,7 +21,7 @@ from kvplane.execution.execution import shards_of
 from kvplane.results import ShardBlocks
 from kvplane.transport.connection import Connection
 from kvplane.wire.v1.types_pb2 import SignedPayload
-from tests.helpers.both_planes import LAYOUT, POOL, Planes, StartServer, zeros
+from tests.helpers.both_planes import LAYOUT, POOL, Planes, zeros
 from tests.helpers.data.plan_author import LAYOUT as LISTED_LAYOUT
 from tests.helpers.data.plan_author import POOL_ID as LISTED_POOL
 from tests.helpers.listed_peers import listed_peers
@@ -98,23 +98,21 @@ async def test_executions_have_the_certificates_of_the_control_client(tmp_path: 
         assert execution.num_tokens == len(PROMPT)
 
 
-async def test_a_session_waits_for_its_pool_and_takes_its_layout(
-    start_control_plane: StartServer, tmp_path: Path
-) -> None:
-    planes = Planes(start_control_plane, tmp_path)
-    planes.control = await start_control_plane()
-    async with ControlClient(planes.control.address) as control:
+async def test_a_session_waits_for_its_pool_and_takes_its_layout(tmp_path: Path) -> None:
+    planes = Planes(tmp_path)
+    await planes.start_control()
+    async with ControlClient(planes.address) as control:
         with pytest.raises(PoolNotReadyError):
             await control.open_session(POOL, timeout_s=0.3)
         opening = asyncio.ensure_future(control.open_session(POOL))
         await asyncio.sleep(0.3)
         assert not opening.done()
-        await planes.start_data("127.0.0.1:0")
+        await planes.start()
         async with await opening as session:
             assert session.layout == LAYOUT
         with pytest.raises(LayoutMismatchError):
             await control.open_session(POOL, SHARDED_LAYOUT)
-    await planes.data.stop()
+    await planes.__aexit__()
 
 
 async def test_what_is_not_entered_opens_nothing(control: ControlClient) -> None:

@@ -20,7 +20,7 @@ from control_plane.server.server import ControlPlaneServer
 from control_plane.views import STATES
 from kvplane import ControlClient, DataClient, Execution, Session, ops
 from kvplane.results import total_of
-from tests.helpers.both_planes import LAYOUT, POOL, Planes, StartServer, run_step
+from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step
 from tests.helpers.browser import Browser
 from tests.helpers.tools import needs
 
@@ -28,11 +28,9 @@ TLS = Path(__file__).parent / "tls"
 
 
 @pytest.fixture
-async def planes(start_control_plane: StartServer, tmp_path: Path) -> AsyncIterator[Planes]:
-    planes = Planes(start_control_plane, tmp_path, page_port=0)
-    await planes.start()
-    yield planes
-    await planes.data.stop()
+async def planes(tmp_path: Path) -> AsyncIterator[Planes]:
+    async with Planes(tmp_path, page_port=0) as planes:
+        yield planes
 
 
 @asynccontextmanager
@@ -184,7 +182,7 @@ def access_file(folder: Path) -> Path:
 
 
 async def test_a_listed_operator_is_let_in_by_its_token(
-    start_control_plane: StartServer, tmp_path: Path
+    start_control_plane: Any, tmp_path: Path
 ) -> None:
     server = await start_control_plane(page_port=0, access_file=access_file(tmp_path))
     async with asked(server, "/") as (refused, head, _):
@@ -198,7 +196,7 @@ async def test_a_listed_operator_is_let_in_by_its_token(
 
 
 async def test_over_tls_a_caller_is_known_by_its_certificate(
-    start_control_plane: StartServer, tmp_path: Path
+    start_control_plane: Any, tmp_path: Path
 ) -> None:
     server = await start_control_plane(
         page_port=0,

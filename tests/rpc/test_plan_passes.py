@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from data_plane.server.server import DataPlaneServer
 from kvplane import Execution
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import PlanOutOfOrderError
@@ -17,9 +15,8 @@ from kvplane.execution.execution import shards_of
 from kvplane.runtime.region_layers import RegionLayers
 from kvplane.tensor import Tensor
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import PlanAuthor, dense_attention, set_blocks, span, tokens
-from tests.helpers.data.unary_client import UnaryClient
+from tests.helpers.served import Served, served
 
 NUM_TOKENS = 5  # of one sequence, one in each pass
 LAYERS = range(2)
@@ -27,10 +24,9 @@ QUERY, KEY, VALUE = tokens(NUM_TOKENS, 4, seed=1), tokens(NUM_TOKENS, seed=2), t
 
 
 @pytest.fixture
-async def rig(tmp_path: Path) -> AsyncIterator[tuple[DataPlaneServer, PlanAuthor]]:
-    async with serving(tmp_path, local_region_bytes=1 << 20) as (server, side):
-        yield server, author_of(server, side)
-        server.executor.check_integrity()
+async def rig(tmp_path: Path) -> AsyncIterator[Served]:
+    async with served(tmp_path, local_region_bytes=1 << 20) as rig:
+        yield rig
 
 
 def plan_of(author: PlanAuthor) -> tpb.SignedPayload:
@@ -50,12 +46,11 @@ def check(outputs: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("begins", [False, True], ids=["start", "begin"])
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["gRPC", "shared memory"])
-async def test_a_plan_runs_pass_by_pass(rig: Any, shared_memory: bool, begins: bool) -> None:
-    server, author = rig
-    plan, outputs = plan_of(author), []
+async def test_a_plan_runs_pass_by_pass(rig: Served, shared_memory: bool, begins: bool) -> None:
+    plan, outputs = plan_of(rig.author), []
     async with (
-        UnaryClient(server.address, shared_memory=shared_memory) as client,
-        await client.open(author.grant()) as execution,
+        rig.client(shared_memory=shared_memory) as client,
+        await client.open(rig.author.grant()) as execution,
     ):
         assert (shards_of(execution)[0].local is not None) is shared_memory
         for of_pass in range(NUM_TOKENS):
@@ -68,19 +63,18 @@ async def test_a_plan_runs_pass_by_pass(rig: Any, shared_memory: bool, begins: b
                 assert not execution.receipts
                 output = await layer(execution, index, of_pass)
             outputs.append(output)
-        assert author.read_receipt(*execution.receipts).plan_number == 1
+        assert rig.author.read_receipt(*execution.receipts).plan_number == 1
     check(outputs)
 
 
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["gRPC", "shared memory"])
 async def test_a_stream_that_breaks_in_a_pass_goes_on_with_it(
-    rig: Any, shared_memory: bool
+    rig: Served, shared_memory: bool
 ) -> None:
-    server, author = rig
-    plan, outputs = plan_of(author), []
+    plan, outputs = plan_of(rig.author), []
     async with (
-        UnaryClient(server.address, shared_memory=shared_memory) as client,
-        await client.open(author.grant()) as execution,
+        rig.client(shared_memory=shared_memory) as client,
+        await client.open(rig.author.grant()) as execution,
     ):
         for of_pass in range(NUM_TOKENS):
             await execution.start(plan, pass_index=of_pass)
@@ -89,17 +83,16 @@ async def test_a_stream_that_breaks_in_a_pass_goes_on_with_it(
                     shards_of(execution)[0]._drop()
                 output = await layer(execution, index, of_pass)
             outputs.append(output)
-        assert author.read_receipt(*execution.receipts).plan_number == 1
+        assert rig.author.read_receipt(*execution.receipts).plan_number == 1
     check(outputs)
 
 
-async def test_native_code_answers_the_layers_of_each_pass(rig: Any) -> None:
+async def test_native_code_answers_the_layers_of_each_pass(rig: Served) -> None:
     """In memory that both share, as an engine computes them."""
-    server, author = rig
-    plan, outputs = plan_of(author), []
+    plan, outputs = plan_of(rig.author), []
     async with (
-        UnaryClient(server.address) as client,
-        await client.open(author.grant()) as execution,
+        rig.client() as client,
+        await client.open(rig.author.grant()) as execution,
     ):
         layers = RegionLayers(shards_of(execution)[0])
         for of_pass in range(NUM_TOKENS):
@@ -109,21 +102,19 @@ async def test_native_code_answers_the_layers_of_each_pass(rig: Any) -> None:
                 output = layers.layer(index, QUERY[own], KEY[own], VALUE[own], AttentionOptions())
                 assert output is not None
             outputs.append(output)
-        connection = next(iter(server.local._connections.values()))
-        assert connection._layers.num_served == NUM_TOKENS * (len(LAYERS) - 1)
+        assert await rig.num_native() == NUM_TOKENS * (len(LAYERS) - 1)
         assert execution.has_run
     check(outputs)
 
 
-async def test_native_code_refuses_a_late_layer_of_an_earlier_pass(rig: Any) -> None:
+async def test_native_code_refuses_a_late_layer_of_an_earlier_pass(rig: Served) -> None:
     """On a stream that its client has left: it began the pass before, and came with one token."""
-    server, author = rig
-    plan, outputs, options = plan_of(author), [], AttentionOptions()
+    plan, outputs, options = plan_of(rig.author), [], AttentionOptions()
     async with (
-        UnaryClient(server.address) as left_client,
-        await left_client.open(author.grant()) as left,
-        UnaryClient(server.address, shared_memory=False) as client,
-        await client.open(author.grant()) as execution,
+        rig.client() as left_client,
+        await left_client.open(rig.author.grant()) as left,
+        rig.client(shared_memory=False) as client,
+        await client.open(rig.author.grant()) as execution,
     ):
         layers = RegionLayers(shards_of(left)[0])
         for of_pass in range(NUM_TOKENS):
@@ -143,5 +134,5 @@ async def test_native_code_refuses_a_late_layer_of_an_earlier_pass(rig: Any) -> 
             for index in LAYERS:
                 output = await layer(execution, index, of_pass)
             outputs.append(output)
-        assert author.read_receipt(*execution.receipts).plan_number == 1
+        assert rig.author.read_receipt(*execution.receipts).plan_number == 1
     check(outputs)

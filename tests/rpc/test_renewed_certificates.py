@@ -24,14 +24,10 @@ from kvplane import ControlClient, Tls
 from kvplane.errors import InvalidRequestError
 from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.program import engine_client
-from kvplane.serving import server as serving
-from kvplane.serving.callers.identity import caller
 from kvplane.serving.http_server import HttpServer
-from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from kvplane.wire.plane.v1 import registration_pb2_grpc
-from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, prefix_pb2_grpc, session_pb2_grpc
+from kvplane.serving.server import ServerTls
 from tests.helpers.data.data_server import config_of
-from tests.helpers.sdk_peers import add_services, interceptor
+from tests.helpers.sdk_peers import WhoAmI, serving
 from tests.helpers.waiting import until
 
 NAME = "localhost"
@@ -189,13 +185,13 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         port_file=port_file,
         logger=logging.getLogger(__name__),
     )
-    serving = asyncio.create_task(server.serve())
+    running = asyncio.create_task(server.serve())
     await until(lambda: port_file.exists())
     try:
         yield f"127.0.0.1:{port_file.read_text().strip()}"
     finally:
         server.should_exit = True
-        await serving
+        await running
 
 
 async def test_an_http_server_too(
@@ -240,40 +236,9 @@ async def test_a_router_trusts_the_authorities_that_its_file_has_by_now(
         engine_client(RouterSettings(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
 
 
-class WhoAmI(
-    session_pb2_grpc.SessionServiceServicer,
-    registration_pb2_grpc.RegistrationServiceServicer,
-    pool_pb2_grpc.PoolServiceServicer,
-    prefix_pb2_grpc.PrefixServiceServicer,
-):
-    """Tells the tenant that it takes the caller for, and ends each registration."""
-
-    def __init__(self) -> None:
-        self.registered: list[str] = []
-
-    async def ListPools(self, request: Any, context: Any) -> pool_pb2.ListPoolsResponse:
-        return pool_pb2.ListPoolsResponse(pool_ids=[caller().tenant])
-
-    async def Register(self, requests: Any, context: Any) -> AsyncIterator[rpb.RegisterResponse]:
-        await anext(aiter(requests))
-        self.registered.append(caller().tenant)
-        for never in ():
-            yield never
-
-
-@asynccontextmanager
-async def who_am_i(authority: Authority, files: Files) -> AsyncIterator[tuple[str, WhoAmI]]:
-    """Served to who shows a certificate."""
-    server_tls = serving.ServerTls(files.certificate, files.key, authority.ca)
-    server = serving.build(
-        "127.0.0.1:0", tls=server_tls, max_message_bytes=1 << 20, interceptors=[interceptor()]
-    )
-    plane = WhoAmI()
-    add_services(plane, server.grpc_server)
-    registration_pb2_grpc.add_RegistrationServiceServicer_to_server(plane, server.grpc_server)
-    await server.start(["kvplane.v1.SessionService", "kvplane.plane.v1.RegistrationService"])
-    yield server.address, plane
-    await server.stop(0)
+def served_to_known(authority: Authority, files: Files) -> ServerTls:
+    """Settings of a server that serves who shows a certificate."""
+    return ServerTls(files.certificate, files.key, authority.ca)
 
 
 async def test_a_client_shows_its_new_certificate_when_it_is_opened_again(
@@ -281,7 +246,7 @@ async def test_a_client_shows_its_new_certificate_when_it_is_opened_again(
 ) -> None:
     own = Files(tmp_path, "client")
     tls = tls_of(authority, cert_file=own.certificate, key_file=own.key)
-    async with who_am_i(authority, files) as (address, _):
+    async with serving(WhoAmI(), served_to_known(authority, files)) as address:
         own.put(pairs[0])
         async with ControlClient(address, tls=tls) as former:
             own.put(pairs[1])
@@ -302,7 +267,8 @@ async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
 ) -> None:
     own = Files(tmp_path, "plane")
     own.put(pairs[0])
-    async with who_am_i(authority, files) as (address, plane):
+    plane = WhoAmI()
+    async with serving(plane, served_to_known(authority, files)) as address:
         data = await DataPlaneServer.start(
             config_of(
                 tmp_path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -19,12 +19,6 @@ from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
 from tests.helpers.lossy_link import LossyLink
-
-
-@pytest.fixture
-async def session(control: ControlClient) -> AsyncIterator[Session]:
-    async with await control.open_session(POOL, LAYOUT) as session:
-        yield session
 
 
 def made_up(num_tokens: int, seed: int) -> Tensor:
@@ -98,54 +92,57 @@ async def test_a_lossy_network_changes_no_bit_of_the_attention(
 async def test_a_session_goes_on_after_the_control_plane_was_restarted(
     planes: Planes, control: ControlClient, data: DataClient
 ) -> None:
-    prompt = list(range(20))
-    session = await control.open_session(POOL, LAYOUT)
-    execution = await data.open(session.grant)
-    await run(execution, (await session.run(ops.admit(1, prompt, max_total_tokens=32))).plan)
-    session.add_receipt(receipt_of(execution))
+    session, _ = await computed(control, data)
     await session.submit_receipts()
     while num_published(planes.data) < 2:
         await asyncio.sleep(0.01)
     await planes.restart_control()
     with pytest.raises((SessionNotFoundError, StaleError, UnavailableError)):
-        await session.step([ops.append(1, [9], 1, first_positions=20)])
-    await go_on(await session.reopen(), data, prompt, num_cached_tokens=16)
+        await session.step([NEXT])
+    await go_on(await session.reopen(), data, num_cached_tokens=16)
 
 
 async def test_a_session_goes_on_after_the_data_plane_was_restarted(
     planes: Planes, control: ControlClient, data: DataClient
 ) -> None:
-    prompt = list(range(20))
-    session = await control.open_session(POOL, LAYOUT)
-    execution = await data.open(session.grant)
-    await run(execution, (await session.run(ops.admit(1, prompt, max_total_tokens=32))).plan)
-    session.add_receipt(receipt_of(execution))
-    result = await session.step([ops.append(1, [9], 1, first_positions=20)])
-    await planes.restart_data()
+    session, execution = await computed(control, data)
+    result = await session.step([NEXT])
+    await planes.restart()
     with pytest.raises((StaleError, SessionNotFoundError)):
         await execution.start(result.plan)
     with pytest.raises((StaleError, SessionNotFoundError, UnavailableError)):
-        await session.step([ops.append(1, [9], 1, first_positions=20)])
-    await go_on(await session.reopen(), data, prompt, num_cached_tokens=0)
+        await session.step([NEXT])
+    await go_on(await session.reopen(), data, num_cached_tokens=0)
 
 
-async def go_on(
-    session: Session, data: DataClient, prompt: list[int], *, num_cached_tokens: int
-) -> None:
+PROMPT = list(range(20))
+NEXT = ops.append(1, [9], 1, first_positions=20)
+
+
+async def computed(control: ControlClient, data: DataClient) -> tuple[Session, Execution]:
+    """A session that has computed the prompt, and its execution."""
+    session = await control.open_session(POOL, LAYOUT)
+    execution = await data.open(session.grant)
+    await run(execution, (await session.run(ops.admit(1, PROMPT, max_total_tokens=32))).plan)
+    session.add_receipt(receipt_of(execution))
+    return session, execution
+
+
+async def go_on(session: Session, data: DataClient, *, num_cached_tokens: int) -> None:
     """Admit again, compute what is not cached, and one token more."""
     async with session, await data.open(session.grant) as execution:
-        readmitted = await session.readmit({1: (prompt, 32)})
+        readmitted = await session.readmit({1: (PROMPT, 32)})
         assert readmitted == {1: num_cached_tokens}
         if readmitted.plan is not None:  # of tables that begin with cached blocks
             assert await run(execution, readmitted.plan) == []
             session.add_receipt(receipt_of(execution))
-        num_missing = len(prompt) - num_cached_tokens
+        num_missing = len(PROMPT) - num_cached_tokens
         for operation in (
             ops.append(1, [], num_missing, first_positions=num_cached_tokens),
-            ops.append(1, [9], 1, first_positions=len(prompt)),
+            NEXT,
         ):
             result = await session.step([operation])
             assert len(await run(execution, result.plan)) == 3
             session.add_receipt(receipt_of(execution))
         await session.submit_receipts()
-        assert ((await session.list_sequences([1]))[0]).num_written_tokens == len(prompt) + 1
+        assert ((await session.list_sequences([1]))[0]).num_written_tokens == len(PROMPT) + 1

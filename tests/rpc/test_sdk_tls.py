@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 import pytest
 
 from kvplane import ControlClient, Tls
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
-from kvplane.serving import server as serving
-from kvplane.serving.callers.identity import caller
-from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc
-from tests.helpers.sdk_peers import interceptor
+from kvplane.serving.server import ServerTls
+from tests.helpers.sdk_peers import WhoAmI, serving
 
 TLS = Path(__file__).parent / "tls"
 TRUSTING = Tls(ca_file=TLS / "ca.pem", server_name="kvplane.test")
@@ -26,28 +23,11 @@ TENANT_A = Tls(
 )
 
 
-class WhoAmI(pool_pb2_grpc.PoolServiceServicer):
-    """Answers with the tenant that it takes the caller for."""
-
-    async def ListPools(self, request: Any, context: Any) -> pool_pb2.ListPoolsResponse:
-        return pool_pb2.ListPoolsResponse(pool_ids=[caller().tenant])
-
-
-async def serve(tls: serving.ServerTls) -> serving.Server:
-    server = serving.build(
-        "127.0.0.1:0", tls=tls, max_message_bytes=1 << 20, interceptors=[interceptor()]
-    )
-    pool_pb2_grpc.add_PoolServiceServicer_to_server(WhoAmI(), server.grpc_server)
-    await server.start([])
-    return server
-
-
 @pytest.fixture
 async def open_to_known() -> AsyncIterator[str]:
-    tls = serving.ServerTls(TLS / "server.pem", TLS / "server.key", TLS / "ca.pem")
-    server = await serve(tls)
-    yield server.address
-    await server.stop(0)
+    tls = ServerTls(TLS / "server.pem", TLS / "server.key", TLS / "ca.pem")
+    async with serving(WhoAmI(), tls) as address:
+        yield address
 
 
 async def test_a_client_with_a_certificate_is_who_it_names(open_to_known: str) -> None:

@@ -1,11 +1,12 @@
-"""A data plane as the core sees it: it registers, reports, keeps tables and publications, and signs
-receipts. It holds no contents: those of the native core's plans are checked by
+"""Data planes as the core sees them: they register, report and sign receipts.
+
+They keep neither tables nor contents: those of the native core's plans are checked by
 ``tests/helpers/native/native_plane.py``, and in real memory by ``tests/helpers/planes``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64
@@ -14,33 +15,134 @@ from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import (
     DEVICE,
-    POOL,
     TIERS,
-    Block,
     BlockId,
+    allocated_of,
     allocations_of,
-    changes_of,
     publications_of,
 )
-from tests.helpers.planning.registration_messages import Prefix, blocks, publications
-from tests.helpers.planning.registration_world import Plane
+from tests.helpers.planning.registration_messages import (
+    Prefix,
+    all_outgoing,
+    blocks,
+    hello,
+    publications,
+    report,
+)
 
 if TYPE_CHECKING:
     from tests.helpers.core.core_model import World
 
 
-class DataPlane(Plane):
-    """One shard's blocks, tables and publications."""
+class Plane:
+    """A data plane's process that keeps nothing: any plan counts as run."""
 
-    def __init__(self, world: World, shard: tpb.Shard, num_device: int, num_host: int) -> None:
-        super().__init__(
-            world,
-            shard=shard,
-            layout=world.layout.to_proto(),
-            num_device_blocks=num_device,
-            num_host_blocks=num_host,
-        )
-        self.index = shard.index
+    def __init__(self, world: World, **fields: Any) -> None:
+        """``fields``: of its Hello."""
+        self.world = world
+        self.hello = hello(**fields)
+        self.welcome = rpb.Welcome()
+        self.pool_key = b""
+
+    @property
+    def index(self) -> int:
+        return self.hello.shard.index
+
+    @property
+    def epoch(self) -> int:
+        return self.hello.epoch
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """The pool, the shard and the epoch, by which the core knows it."""
+        return self.hello.pool_id, self.index, self.epoch
+
+    # Registration
+
+    def register(self, **changes: Any) -> rpb.Welcome:
+        """Send the Hello with these changes. Then it is the shard whose receipts count."""
+        said, self.hello = self.hello, rpb.Hello()  # the core keeps the one that it was sent
+        self.hello.CopyFrom(said)
+        self.hello.MergeFrom(rpb.Hello(**changes))
+        self.welcome = self.world.core.register(self.hello)
+        if not self.welcome.resumed:
+            self.hello.incarnation = self.welcome.incarnation
+            self.hello.key_id = signing.key_id(self.welcome.key)
+            self.pool_key = self.welcome.key
+        others = [shard for shard in self.world.shards if shard.index != self.index]
+        self.world.shards = sorted([*others, self], key=lambda shard: shard.index)
+        return self.welcome
+
+    def report(self, part: rpb.BlockReport | None = None) -> None:
+        self.world.core.report(*self.key, part or report())
+
+    def join(self, part: rpb.BlockReport | None = None) -> rpb.Welcome:
+        """Register, and report in one part."""
+        self.register()
+        self.report(part)
+        return self.welcome
+
+    def come(self) -> bool:
+        """Register, and report unless resumed. Returns whether it was resumed."""
+        if not self.register().resumed:
+            self.report_all()
+        return self.welcome.resumed
+
+    def report_all(self) -> None:
+        """Report what every block holds."""
+        self.report()
+
+    def leave(self) -> None:
+        """Break the registration stream."""
+        self.world.core.disconnect(*self.key)
+
+    def fence_done(self, ref: tpb.SessionRef) -> None:
+        self.world.core.fence_done(*self.key, rpb.FenceDone(session=ref))
+
+    def take(self) -> list[rpb.RegisterResponse]:
+        """Take all waiting messages of the registration stream."""
+        return all_outgoing(self.world.core, *self.key[:2])
+
+    def kinds(self) -> list[str | None]:
+        """Take all waiting messages; return their kinds."""
+        return [message.WhichOneof("message") for message in self.take()]
+
+    def pump(self) -> None:
+        """Receive all waiting messages of the registration stream."""
+        while messages := self.take():
+            for message in messages:
+                self.obey(message)
+
+    def obey(self, message: rpb.RegisterResponse) -> None:
+        if message.HasField("fence"):
+            self.fence_done(message.fence.session)
+
+    # Plans
+
+    def run(self, signed: tpb.SignedPayload) -> bool:
+        """Run a plan; return False when it was refused."""
+        return True
+
+    def receipt(self, plan: plan_pb2.Plan, digest: bytes) -> tpb.SignedPayload:
+        """Return the signed statement that the plan ran."""
+        payload = plan_pb2.Receipt(
+            version=protocol.NEWEST_PAYLOAD_VERSION,
+            session=plan.session,
+            pool_id=plan.pool_id,
+            shard_index=self.index,
+            epoch=self.epoch,
+            plan_number=plan.number,
+            plan_digest=digest,
+        ).SerializeToString(deterministic=True)
+        signature = signing.sign(self.pool_key, signing.RECEIPT, payload)
+        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+
+
+class DataPlane(Plane):
+    """One shard's blocks and publications."""
+
+    def __init__(self, world: World, **fields: Any) -> None:
+        super().__init__(world, **fields)
         self.restart()
 
     def restart(self) -> None:
@@ -52,28 +154,9 @@ class DataPlane(Plane):
         self.hello.incarnation, self.hello.key_id, self.pool_key = 0, b"", b""
         self.generation: dict[BlockId, int] = {}
         self.published: dict[int, tuple[tuple[str, str], Prefix]] = {}
-        self.quit_all()
-
-    def quit_all(self) -> None:
-        """Drop every table, as for a new incarnation."""
-        self.tables: dict[int, dict[int, list[BlockId]]] = {}
-        self.finished: dict[int, int] = {}
-        self.quit: set[int] = set()
-
-    @property
-    def epoch(self) -> int:
-        return self.hello.epoch
+        self.fenced: set[int] = set()
 
     # Registration
-
-    def come(self) -> bool:
-        """Register, and report unless resumed. Returns whether it was resumed."""
-        welcome = self.register()
-        if not welcome.resumed:
-            self.pool_key = welcome.key
-            self.quit_all()
-            self.report_all()
-        return welcome.resumed
 
     def report_all(self) -> None:
         """Report what every block holds, in two parts."""
@@ -92,22 +175,14 @@ class DataPlane(Plane):
 
     def leave(self) -> None:
         """Break the registration stream; messages under way on it are lost."""
-        self.world.core.take_outgoing(POOL, self.index)
+        self.world.core.take_outgoing(*self.key[:2])
         super().leave()
 
-    def pump(self) -> None:
-        """Receive all waiting messages of the registration stream."""
-        while messages := self.take():
-            for message in messages:
-                self.obey(message)
-
     def obey(self, message: rpb.RegisterResponse) -> None:
+        super().obey(message)
         kind = message.WhichOneof("message")
         if kind == "fence":
-            session = message.fence.session
-            self.tables.pop(session.session_id, None)
-            self.quit.add(session.session_id)
-            self.fence_done(session.session_id, session.incarnation)
+            self.fenced.add(message.fence.session.session_id)
         elif kind == "publish":
             for owner, prefix in publications_of(message.publish.publications):
                 index, generation = prefix.block
@@ -129,75 +204,21 @@ class DataPlane(Plane):
 
     # Plans
 
-    def receipt(self, plan: plan_pb2.Plan, digest: bytes) -> tpb.SignedPayload:
-        """Return the signed statement that the plan ran."""
-        return self.sign_receipt(
-            plan_pb2.Receipt(
-                version=protocol.NEWEST_PAYLOAD_VERSION,
-                session=plan.session,
-                pool_id=POOL,
-                shard_index=self.index,
-                epoch=self.epoch,
-                plan_number=plan.number,
-                plan_digest=digest,
-            )
-        )
-
-    def sign_receipt(self, receipt: plan_pb2.Receipt) -> tpb.SignedPayload:
-        payload = receipt.SerializeToString(deterministic=True)
-        signature = signing.sign(self.pool_key, signing.RECEIPT, payload)
-        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
-
     def run(self, signed: tpb.SignedPayload) -> bool:
-        """Run a plan; return False when it was refused."""
         if signed.signature != signing.sign(self.pool_key, signed.type, signed.payload):
             return False
         plan = plan_pb2.Plan.FromString(signed.payload)
         assert (signed.type, plan.version) == (signing.PLAN, protocol.NEWEST_PAYLOAD_VERSION)
-        session_id = plan.session.session_id
         if (
             plan.shard_epochs[self.index] != self.epoch
             or plan.session.incarnation != self.hello.incarnation
-            or session_id in self.quit
+            or plan.session.session_id in self.fenced
         ):
             return False
-        last = self.finished.get(session_id, 0)
-        if plan.number <= last:
-            return plan.number == last
-        if not plan.resync and plan.previous != last:
-            return False
-        self._change_tables(plan)
-        self.finished[session_id] = plan.number
+        for block in allocated_of(plan) + allocations_of(plan):
+            known = self.generation.get(block.block_id, 0)
+            assert block.generation > known, f"{block} is not new: its generation is {known}"
+            self.generation[block.block_id] = block.generation
+            if block.tier == DEVICE:
+                self.published.pop(block.index, None)
         return True
-
-    def _change_tables(self, plan: plan_pb2.Plan) -> None:
-        before = self.tables.get(plan.session.session_id, {})
-        tables = {} if plan.resync else {i: list(table) for i, table in before.items()}
-        for change in changes_of(plan):
-            i = change.sequence_id
-            if change.kind == plan_pb2.TABLE_CHANGE_KIND_FORK:
-                tables[i] = tables[change.parent_id][: change.num_blocks]
-            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_KEEP:
-                tables[i] = before[i][: change.num_blocks]
-            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_DROP:
-                del tables[i]
-            elif change.kind == plan_pb2.TABLE_CHANGE_KIND_TRUNCATE:
-                del tables[i][change.num_blocks :]
-            else:
-                replace = change.kind == plan_pb2.TABLE_CHANGE_KIND_REPLACE
-                table = [] if replace else tables.setdefault(i, [])
-                table[change.first_block :] = [block.block_id for block in change.blocks]
-                tables[i] = table
-                for block, allocated in zip(change.blocks, change.allocated, strict=True):
-                    if allocated:
-                        self._allocate(block)
-        for block in allocations_of(plan):
-            self._allocate(block)
-        self.tables[plan.session.session_id] = tables
-
-    def _allocate(self, block: Block) -> None:
-        known = self.generation.get(block.block_id, 0)
-        assert block.generation > known, f"{block} is not new: its generation is {known}"
-        self.generation[block.block_id] = block.generation
-        if block.tier == DEVICE:
-            self.published.pop(block.index, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from control_plane.sessions.session import Session
@@ -28,11 +27,6 @@ def pack(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
-def unpack(token_ids: bytes) -> list[int]:
-    """Return the token ids of a column."""
-    return list(struct.unpack(f"<{len(token_ids) // 4}i", token_ids))
-
-
 class Block(NamedTuple):
     """A block as a plan refers to it."""
 
@@ -43,18 +37,6 @@ class Block(NamedTuple):
     @property
     def block_id(self) -> BlockId:
         return (self.tier, self.index)
-
-
-class Change(NamedTuple):
-    """One change to a table."""
-
-    kind: int
-    sequence_id: int
-    first_block: int
-    num_blocks: int
-    parent_id: int
-    blocks: list[Block]
-    allocated: list[bool]
 
 
 class Span(NamedTuple):
@@ -79,46 +61,22 @@ def receipt_of(session: Session, number: int) -> tpb.SignedPayload:
     return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
 
-def changes_of(plan: plan_pb2.Plan) -> list[Change]:
-    """Yield a plan's changes, one by one."""
-    message = plan.changes
-    entries = zip(
-        columns.read(INT32, message.indices, "indices"),
-        columns.read(INT64, message.generations, "generations"),
-        columns.read(UINT8, message.allocated, "allocated"),
-        strict=True,
-    )
-    parents = iter(columns.read(INT64, message.parent_sequence_ids, "parents"))
-    changes = []
-    for kind, sequence_id, tier, first, num in zip(
-        columns.read(UINT8, message.kinds, "kinds"),
-        columns.read(INT64, message.sequence_ids, "sequence_ids"),
-        columns.read(UINT8, message.tiers, "tiers"),
-        columns.read(INT32, message.first_blocks, "first_blocks"),
-        columns.read(INT32, message.num_blocks, "num_blocks"),
-        strict=True,
-    ):
-        sets = kind in (plan_pb2.TABLE_CHANGE_KIND_SET, plan_pb2.TABLE_CHANGE_KIND_REPLACE)
-        own = list(islice(entries, num)) if sets else []
-        assert not sets or len(own) == num
-        assert sets == bool(tier)
-        parent = next(parents) if kind == plan_pb2.TABLE_CHANGE_KIND_FORK else 0
-        blocks = [Block(tier, index, generation) for index, generation, _ in own]
-        allocated = [bool(flag) for _, _, flag in own]
-        changes.append(Change(kind, sequence_id, first, num, parent, blocks, allocated))
-    assert not list(entries)
-    assert not list(parents)
-    return changes
-
-
 def allocated_of(plan: plan_pb2.Plan) -> list[Block]:
     """Return the blocks that a plan allocates for tables."""
-    return [
-        block
-        for change in changes_of(plan)
-        for block, is_new in zip(change.blocks, change.allocated, strict=True)
-        if is_new
-    ]
+    message = plan.changes
+    counts = zip(message.tiers, columns.read(INT32, message.num_blocks, "num_blocks"), strict=True)
+    tiers = [tier for tier, num in counts if tier for _ in range(num)]
+    entries = zip(
+        map(
+            Block,
+            tiers,
+            columns.read(INT32, message.indices, "indices"),
+            columns.read(INT64, message.generations, "generations"),
+        ),
+        message.allocated,
+        strict=True,
+    )
+    return [block for block, is_new in entries if is_new]
 
 
 def allocations_of(plan: plan_pb2.Plan) -> list[Block]:
@@ -133,21 +91,6 @@ def allocations_of(plan: plan_pb2.Plan) -> list[Block]:
             strict=True,
         )
     ]
-
-
-def transfers_of(plan: plan_pb2.Plan) -> list[tuple[Block, Block]]:
-    """Return a plan's transfers, (source, destination) each."""
-    message = plan.transfers
-    sources, destinations = (
-        map(
-            Block,
-            columns.read(UINT8, getattr(message, f"{end}_tiers"), "tiers"),
-            columns.read(INT32, getattr(message, f"{end}_indices"), "indices"),
-            columns.read(INT64, getattr(message, f"{end}_generations"), "generations"),
-        )
-        for end in ("source", "destination")
-    )
-    return list(zip(sources, destinations, strict=True))
 
 
 def spans_of(plan: plan_pb2.Plan) -> list[Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from control_plane import queries
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.observing import PoolObservation
+from control_plane.pools.pool import Pool
+from control_plane.pools.publications import root_of
 from control_plane.sessions.session import Session
 from kvplane import ops
 from kvplane.errors import KvplaneError, StepOutOfOrderError
@@ -20,16 +22,16 @@ from kvplane.results import SequenceState, error_of, sequence_states
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
-from kvplane.wire.v1 import pool_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_data_plane import DataPlane
+from tests.helpers.core.core_data_plane import DataPlane, Plane
 from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
 from tests.helpers.core.core_prefixes import forget, num_cached
-from tests.helpers.core.random_operations import deferred_of
-from tests.helpers.planning.registration_messages import LAYOUT, WHOLE, half
+from tests.helpers.planning.registration_messages import LAYOUT, TENANT, half
 
+INCARNATION = 7  # of a world's first control plane
 OK, LATER, NEVER, FAILED = (
     cpb.ITEM_STATUS_UNSPECIFIED,
     cpb.ITEM_STATUS_LATER,
@@ -49,43 +51,65 @@ class Clock:
 
 
 class World:
-    """One core and the data planes of one pool."""
+    """One core and the data planes of one pool, by shard.
+
+    Each world draws the same keys and session ids.
+    """
 
     def __init__(
         self,
-        *,
         num_shards: int = 1,
-        num_device: int = 16,
-        num_host: int = 8,
-        config: CoreConfig | None = None,
+        *,
+        num_device: int | tuple[int, ...] = 16,
+        num_host: int | tuple[int, ...] = 8,
         layout: Layout = LAYOUT,
+        plane: type[Plane] = DataPlane,
+        **settings: Any,
     ) -> None:
+        """``num_shards``: 0 for none yet. ``num_device``, ``num_host``: of each layer group.
+        ``settings``: of the core.
+        """
         self.clock = Clock()
-        self.config = config or CoreConfig(watermark=0.0)
+        self.config = CoreConfig(**{"watermark": 0.0, **settings})
         self.layout = layout
-        self.incarnation = 1
+        self.incarnation = INCARNATION
         self._random = random.Random(1)
         self.core = self._core()
         self.epoch = 100
-        self.shards = [
-            DataPlane(self, shard, num_device, num_host)
-            for shard in ([half(i) for i in range(num_shards)] if num_shards > 1 else [WHOLE])
+        self.shards: list[Any] = []
+        num_device, num_host = (n if isinstance(n, tuple) else (n,) for n in (num_device, num_host))
+        groups = [
+            rpb.GroupBlocks(num_device_blocks=device, num_host_blocks=host)
+            for device, host in zip(num_device, num_host, strict=True)
         ]
-        for shard in self.shards:
-            shard.come()
+        whole = tpb.Shard(
+            num_shards=1,
+            num_layers=sum(len(group.layers) for group in layout.groups),
+            num_kv_heads=max(group.num_kv_heads for group in layout.groups),
+        )
+        for i in range(num_shards):
+            plane(
+                self,
+                shard=half(i) if num_shards > 1 else whole,
+                layout=layout.to_proto(),
+                num_device_blocks=num_device[0],
+                num_host_blocks=num_host[0],
+                groups=groups if len(groups) > 1 else (),
+            ).come()
 
     def _core(self) -> ControlPlane:
         return ControlPlane(
             incarnation=self.incarnation,
             config=self.config,
             clock=self.clock,
+            new_key=lambda: self._random.randbytes(32),
             new_session_id=lambda: self._random.randrange(1, 2**53),
         )
 
     @property
-    def it(self) -> ControlPlane:
-        """What data planes register with."""
-        return self.core
+    def pool(self) -> Pool:
+        """The core's state of the pool."""
+        return self.core._pools[POOL]
 
     def restart_control_plane(self) -> None:
         """Start another process with a higher incarnation; every shard registers and reports."""
@@ -114,21 +138,28 @@ class World:
         """Return a new engine with an open session."""
         return Engine(self, tenant, namespace)
 
-    def pool(self) -> pool_pb2.GetPoolResponse:
-        return self.core.get_pool(POOL)
-
     def observed(self) -> PoolObservation:
         return self.core.observe_pool(POOL)
 
-    def usage(self, tier: int = DEVICE) -> dict[str, int]:
-        """Return the blocks of a tier by state."""
-        (usage,) = (usage for usage in self.pool().usage if usage.tier == tier)
+    def usage(self, tier: int = DEVICE, group: int = 0) -> dict[str, int]:
+        """Return the blocks of a layer group's tier by state."""
+        (usage,) = (u for u in self.pool.usage() if (u.tier, u.group) == (tier, group))
         return {
             "free": usage.num_free_blocks,
             "cached": usage.num_cached_blocks,
             "held": usage.num_held_blocks,
             "retired": usage.num_retired_blocks,
         }
+
+    def found(self, tokens: Iterable[int], tenant: str = TENANT, namespace: str = "") -> list[int]:
+        """Return the device blocks that hold the longest cached prefix of a prompt."""
+        root = root_of(self.layout.fingerprint, tenant, namespace)
+        _, _, indices, *_ = self.pool.primary.explain(root, ops.pack_tokens(list(tokens)))
+        return columns.read(INT32, indices, "indices").tolist()
+
+    def generations(self, tier: tpb.Tier = DEVICE) -> list[int]:
+        """Return the generations of all blocks of a tier."""
+        return columns.read(INT64, self.pool.primary.generations(tier), "generations").tolist()
 
 
 class MadePlan:
@@ -162,7 +193,7 @@ class Engine:
         self.tenant = tenant
         self.owner = (tenant, namespace)
         request = cpb.OpenSessionRequest(
-            pool_id=POOL, layout=LAYOUT.to_proto(), namespace=namespace, client_name="engine"
+            pool_id=POOL, layout=world.layout.to_proto(), namespace=namespace, client_name="engine"
         )
         self.opened = world.core.open_session(request, tenant)
         self.ref = self.opened.session
@@ -219,7 +250,13 @@ class Engine:
         session, seen = self.session, self.world.observed()
         counts = seen.counters, seen.num_sessions, seen.num_sequences
         states = queries.states(session)
-        return (self.world.pool(), counts, states, sorted(session.plans), session.resync_due)
+        return (
+            self.world.core.get_pool(POOL),
+            counts,
+            states,
+            sorted(session.plans),
+            session.resync_due,
+        )
 
     def step(
         self,
@@ -253,6 +290,12 @@ class Engine:
         (result,) = self.admit(sequence_id, tokens).results
         assert status_of(result) == OK, result
         return result.admit.num_cached_tokens
+
+    def write(self, tokens: Sequence[int]) -> list[int]:
+        """Write a prompt as a sequence of its own, with nothing looked up. Return its blocks."""
+        sequence_id = self.number + 1
+        self.admit(sequence_id, tokens, skip_prefix_lookup=True)
+        return [index for _, index in self.table(sequence_id)]
 
     def cache(self, tokens: Sequence[int]) -> None:
         """Leave a prompt's full blocks cached, and no sequence of it."""
@@ -370,17 +413,25 @@ class Engine:
                 self.run_next(shard)
         self.queue = [m for m in self.queue if len(m.ran_on) < len(self.world.shards)]
 
-    def check(self) -> None:
-        """Check the core, and that shards which have run every plan have its tables."""
-        self.world.core.check_integrity()
-        session = self.session
-        if session.resync_due or session.is_drafted:
-            return
-        live = columns.read(INT64, queries.states(session).sequence_ids, "sequence_ids")
-        tables = {i: self.table(i) for i in live if self.table(i)}
-        for plane in self.world.shards:
-            if plane.finished.get(self.id) == session.last_plan:
-                assert plane.tables[self.id] == tables
+
+def deferred_of(states: Sequence[SequenceState]) -> cpb.DeferredTokens:
+    """Return the tokens of all positions that were scheduled without them."""
+    late = [state for state in states if state.num_tokens < state.num_scheduled_tokens]
+    tokens = [tokens_written(state) for state in late]
+    return ops.deferred_tokens(
+        [state.sequence_id for state in late],
+        [state.admitted_by for state in late],
+        [state.num_tokens for state in late],
+        [len(each) for each in tokens],
+        [token for each in tokens for token in each],
+    )
+
+
+def tokens_written(state: SequenceState) -> list[int]:
+    """Return the tokens of slots that were scheduled without them: alike for all forks, because
+    they may share the slots.
+    """
+    return [at % 2 for at in range(state.num_tokens, state.num_scheduled_tokens)]
 
 
 def only(answer: cpb.StepResponse) -> cpb.OperationResult:

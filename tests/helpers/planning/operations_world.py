@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from control_plane import queries
+from control_plane.pools.pool import Pool
 from control_plane.server.server import ControlPlaneServer
 from control_plane.steps.operations import OPERATIONS
 from kvplane import ControlClient, Layout, Session, ops
@@ -22,17 +23,14 @@ from kvplane.results import (
     CachedBlock,
     ForgetResult,
     PoolMatch,
-    SequenceState,
     StepResult,
     error_of,
 )
 from kvplane.wire import columns
-from kvplane.wire.columns import INT32
-from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.outcomes import is_refused, outcomes
-from tests.helpers.planning.cached_prefixes import CachedPrefixes, cached_prefixes
 from tests.helpers.planning.control_wire import RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
 
@@ -44,18 +42,6 @@ CACHING_ID = 12
 
 Block = tuple[int, int, int]
 """Tier, index and generation."""
-
-
-@dataclass(frozen=True)
-class State:
-    """State that a refusal must leave unchanged: the pool's usage, every sequence and its table,
-    and by namespace what is cached and how it is retained.
-    """
-
-    usage: list[tpb.TierUsage]
-    num_sequences: int
-    sequences: tuple[tuple[int, SequenceState, tuple[Block, ...]], ...]
-    cached: dict[str, CachedPrefixes]
 
 
 class StoppedClock:
@@ -115,19 +101,18 @@ class World:
     async def counters(self) -> dict[str, int]:
         return await self.client.get_counters(POOL)
 
-    async def state(self) -> State:
-        pool = await self.client.get_pool(POOL)
-        sequences = []
-        for number, caller in enumerate(self.callers):
-            for state in await caller.session.list_sequences():
-                sequences.append((number, state, await caller.table(state.sequence_id)))
-        cached = {
-            namespace: await cached_prefixes(self.stub, POOL, namespace)
-            for namespace in {caller.session.namespace for caller in self.callers}
-        }
-        counters = await self.counters()
-        num_live = sum(counters[f'sequences{{state="{tier}"}}'] for tier in ("device", "host"))
-        return State([*pool.usage], num_live, tuple(sequences), cached)
+    def state(self) -> tuple[Any, ...]:
+        """Return what a refusal must leave unchanged: the pool's usage, every sequence and its
+        tables, and what is cached and how it is retained, by session.
+        """
+        core = self.server.core
+        pool, shown = core._pools[POOL], []
+        for session in core.sessions.admission_of(pool).sessions.values():
+            states = queries.states(session)
+            ids = columns.read(INT64, states.sequence_ids, "sequence_ids").tolist()
+            tables = [group.table(session.handle, i) for i in ids for group in pool.groups]
+            shown.append((states.SerializeToString(), tables, cached(pool, session.root)))
+        return [*core.get_pool(POOL).usage], shown
 
 
 class Caller:
@@ -171,7 +156,7 @@ class Caller:
 
     async def refuse(self, operation: pb.Operation) -> list[pb.ItemFailure]:
         """Return the failures of a refused operation; nothing must have changed."""
-        before = await self.world.state()
+        before = self.world.state()
         result = await self.session.step([operation])
         (outcome,) = outcomes(result)
         assert outcome.failures, "it was done"
@@ -179,7 +164,7 @@ class Caller:
         name = operation.WhichOneof("operation")
         if name not in OPERATIONS or OPERATIONS[name].is_one_item:
             assert is_refused(outcome)
-        assert await self.world.state() == before
+        assert self.world.state() == before
         return list(outcome.failures)
 
     async def fail(self, operation: pb.Operation, kind: type[KvplaneError], field: str) -> None:
@@ -251,11 +236,11 @@ class Caller:
         self, call: Awaitable[object], kind: type[KvplaneError], field: str
     ) -> KvplaneError:
         """Assert that the call fails by this field; nothing must have changed."""
-        before = await self.world.state()
+        before = self.world.state()
         with pytest.raises(KvplaneError) as refused:
             await call
         assert (type(refused.value), refused.value.field) == (kind, field), repr(refused.value)
-        assert await self.world.state() == before
+        assert self.world.state() == before
         return refused.value
 
 
@@ -264,10 +249,18 @@ def prompt(num_blocks: int, seed: int = 0, extra: int = 1) -> list[int]:
     return [1000 * seed + position for position in range(num_blocks * BLOCK + extra)]
 
 
-def plan_of(result: StepResult) -> plan_pb2.Plan:
-    assert result.plan is not None
-    return plan_pb2.Plan.FromString(result.plan.payload)
-
-
-def int32(column: bytes) -> list[int]:
-    return columns.read(INT32, column, "column").tolist()
+def cached(pool: Pool, root: bytes) -> tuple[Any, ...]:
+    """Return the blocks that can be found under a root, and how those of each prefix are kept.
+    Asking counts as no use; the time that a retention still lasts is not shown.
+    """
+    _, revision, tiers, hashes, parents, _ = pool.primary.snapshot(root, 0, 1 << 20)
+    starts = range(0, len(hashes), 16)
+    parent_of = {hashes[i : i + 16]: parents[i : i + 16] for i in starts}
+    kept = {}
+    for last in parent_of.keys() - set(parent_of.values()):
+        chain, block_hash = b"", last
+        while block_hash in parent_of:
+            chain, block_hash = block_hash + chain, parent_of[block_hash]
+        *known, _, _, priorities = pool.primary.explain_hashes(root, chain)
+        kept[last] = (*known, priorities)
+    return revision, tiers, hashes, kept

@@ -48,7 +48,7 @@ FAULTS = (
         "kvplane/execution/shard_execution.py",
         "attempt, waits_for_quota=True)",
         "attempt)",
-        "tests/rpc/test_sdk_execution.py",
+        "tests/rpc/sdk/test_sdk_execution.py",
         "waits_where",
     ),
     Fault(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tests.mutants.fault import Fault
 from tests.mutants.machines import NativeCore
 
@@ -34,35 +32,35 @@ GROUPS = NativeCore(("tests/unit/blocks/test_native_walk.py::test_walks_of_sever
 # The transfer that ends next.
 LAST = "      const Transfer& transfer = record.transfers.back();\n      "
 
-# What only pools of several layer groups show, here to a walk over both planes.
+# What only pools of several layer groups show. Aborts are too rare in the walk of the core alone.
 GROUPED = (
     Fault(
         "each_group_counts_families",
         "csrc/blocks/core/pool.h",
         "    for (size_t g = 1; g < groups_.size(); ++g) groups_[g]->families.count_none();\n",
         "",
-        BOTH_PLANES,
+        GROUPS,
     ),
     Fault(
         "a_group_waits_for_its_own_receipts_alone",
         "csrc/blocks/core/pool_steps.cpp",
         "if (groups.size == 1) return;",
         "if (groups.size) return;",
-        BOTH_PLANES,
+        GROUPS,
     ),
     Fault(
         "a_hit_of_one_group_is_anothers",
         "csrc/blocks/core/pool_steps.cpp",
         "num_agreed += num == most || groups.size == 1;",
         "++num_agreed;",
-        BOTH_PLANES,
+        GROUPS,
     ),
     Fault(
         "an_append_asks_one_group_alone",
         "csrc/blocks/core/pool_steps.cpp",
         "      if (failure.code != Code::kOk) break;\n",
         "      break;\n",
-        BOTH_PLANES,
+        GROUPS,
     ),
     Fault(
         "an_abort_begins_again_in_one_group_alone",
@@ -83,7 +81,7 @@ GROUPED = (
         "csrc/blocks/steps/draft.cpp",
         "changes.groups.resize(changes.kinds.size(), group);",
         "changes.groups.resize(changes.kinds.size(), 0);",
-        BOTH_PLANES,
+        GROUPS,
     ),
 )
 FAULTS = (
@@ -600,9 +598,4 @@ FAULTS = (
         CORE,
     ),
     *GROUPED,
-    *(
-        replace(fault, name=f"{fault.name}, core", killed_by=GROUPS)
-        for fault in GROUPED
-        if "an_abort" not in fault.name  # too rare in it
-    ),
 )

@@ -6,7 +6,7 @@ from tests.mutants.fault import Fault
 
 MISTAKES = "tests/rpc/test_common_mistakes.py::test_a_mistake_is_answered_with_what_to_do"
 ARRAYS = "tests/unit/client/test_tensor_arrays.py"
-ERRORS = "tests/rpc/test_sdk_errors.py"
+ERRORS = "tests/rpc/sdk/test_sdk_errors.py"
 LOOP = "tests/unit/client/test_caller_loop.py"
 CALLER_LOOP = "kvplane/sync/caller_loop.py"
 NUMBERING = "kvplane/session/step_numbering.py"

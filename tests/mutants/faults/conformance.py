@@ -15,6 +15,7 @@ WATCH = "tests/rpc/operations/test_index_feed.py"
 FORGERIES = "tests/attacks/test_forgeries.py"
 QUESTIONS = "tests/rpc/operations/test_cached_prefixes.py"
 TOLD = "tests/rpc/test_told_streams.py"
+SEARCHES = "tests/unit/core/test_prefixes.py"
 SHARERS = "tests/unit/core/test_step_costs.py"
 
 FAULTS = (
@@ -141,8 +142,8 @@ FAULTS = (
         PREFIXES,
         "would not be forgotten.\n    pool.require_built()\n",
         "would not be forgotten.\n",
-        RETENTIONS,
-        "still_to_be_reported",
+        SEARCHES,
+        "before_all_shards",
     ),
     Fault(
         "hashes_beside_tokens_are_ignored",
@@ -157,8 +158,8 @@ FAULTS = (
         PREFIXES,
         "        if num_visited >= _SLICE_BLOCKS:\n",
         "        if num_visited < 0:\n",
-        QUESTIONS,
-        "take_turns",
+        SEARCHES,
+        "in_slices",
     ),
     Fault(
         "a_snapshot_is_complete_with_its_first_part",

@@ -13,11 +13,18 @@ FAULTS = (
         Fault(
             f"an_encoding_is_not_read_again, {encoding}",
             TWIN,
-            "if message.ByteSize() == len(data):",
+            "if message.SerializeToString() == data:",
             "if True:",
             f"{TESTS}::test_every_encoding_of_a_message_is_read_whole[{encoding}]",
         )
         for encoding in ("unpacked", "chunks")
+    ),
+    Fault(
+        "an_encoding_is_known_by_its_length",
+        TWIN,
+        "if message.SerializeToString() == data:",
+        "if message.ByteSize() == len(data):",
+        f"{TESTS}::test_a_loss_is_found_where_a_number_grows_by_as_much",
     ),
     Fault(
         "unknown_fields_are_dropped",

@@ -14,7 +14,7 @@ NUMBERS = "tests/unit/core/test_numbering.py"
 FAILING = f"{NUMBERS}::test_a_request_that_fails_uses_its_number_and_keeps_its_error"
 ENDS = "tests/unit/core/test_sessions.py"
 OPERATIONS = "tests/unit/core/test_operations.py"
-APPEND = "        num_tokens = len(message.token_ids) // _TOKEN_BYTES\n        if step.check_as or"
+APPEND = "        num_tokens = len(token_ids) // _TOKEN_BYTES\n        if step.check_as or"
 # An append goes where the sequence is, wherever its engine took it to be.
 ANYWHERE = f"""\
         from control_plane import queries

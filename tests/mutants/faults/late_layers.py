@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 LATE = "tests/rpc/test_late_layers.py"
-SDK = "tests/rpc/test_sdk_execution.py"
+SDK = "tests/rpc/sdk/test_sdk_execution.py"
 EXECUTOR = "tests/unit/executor/test_passes.py"
 PLANS = "data_plane/execution/plan_runner.py"
 SESSIONS = "data_plane/plans/sessions.py"
@@ -132,6 +132,6 @@ FAULTS = (
         "if started.plan_number != number:",
         "if False:",
         SDK,
-        "as_another_one",
+        "answered_wrongly",
     ),
 )

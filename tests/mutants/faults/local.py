@@ -277,7 +277,7 @@ FAULTS = (
         "kvplane/execution/shard_execution.py",
         "if num_tokens != wanted:",
         "if False:",
-        "tests/rpc/test_sdk_execution.py",
+        "tests/rpc/sdk/test_sdk_execution.py",
     ),
     *(
         Fault(name, SERVED, old, new, CpuModule((SERVED_LAYERS,), test))

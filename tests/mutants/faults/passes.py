@@ -36,7 +36,7 @@ FAULTS = (
         "kvplane/execution/shard_execution.py",
         "_presented(request, started.plan_number, started.num_tokens)",
         "_presented(_request(plan, None), started.plan_number, started.num_tokens)",
-        "tests/rpc/test_sdk_execution.py",
+        "tests/rpc/sdk/test_sdk_execution.py",
         "breaks_in_a_pass",
     ),
     Fault(

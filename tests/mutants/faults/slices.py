@@ -39,9 +39,24 @@ FAULTS = (
     Fault(
         "each_part_counts_items_from_its_own_first",
         OPERATIONS,
-        "for first, part in parts_of(message):",
-        "for first, part in ((0, part) for _, part in parts_of(message)):",
+        "for first, part in parts_of(message, token_ids):",
+        "for first, part in ((0, part) for _, part in parts_of(message, token_ids)):",
         IN_ONE,
+    ),
+    Fault(
+        "each_part_of_many_frees_counts_items_from_its_own_first",
+        OPERATIONS,
+        "failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]\n"
+        "            first += size",
+        "failures += refused or ()\n            first += size",
+        IN_ONE,
+    ),
+    Fault(
+        "long_frees_run_in_one_slice",
+        OPERATIONS,
+        "if step.check_as or num_held <= SLICE_TOKENS or not",
+        "if True or not",
+        f"{SLICES}::test_a_long_free_lets_others_run",
     ),
     Fault(
         "fenced_before_all_is_released",

@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from kvplane import ops
-from kvplane.errors import SequenceNotFoundError
-from kvplane.results import error_of
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
-from kvplane.wire.v1 import session_pb2 as pb
-from tests.helpers.outcomes import outcomes
-from tests.helpers.planning.operations_world import BLOCK, POOL, Caller, prompt
+from tests.helpers.planning.operations_world import POOL, prompt
 
 
 class ThisLoop(LoopThread):
@@ -24,37 +20,7 @@ class ThisLoop(LoopThread):
 # Checks.
 
 
-async def answers(caller: Caller, *operations: pb.Operation) -> list[pb.OperationResult]:
-    """What a check says; it must have changed nothing."""
-    before = await caller.world.state()
-    checked = outcomes(await caller.session.validate(operations))
-    assert await caller.world.state() == before
-    return checked
-
-
-async def test_each_operation_is_checked_by_itself(caller) -> None:
-    """The second would have no room after the first, and the third names what is not there yet."""
-    one, other, append = await answers(
-        caller,
-        ops.admit(1, prompt(9)),
-        ops.admit(2, prompt(9, seed=1)),
-        ops.append(1, [5], 1, first_positions=73),
-    )
-    assert not one.failures
-    assert not other.failures
-    assert type(error_of(append.failures[0])) is SequenceNotFoundError
-
-
 # Waiting in line.
-
-
-async def test_a_swap_in_that_waits_is_done_when_it_is_sent_again(caller) -> None:
-    await caller.admit(1, prompt(4, extra=0))
-    await caller.do(ops.swap(1, "host"))
-    await caller.admit(2, prompt(13, seed=1, extra=0))
-    assert (await caller.later(ops.swap(1, "device"))).queue_position == 1
-    await caller.do(ops.truncate(2, 12 * BLOCK))
-    await caller.do(ops.swap(1, "device"))
 
 
 async def test_a_grant_is_pushed_between_steps(world, caller) -> None:

@@ -65,22 +65,6 @@ def fingerprint(control_server: ControlPlaneServer) -> object:
     return core.observe_pool(POOL).num_sequences, core.get_pool(POOL).usage
 
 
-async def test_the_client_knows_its_plane_and_its_sessions_terms(
-    control_server: ControlPlaneServer, client: ControlClient, session: Session, shard: RawShard
-) -> None:
-    info = await client.get_server_info()
-    assert info.incarnation == session.incarnation == control_server.core.incarnation
-    assert await client.list_pools() == [POOL]
-    pool = await client.wait_ready(POOL)
-    assert pool.layout == session.layout == LAYOUT
-    assert pool.shards[0].address == session.shards[0].address == shard.hello.address
-    grant = plan_pb2.SessionGrant.FromString(session.grant.payload)
-    assert (grant.session, grant.pool_id, grant.tenant) == (session.ref, POOL, "default")
-    assert [tier.num_blocks for tier in pool.usage] == [16, 8]
-    assert session.max_plans_in_flight == 4
-    assert session.time_to_live_s == pytest.approx(30)
-
-
 async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(
     control_server: ControlPlaneServer,
     client: ControlClient,

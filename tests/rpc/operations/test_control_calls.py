@@ -1,11 +1,10 @@
-"""Each call of the control plane but the steps: pools and sessions. Each refusal has a status that
-names the reason and the field.
+"""Each call of the control plane but the steps: pools and sessions, their lists in pages, and the
+status of a refusal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -13,15 +12,16 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from control_plane import pages
 from control_plane.server.server import ControlPlaneServer
-from kvplane import ops
+from kvplane import ControlClient, ops
 from kvplane.errors import QuotaExceededError
 from kvplane.release import release
+from kvplane.results import sequence_states
 from kvplane.serving.requests import Requests
-from kvplane.wire import columns, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
-from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
@@ -48,19 +48,26 @@ async def refused(
 # Pools.
 
 
-async def test_it_says_who_it_is_and_which_pools_have_registered(
-    stub: Stub, control_server: ControlPlaneServer
+async def test_it_says_who_it_is_and_lists_pools_and_sessions_in_pages(
+    stub: Stub,
+    control_server: ControlPlaneServer,
+    shard: RawShard,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     info = await stub.GetServerInfo(pool_pb2.GetServerInfoRequest())
     assert info.incarnation == control_server.core.incarnation > 0
     assert info == pool_pb2.GetServerInfoResponse(version=release(), incarnation=info.incarnation)
-    assert list((await stub.ListPools(pool_pb2.ListPoolsRequest())).pool_ids) == []
-    shards = [RawShard(stub, pool_id=name) for name in ("b", "a")]
-    for shard in shards:
-        await shard.register()
-    assert list((await stub.ListPools(pool_pb2.ListPoolsRequest())).pool_ids) == ["a", "b"]
-    for shard in shards:
-        shard.hang_up()
+    monkeypatch.setattr(pages, "MAX_PAGE_SIZE", 2)
+    others = [RawShard(stub, pool_id=name) for name in ("q", "b", "r", "a")]
+    for other in others:
+        await other.register()
+    opened = [(await RawSession.open(stub, shard)).ref.session_id for _ in range(5)]
+    async with ControlClient(control_server.address) as client:
+        assert await client.list_pools() == ["a", "b", "pool", "q", "r"]
+        listed = await client.list_sessions("pool")
+    assert [each.session_id for each in listed] == sorted(opened)
+    for other in others:
+        other.hang_up()
 
 
 async def test_it_describes_a_pool(stub: Stub, session: RawSession, shard: RawShard) -> None:
@@ -85,6 +92,9 @@ async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) 
     await refused(watch.read(), *NO_POOL, "pool_id")
     await refused(stub.OpenSession(opening), *NO_POOL, "pool_id")
     await refused(stub.FindPrefix(find), *NO_POOL, "pool_ids[1]")
+    opening = pb.OpenSessionRequest(pool_id="pool", layout=tpb.Layout(fingerprint=bytes(32)))
+    wanted = ("FAILED_PRECONDITION", "LAYOUT_MISMATCH", "layout")
+    await refused(stub.OpenSession(opening), *wanted)
 
 
 async def test_an_error_carries_reason_domain_and_field_in_its_details(stub: Stub) -> None:
@@ -103,80 +113,49 @@ async def test_an_error_carries_reason_domain_and_field_in_its_details(stub: Stu
 # Sessions.
 
 
-async def test_a_session_is_opened_with_a_signed_grant(stub: Stub, shard: RawShard) -> None:
-    opened = (await RawSession.open(stub, shard)).opened
-    assert opened.time_to_live.seconds == 30
-    sealed = opened.grant
-    key = shard.welcome.key
-    signing.verify(key, signing.GRANT, sealed.type, sealed.payload, sealed.signature, field="grant")
-    grant = plan_pb2.SessionGrant.FromString(sealed.payload)
-    assert (grant.session, grant.pool_id) == (opened.session, "pool")
-    assert grant.max_plans_in_flight == opened.max_plans_in_flight
-    assert (await RawSession.open(stub, shard)).ref.session_id != opened.session.session_id
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "reason", "field"),
-    [
-        ({"layout": None}, *INVALID, "layout.fingerprint"),
-        (
-            {"layout": tpb.Layout(fingerprint=bytes(32))},
-            *("FAILED_PRECONDITION", "LAYOUT_MISMATCH", "layout"),
-        ),
-        (
-            {"layout": replace(LAYOUT, model_id="other").to_proto()},
-            *("FAILED_PRECONDITION", "LAYOUT_MISMATCH", "layout"),
-        ),
-        ({"layout": tpb.Layout(groups=LAYOUT.to_proto().groups)}, *INVALID, "layout.dtype"),
-        ({"namespace": "x" * 129}, *INVALID, "namespace"),
-        ({"client_name": "x" * 129}, *INVALID, "client_name"),
-        ({"pool_id": ""}, *INVALID, "pool_id"),
-    ],
-)
-async def test_a_session_is_not_opened_when(
-    stub: Stub, shard: RawShard, changes: dict[str, Any], code: str, reason: str, field: str
-) -> None:
-    fields = {"pool_id": "pool", "layout": LAYOUT.to_proto()}
-    request = pb.OpenSessionRequest(**{**fields, **changes})
-    await refused(stub.OpenSession(request), code, reason, field)
-
-
 async def test_a_lease_is_renewed_and_a_session_closed_twice(
     stub: Stub, session: RawSession
 ) -> None:
-    renewed = await stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
-    assert renewed.time_to_live.seconds == 30
-    await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
-    await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
-    call = stub.RenewSession(pb.RenewSessionRequest(session=session.ref))
-    await refused(call, "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
+    renewal = pb.RenewSessionRequest(session=session.ref)
+    assert (await stub.RenewSession(renewal)).time_to_live.seconds == 30
+    for _ in range(2):
+        await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
+    missing = ("NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
+    await refused(stub.RenewSession(renewal), *missing)
+    renewal.session.incarnation -= 1
+    stale = ("ABORTED", "STALE_INCARNATION", "session.incarnation")
+    await refused(stub.RenewSession(renewal), *stale)
 
 
-async def test_requests_name_the_incarnation_and_sessions_of_others_do_not_exist(
-    stub: Stub, session: RawSession
+async def test_a_session_is_shown_as_it_is_and_its_lease_is_not_renewed(
+    stub: Stub, shard: RawShard
 ) -> None:
-    ref = session.ref
-    unknown = tpb.SessionRef(incarnation=ref.incarnation, session_id=ref.session_id ^ 1)
-    other = tpb.SessionRef(incarnation=ref.incarnation - 1, session_id=ref.session_id)
-    step = pb.StepRequest(number=1, operations=[ops.admit(1, PROMPT)])
-    calls: list[tuple[Any, Any]] = [
-        (stub.RenewSession, pb.RenewSessionRequest()),
-        (stub.AbortPlans, pb.AbortPlansRequest(number=1, plan_number=1)),
-        (stub.Step, pb.StepRequest(operations=step.operations, validate_only=True)),
-        (stub.ListSequences, pb.ListSequencesRequest()),
-        (stub.Step, step),
-    ]
-    for method, request in calls:
-        request.session.CopyFrom(unknown)
-        await refused(method(request), "NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
-        request.session.CopyFrom(other)
-        wanted = ("ABORTED", "STALE_INCARNATION", "session.incarnation")
-        await refused(method(request), *wanted)
-    await refused(
-        stub.CloseSession(pb.CloseSessionRequest(session=other)),
-        *("ABORTED", "STALE_INCARNATION", "session.incarnation"),
-    )
-    await session.admit(1, PROMPT)  # its number was not used up
+    session = await RawSession.open(stub, shard, namespace="lora-7")
+    await session.admit(3, PROMPT)
+    request = pool_pb2.ListSessionsRequest(pool_id="pool")
+    [shown] = (await stub.ListSessions(request)).sessions
+    assert (shown.session, shown.client_name, shown.namespace) == (session.ref, "test", "lora-7")
+    assert (shown.num_sequences, shown.num_held_blocks, shown.num_plans_in_flight) == (1, 3, 1)
+    assert shown.last_number == session.number == 1
+    await session.look_at(3)
+    await stub.Step(pb.StepRequest(session=session.ref, validate_only=True))
+    [again] = (await stub.ListSessions(request)).sessions
+    assert again.time_to_live.ToNanoseconds() < shown.time_to_live.ToNanoseconds()
+
+
+async def test_sequences_come_in_pages(stub: Stub, shard: RawShard) -> None:
+    session = await RawSession.open(stub, shard)
+    await session.step(ops.admit(7, range(9), fork_sequence_ids=[5, 3]))
+    request = pb.ListSequencesRequest(session=session.ref, page_size=2)
+    first = await stub.ListSequences(request)
+    request.page_token = first.next_page_token
+    last = await stub.ListSequences(request)
+    listed = [sequence_states(page.sequences) for page in (first, last)]
+    assert [[state.sequence_id for state in page] for page in listed] == [[3, 5], [7]]
+    assert not last.next_page_token
+    other = await RawSession.open(stub, shard)
+    request.session.CopyFrom(other.ref)
+    await refused(stub.ListSequences(request), *INVALID, "page_token")
 
 
 async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawSession) -> None:
@@ -185,7 +164,6 @@ async def test_a_table_and_a_sequence_can_be_looked_at(stub: Stub, session: RawS
     assert held.tier == tpb.TIER_DEVICE
     assert len(set(columns.read(INT32, held.indices, "indices"))) == 3
     assert list(columns.read(INT64, held.generations, "generations")) == [1, 1, 1]
-    assert await session.num_written(5) == 0
     await session.submit()
     assert (await session.look_at(5)).sequences == pb.SequenceStates(
         sequence_ids=columns.pack(INT64, [5]),

@@ -66,10 +66,3 @@ async def test_a_field_that_the_server_does_not_know_is_refused_by_name(
     call = send(planted.SerializeToString())
     await refused(call, "INVALID_ARGUMENT", "INVALID_REQUEST", "operations[0].admit")
     assert (await send(known.SerializeToString())).plan.payload, "its number was not used"
-
-
-async def test_columns_that_are_not_packed_are_bounded(send: Send, session: RawSession) -> None:
-    large = request(session, 1, admit(1))
-    large.operations[0].admit.token_ids.extend(range(250_000))
-    field = "operations.admit.token_ids"
-    await refused(send(encode(large, "unpacked")), "INVALID_ARGUMENT", "INVALID_REQUEST", field)

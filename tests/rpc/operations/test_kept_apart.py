@@ -29,19 +29,6 @@ async def world(start_world) -> World:
 # Weights.
 
 
-async def test_new_and_old_weights_find_only_what_they_wrote(world) -> None:
-    """An engine that has not been replaced yet goes on with its own KV."""
-    old, new = await world.caller("weights-1"), await world.caller("weights-2")
-    await old.admit(1, prompt(1))
-    await old.retain(prompt(1), time_to_live_s=60)
-    assert await new.num_cached(prompt(3)) == 0
-    assert await new.blocks(prompt(3)) == ()
-    assert (await new.admit(1, prompt(3))).num_cached_tokens == 0
-    assert not {*await old.table(1)} & {*await new.table(1)}
-    assert (await old.admit(2, prompt(3))).num_cached_tokens == BLOCK
-    assert (await old.table(2))[0] == (await old.table(1))[0]
-
-
 async def test_each_of_two_weights_is_found_and_forgotten_where_it_is_named(world) -> None:
     old, new = await world.caller("weights-1"), await world.caller("weights-2")
     await old.cache(prompt(3))
@@ -104,56 +91,38 @@ def about_an_image(position: int) -> list[int]:
 
 
 @pytest.mark.parametrize("offset", [0, 1, BLOCK - 1])
-async def test_different_images_of_equal_placeholders_share_only_what_is_before_them(
-    world, with_images, offset
+def test_all_of_an_images_hash_is_in_the_first_block_that_has_some_of_it(
+    with_images, offset
 ) -> None:
-    """However little of the image is in the first block that has some of it."""
+    """In ids that the wire takes; what is before the image is left as it is."""
     position = BLOCK + offset
     tokens = about_an_image(position)
     cat, dog = (with_images(tokens, {position: image}, BLOCK) for image in (CAT, DOG))
     differ = [first != second for first, second in zip(cat, dog, strict=True)]
-    assert all(differ[BLOCK : 2 * BLOCK]), "all of the hash is in the first block with the image"
+    assert differ == [BLOCK <= i < 2 * BLOCK for i in range(len(tokens))]
+    assert all(0 <= token_id < 2**31 for token_id in cat)
+    assert with_images(tokens[: position + 1], {position: CAT}, BLOCK) != tokens[: position + 1]
+
+
+def test_the_same_images_in_another_order_are_another_prompt(with_images) -> None:
+    """Both begin in one block."""
+    tokens = [*range(2), PLACEHOLDER, 3, PLACEHOLDER, *range(10, 10 + BLOCK)]
+    ids = with_images(tokens, {2: CAT, 4: DOG}, BLOCK)
+    assert with_images(tokens, {4: DOG, 2: CAT}, BLOCK) == ids
+    for images in ({2: DOG, 4: CAT}, {2: CAT}, {4: DOG}, {2: CAT, 4: CAT}, {}):
+        assert with_images(tokens, images, BLOCK)[:BLOCK] != ids[:BLOCK]
+
+
+async def test_different_images_share_only_what_is_before_them(world, with_images) -> None:
+    """And placeholders alone do not tell them apart, which is why the page says what to send."""
+    tokens = about_an_image(BLOCK + 1)
+    cat, dog = (with_images(tokens, {BLOCK + 1: image}, BLOCK) for image in (CAT, DOG))
     one, other = await world.caller(), await world.caller()
     await one.admit(1, cat)
+    for ids, num_tokens in ((cat, 4 * BLOCK), (dog, BLOCK), (tokens, BLOCK)):
+        (match,) = await world.client.find_prefix(ids)
+        assert match.num_device_tokens == num_tokens
     assert (await other.admit(1, dog)).num_cached_tokens == BLOCK, "the text's first block"
-    first, second = await one.table(1), await other.table(1)
-    assert first[0] == second[0]
-    assert not {*first[1:]} & {*second[1:]}
-    full = len(tokens) // BLOCK * BLOCK
-    assert (await other.admit(2, [*cat, 5])).num_cached_tokens == full
-    assert (await one.admit(2, [*dog, 5])).num_cached_tokens == full
-
-
-async def test_placeholders_alone_do_not_tell_images_apart(world) -> None:
-    """Why the page says what to send."""
-    caller = await world.caller()
-    await caller.admit(1, about_an_image(BLOCK))
-    assert await caller.num_cached(about_an_image(BLOCK)) >= 3 * BLOCK
-
-
-async def test_the_same_images_in_another_order_are_another_prompt(world, with_images) -> None:
-    """Both begin in one block."""
-    caller = await world.caller()
-    tokens = [*range(2), PLACEHOLDER, 3, PLACEHOLDER, *range(10, 10 + BLOCK)]
-    await caller.admit(1, with_images(tokens, {2: CAT, 4: DOG}, BLOCK))
-    for images in ({2: DOG, 4: CAT}, {2: CAT}, {4: DOG}, {2: CAT, 4: CAT}, {}):
-        assert await caller.num_cached(with_images(tokens, images, BLOCK)) == 0
-    assert await caller.num_cached(with_images(tokens, {4: DOG, 2: CAT}, BLOCK)) == BLOCK
-
-
-async def test_a_router_finds_an_image_by_the_ids_that_were_sent(world, with_images) -> None:
-    caller = await world.caller()
-    tokens = about_an_image(3)
-    await caller.admit(1, with_images(tokens, {3: CAT}, BLOCK))
-    for images, num_blocks in (({3: CAT}, 3), ({3: DOG}, 0), ({}, 0)):
-        (match,) = await world.client.find_prefix(with_images(tokens, images, BLOCK))
-        assert match.num_device_tokens == num_blocks * BLOCK
-
-
-def test_ids_with_images_are_ids_that_the_wire_takes(with_images) -> None:
-    tokens = about_an_image(BLOCK - 1)
-    ids = with_images(tokens, {BLOCK - 1: CAT}, BLOCK)
-    assert len(ids) == len(tokens)
-    assert all(0 <= token_id < 2**31 for token_id in ids)
-    assert ids[BLOCK:] == tokens[BLOCK:]
-    assert with_images(tokens[:3], {2: CAT}, BLOCK) != tokens[:3], "a prompt of part of a block"
+    assert not {*(await one.table(1))[1:]} & {*(await other.table(1))[1:]}
+    await one.admit(2, tokens)
+    assert await other.num_cached(tokens) >= 3 * BLOCK

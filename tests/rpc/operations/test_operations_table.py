@@ -1,6 +1,6 @@
 """One row an operation: the contract, the core's table, the builders and this table have the same
-operations. Over a socket each is checked, done, counted and repeated, and each refusal names its
-reason and changes nothing.
+operations. Over a socket each is checked, done, counted and repeated. Refusals of each kind name
+their reason and change nothing; ``tests/unit/core`` and ``tests/unit/blocks`` have all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from kvplane.errors import (
     PoolFullError,
     PositionMismatchError,
     QuotaExceededError,
-    SequenceBusyError,
     SequenceExistsError,
     SequenceNotFoundError,
     SequenceSwappedError,
@@ -79,8 +78,7 @@ class Refusal:
 @dataclass(frozen=True)
 class Row:
     """``done`` can be done after the steps ``before``, is counted as ``num_items`` and answered by
-    ``answer``. ``partly``: three sequences, of which the second is unknown, and the column that
-    answers. ``busy``: what cannot be done of sequence 1 in a step that computes it.
+    ``answer``.
     """
 
     done: pb.Operation
@@ -88,8 +86,6 @@ class Row:
     answer: dict[str, Any]
     refusals: dict[str, Refusal]
     before: tuple[pb.Operation, ...] = ADMITTED
-    partly: tuple[pb.Operation, dict[str, Any]] | None = None
-    busy: tuple[pb.Operation, type[KvplaneError]] | None = None
 
 
 def int32(*values: int) -> bytes:
@@ -102,14 +98,6 @@ def invalid(operation: pb.Operation, at: str) -> Refusal:
 
 def unknown(operation: pb.Operation, at: str = "sequence_ids[0]") -> Refusal:
     return Refusal(operation, (SequenceNotFoundError, at))
-
-
-def swapped(operation: pb.Operation, at: str = "sequence_ids[0]") -> Refusal:
-    return Refusal(operation, (SequenceSwappedError, at))
-
-
-def exists(operation: pb.Operation, at: str) -> Refusal:
-    return Refusal(operation, (SequenceExistsError, at))
 
 
 def crowded(operation: pb.Operation, status: int, num_needed: int, num_available: int) -> Refusal:
@@ -134,15 +122,7 @@ ROWS: Final = {
         1,
         {"admit": pb.AdmitResult(num_cached_tokens=16, num_blocks=3, num_scheduled_tokens=4)},
         {
-            "id 0": invalid(ops.admit(0, [1]), "sequence_id"),
-            "a live id": exists(ops.admit(1, [1]), "sequence_id"),
-            "no tokens": invalid(ops.admit(3, []), "token_ids"),
-            "part of a token": invalid(ops.admit(3, bytes(7)), "token_ids"),
-            "a negative token": invalid(ops.admit(3, [1, 2, -3]), "token_ids[2]"),
-            "total": invalid(ops.admit(3, [1], max_total_tokens=-1), "max_total_tokens"),
-            "lowest total": invalid(
-                ops.admit(3, [1], max_total_tokens=-(2**31)), "max_total_tokens"
-            ),
+            "a live id": Refusal(ops.admit(1, [1]), (SequenceExistsError, "sequence_id")),
             "highest total": crowded(
                 ops.admit(3, [1], max_total_tokens=2**31 - 1), NEVER, 2**28, 16
             ),
@@ -158,33 +138,12 @@ ROWS: Final = {
                 ),
                 "checkpoint_position",
             ),
-            "compute": invalid(ops.admit(3, [1], num_compute_tokens=-1), "num_compute_tokens"),
-            "fork 0": invalid(ops.admit(3, [1], fork_sequence_ids=[4, 0]), "fork_sequence_ids[1]"),
-            "a live fork": exists(
-                ops.admit(3, [1], fork_sequence_ids=[4, 1]), "fork_sequence_ids[1]"
-            ),
-            "itself": exists(ops.admit(3, [1], fork_sequence_ids=[4, 3]), "fork_sequence_ids[1]"),
-            "a fork twice": exists(
-                ops.admit(3, [1], fork_sequence_ids=[4, 4]), "fork_sequence_ids[1]"
-            ),
-            "part of an id": invalid(
-                ops.admit(3, [1], fork_sequence_ids=bytes(7)), "fork_sequence_ids"
-            ),
             "no room": crowded(ops.admit(3, OTHERS[:25]), LATER, 4, 2),
-            "no room for forks": crowded(
-                ops.admit(3, OTHERS[:17], fork_sequence_ids=[4, 5]), LATER, 3, 2
-            ),
-            "too long": crowded(ops.admit(3, OTHERS), NEVER, 17, 16),
             "too long to wait": crowded(ops.admit(3, OTHERS, wait=True), NEVER, 17, 16),
-            "total too long": crowded(ops.admit(3, [1], max_total_tokens=129), NEVER, 17, 16),
-            "quota": over_quota(ops.admit(2, OTHERS[:9]), LATER, 2, 1, num_tokens=17),
             "quota, waiting": over_quota(
                 ops.admit(2, OTHERS[:9], wait=True), LATER, 2, 1, num_tokens=17
             ),
             "over the quota": over_quota(ops.admit(2, OTHERS[:33]), NEVER, 5, 4, num_tokens=25),
-            "total over the quota": over_quota(
-                ops.admit(2, OTHERS[:9], max_total_tokens=33), NEVER, 5, 4, num_tokens=25
-            ),
         },
     ),
     "append": Row(
@@ -194,32 +153,16 @@ ROWS: Final = {
         2,
         {"num_table_blocks": int32(3, 3)},
         {
-            "unknown": unknown(ops.append(9, [5], 1, first_positions=9)),
-            "on the host": swapped(ops.append(2, [5], 1, first_positions=9)),
             "position": Refusal(
                 ops.append(1, [5], 1, first_positions=8),
                 (PositionMismatchError, "first_positions[0]"),
             ),
-            "slots": invalid(ops.append(1, [5], -1, first_positions=9), "num_slots[0]"),
-            "lowest slots": invalid(ops.append(1, (), -(2**31), first_positions=9), "num_slots[0]"),
             "highest slots": crowded(
                 ops.append(1, (), 2**31 - 1, first_positions=56), NEVER, 2**28 + 7, 16
-            ),
-            "highest position": Refusal(
-                ops.append(1, [5], 1, first_positions=2**31 - 1),
-                (PositionMismatchError, "first_positions[0]"),
-            ),
-            "part of an id": invalid(
-                pb.Operation(append=pb.Append(sequence_ids=bytes(15))), "sequence_ids"
             ),
             "negative count": invalid(
                 ops.append(1, (), 1, first_positions=9, num_tokens=-1), "num_tokens[0]"
             ),
-            "a negative token": invalid(ops.append(1, [-5], 1, first_positions=9), "token_ids[0]"),
-            "fewer tokens": invalid(
-                ops.append(1, [5], 1, first_positions=9, num_tokens=2), "token_ids"
-            ),
-            "length": invalid(ops.append(1, [5], 1, first_positions=[9, 9]), "first_positions"),
             "checkpoints": invalid(
                 pb.Operation(
                     append=pb.Append(sequence_ids=bytes(8), checkpoint_positions=int32(8))
@@ -234,7 +177,6 @@ ROWS: Final = {
                 ops.append(1, [5], 1, first_positions=9, num_lookahead_slots=[1, 1]),
                 "num_lookahead_slots",
             ),
-            "no room": crowded(ops.append(1, [5] * 17, 17, first_positions=56), LATER, 3, 2),
             "no room to look ahead": crowded(
                 ops.append(1, [5], 1, first_positions=56, num_lookahead_slots=2 * BLOCK),
                 *(LATER, 3, 2),
@@ -243,15 +185,7 @@ ROWS: Final = {
                 ops.append(1, [5], 1, first_positions=56, num_lookahead_slots=16 * BLOCK),
                 *(NEVER, 24, 16),
             ),
-            "over the quota": over_quota(
-                ops.append(1, [5] * BLOCK, BLOCK, first_positions=25), NEVER, 5, 4, num_tokens=25
-            ),
         },
-        partly=(
-            ops.append([1, 9, 2], [5, 5, 5], 1, first_positions=[20, 9, 9], num_tokens=1),
-            {"num_table_blocks": int32(3, 0, 2)},
-        ),
-        busy=(ops.append(1, [5], 1, first_positions=20), InvalidRequestError),
     ),
     "fork": Row(
         ops.fork(1, [3, 4]),
@@ -259,12 +193,6 @@ ROWS: Final = {
         {"num_table_blocks": int32(3, 3)},
         {
             "unknown": unknown(ops.fork(9, 3), "parent_sequence_ids[0]"),
-            "a live id": exists(ops.fork(1, 1), "sequence_ids[0]"),
-            "id 0": invalid(ops.fork(1, 0), "sequence_ids[0]"),
-            "length": invalid(ops.fork([1, 1], [3]), "parent_sequence_ids"),
-            "part of an id": invalid(
-                pb.Operation(fork=pb.Fork(sequence_ids=bytes(7))), "sequence_ids"
-            ),
             "too many entries": Refusal(
                 ops.fork(1, 3),
                 (QuotaExceededError, "sequence_ids[0]"),
@@ -272,22 +200,12 @@ ROWS: Final = {
                 {"max_table_entries": 5},
             ),
         },
-        partly=(ops.fork([1, 9, 2], [3, 4, 5]), {"num_table_blocks": int32(3, 0, 2)}),
-        busy=(ops.fork(1, 2), SequenceBusyError),
     ),
     "free": Row(
         ops.free([1, 2]),
         2,
         {"num_released_blocks": int32(2, 2)},
-        {
-            "unknown": unknown(ops.free(9)),
-            "lowest id": unknown(ops.free(-(2**63))),
-            "part of an id": invalid(
-                pb.Operation(free=pb.Free(sequence_ids=bytes(7))), "sequence_ids"
-            ),
-        },
-        partly=(ops.free([1, 9, 2]), {"num_released_blocks": int32(2, 0, 2)}),
-        busy=(ops.free(1), SequenceBusyError),
+        {"unknown": unknown(ops.free(9))},
     ),
     "truncate": Row(
         ops.truncate([1, 2], [16, 8]),
@@ -302,24 +220,18 @@ ROWS: Final = {
                 pb.Operation(truncate=pb.Truncate(sequence_ids=bytes(7))), "sequence_ids"
             ),
         },
-        partly=(ops.truncate([1, 9, 2], 8), {"num_released_blocks": int32(2, 0, 1)}),
-        busy=(ops.truncate(1, 4), SequenceBusyError),
     ),
     "swap": Row(
         ops.swap([1, 2], "host"),
         1,
         {"num_swapped_blocks": 4},
         {
-            "nothing": invalid(ops.swap([], "host"), "sequence_ids"),
             "to no tier": invalid(
                 pb.Operation(swap=pb.Swap(sequence_ids=columns.pack(INT64, [1]))), "tier"
             ),
-            "part of an id": invalid(
-                pb.Operation(swap=pb.Swap(sequence_ids=bytes(7), tier=HOST)), "sequence_ids"
+            "out already": Refusal(
+                ops.swap([1, 2], "host"), (SequenceSwappedError, "sequence_ids[1]")
             ),
-            "unknown": unknown(ops.swap([1, 9], "host"), "sequence_ids[1]"),
-            "out already": swapped(ops.swap([1, 2], "host"), "sequence_ids[1]"),
-            "one twice": invalid(ops.swap([1, 1], "host"), "sequence_ids[1]"),
             "no room": Refusal(
                 ops.swap(2, "host"),
                 (LATER, HOST, LACKS_BLOCKS, 7, 1),
@@ -329,15 +241,12 @@ ROWS: Final = {
                 ops.swap([1, 2], "host"), (NEVER, HOST, LACKS_BLOCKS, 14, 8), CROWDED
             ),
         },
-        busy=(ops.swap(1, "host"), SequenceBusyError),
     ),
     "swap back": Row(
         ops.swap(1, "device"),
         1,
         {"num_swapped_blocks": 3},
         {
-            "in already": swapped(ops.swap(1, "device")),
-            "unknown": unknown(ops.swap(9, "device")),
             "no room": Refusal(
                 ops.swap(1, "device"),
                 (LATER, DEVICE, LACKS_BLOCKS, 7, 2),
@@ -385,9 +294,7 @@ def test_no_table_lacks_an_operation() -> None:
     assert OPERATIONS.keys() == {operation_of(row) for row in ROWS}
     for name, operation in OPERATIONS.items():
         assert operation.name == name
-        built = getattr(ops, name)
-        assert callable(built)
-        assert (ROWS[name].partly is None) == operation.is_one_item
+        assert callable(getattr(ops, name))
     for name, row in ROWS.items():
         for each in (row.done, *(refusal.operation for refusal in row.refusals.values())):
             assert each.WhichOneof("operation") == operation_of(name)
@@ -395,9 +302,9 @@ def test_no_table_lacks_an_operation() -> None:
 
 async def checked(caller: Caller, operation: pb.Operation) -> pb.OperationResult:
     """Return the answer of a check, which must have changed nothing."""
-    before = await caller.world.state()
+    before = caller.world.state()
     (result,) = outcomes(await caller.session.validate([operation]))
-    assert await caller.world.state() == before
+    assert caller.world.state() == before
     return result
 
 
@@ -405,14 +312,14 @@ async def repeat(caller: Caller, operation: pb.Operation, result: StepResult) ->
     """Assert that the last step, sent again by a unary call, is answered as before and changes
     nothing.
     """
-    before = await caller.world.state()
+    before = caller.world.state()
     session = caller.session
     step = pb.StepRequest(session=session.ref, number=session.last_number, operations=[operation])
     again = await caller.world.stub.Step(step)
     assert outcomes(again) == outcomes(result)
     assert StepResult(again).plan == result.plan
     assert again.revision == result.revision
-    assert await caller.world.state() == before
+    assert caller.world.state() == before
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -475,28 +382,3 @@ def assert_said(failure: pb.ItemFailure, refusal: Refusal) -> None:
 async def test_what_is_no_operation_here_is_refused(caller, name) -> None:
     (failure,) = await caller.refuse(NOT_SERVED.get(name, pb.Operation()))
     assert (type(error_of(failure)), failure.error.field) == (InvalidRequestError, "operations[0]")
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.partly])
-async def test_an_item_that_is_refused_leaves_those_beside_it_done(caller, name) -> None:
-    for operation in ADMITTED:
-        await caller.do(operation)
-    operation, answer = ROWS[name].partly
-    result = await caller.session.step([operation])
-    (outcome,) = outcomes(result)
-    (failure,) = outcome.failures
-    assert (failure.item, type(error_of(failure))) == (1, SequenceNotFoundError)
-    assert "sequence_ids[1]" in failure.error.field
-    assert outcome == pb.OperationResult(failures=[failure], **answer)
-    await repeat(caller, operation, result)
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.busy])
-async def test_a_sequence_that_a_step_computes_is_busy_for_the_rest_of_it(caller, name) -> None:
-    operation, kind = ROWS[name].busy
-    result = await caller.step(ops.admit(1, PROMPT), operation)
-    (failure,) = outcomes(result)[1].failures
-    assert type(error_of(failure)) is kind
-    counters = await caller.world.counters()
-    assert counters['sequences{state="device"}'] == 1
-    assert ((await caller.session.list_sequences([1]))[0]).num_tokens == 20

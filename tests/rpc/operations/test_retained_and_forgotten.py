@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane import ControlClient, ops
+from kvplane import ops
 from kvplane.errors import (
     BlockInUseError,
     InvalidRequestError,
-    PoolNotFoundError,
-    PoolNotReadyError,
     QuotaExceededError,
 )
 from kvplane.prefixes import DEFAULT_PRIORITY, ForgetScope
@@ -19,7 +17,6 @@ from kvplane.results import ForgetResult
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as pb
-from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.operations_world import POOL, Caller, StoppedClock, World, prompt
 
 TIME_S, PRIORITY = 60, 90
@@ -121,20 +118,6 @@ async def test_what_the_client_cannot_send_is_refused_too(world, caller, why) ->
 # Forgetting.
 
 
-async def test_a_prefix_is_forgotten_with_all_that_follows_it(world, caller) -> None:
-    await caller.cache(prompt(3))
-    await caller.cache([*prompt(1, extra=0), *prompt(2, seed=1)])
-    await caller.cache(prompt(2, seed=2))
-    assert await caller.forget(prompt(2, extra=0)) == ForgetResult(2, 0)
-    assert await caller.num_cached(prompt(3)) == 8
-    assert await caller.forget(prompt(1, extra=0)) == ForgetResult(3, 0)
-    assert await caller.num_cached(prompt(3)) == 0
-    assert await caller.forget(prompt(1, extra=0)) == ForgetResult(0, 0), "a repeat"
-    assert await caller.num_cached(prompt(2, seed=2)) == 16
-    assert (await world.usage())["free"] == 14
-    assert (await world.counters())["forgotten_blocks_total"] == 5
-
-
 async def test_what_sequences_read_is_forgotten_only_by_force(world, caller) -> None:
     await caller.admit(1, prompt(2))
     await caller.cache(prompt(3))
@@ -151,17 +134,6 @@ async def test_what_sequences_read_is_forgotten_only_by_force(world, caller) -> 
     assert await world.usage() == {"free": 16, "cached": 0, "held": 0, "retired": 0}
 
 
-@pytest.mark.parametrize("scope", ForgetScope)
-async def test_all_of_a_namespace_or_a_tenant_is_forgotten(world, caller, scope) -> None:
-    adapter = await world.caller("lora-7")
-    await caller.cache(prompt(2))
-    await adapter.cache(prompt(3))
-    is_tenant = scope is ForgetScope.TENANT
-    assert (await adapter.forget(scope)).num_forgotten_blocks == (5 if is_tenant else 3)
-    assert await adapter.num_cached(prompt(3)) == 0
-    assert await caller.num_cached(prompt(2)) == (0 if is_tenant else 16)
-
-
 # Without a session.
 
 
@@ -176,30 +148,3 @@ async def test_prefixes_are_kept_and_forgotten_after_their_sessions_have_ended(
     assert await caller.forget(ForgetScope.TENANT) == ForgetResult(2, 0)
     assert await caller.blocks(prompt(2)) == ()
     world.server.core.check_integrity()
-
-
-async def test_what_receipts_have_not_told_yet_is_neither_retained_nor_found(world, caller) -> None:
-    result = await caller.session.step([ops.admit(1, prompt(2))])
-    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 0
-    caller.session.add_receipt(world.shard.receipt(result.plan))
-    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 0, "it was not sent yet"
-    await caller.session.submit_receipts()
-    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 2
-
-
-async def test_nothing_is_changed_where_blocks_are_still_to_be_reported(world, caller) -> None:
-    """They would not be forgotten."""
-    await caller.cache(prompt(2))
-    world.shard.hang_up()
-    again = RawShard(world.stub, epoch=world.shard.hello.epoch + 1)
-    await again.register()
-    async with ControlClient(world.server.address, timeout_s=0.5) as client:
-        for call in (
-            client.forget_prefixes(POOL, ForgetScope.TENANT),
-            client.retain_prefix(POOL, prompt(2), time_to_live_s=TIME_S),
-        ):
-            with pytest.raises(PoolNotReadyError):
-                await call
-        with pytest.raises(PoolNotFoundError):
-            await client.forget_prefixes("nowhere", ForgetScope.TENANT)
-    again.hang_up()

@@ -35,28 +35,6 @@ async def test_a_tenant_has_only_so_many_sessions(start_world) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_tenant_holds_only_so_many_blocks_in_all_its_sessions(start_world) -> None:
-    world = await start_world(max_tenant_blocks=5)
-    one, other = [await world.caller() for _ in range(2)]
-    await one.admit(1, prompt(2, extra=0))
-    await other.admit(1, prompt(2))
-    await one.do(ops.fork(1, 2))  # shared blocks count once: 2 of the prompt and 1 more
-    assert (await world.usage())["held"] == 3
-    for caller, operation in (
-        (other, ops.admit(3, prompt(3, seed=1, extra=0))),
-        (one, ops.append(1, [5] * 17, 17, first_positions=2 * BLOCK)),
-    ):
-        shortage = await caller.later(operation)
-        assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
-        assert (shortage.num_blocks_needed, shortage.num_blocks_available) == (3, 2)
-    await other.admit(3, prompt(2, seed=1, extra=0))
-    shortage = await one.later(ops.append(1, [5], 1, first_positions=2 * BLOCK))
-    assert shortage.reason == pb.SHORTAGE_REASON_QUOTA
-    await other.do(ops.free(3))
-    await one.grow(1, 5)
-    assert (await world.usage())["held"] == 4
-
-
 async def test_an_admission_in_line_is_judged_again_when_its_turn_comes(start_world) -> None:
     world = await start_world(num_device_blocks=10, max_tenant_blocks=8)
     one, other = [await world.caller() for _ in range(2)]

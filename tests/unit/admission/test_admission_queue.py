@@ -86,16 +86,6 @@ def test_a_grant_that_needs_more_by_now_stays_the_head() -> None:
     assert rig.ask(1, 1, 5) is None
 
 
-def test_growth_comes_before_admissions() -> None:
-    """What a session frees and asks for again goes to those that wait to go on."""
-    rig = Rig(4, 2, CONFIG, (0, 1, 2), (1, 1, 2))
-    assert not rig.grow(1, 1)
-    rig.leave(0, 1)
-    assert rig.ask(0, 2, 2) == MustWait(Reason.GROWTH, 1, 2)
-    assert rig.serve() == [Growth(1, 1, 1)]
-    assert rig.held == [{}, {1: 3}]
-
-
 def test_no_younger_growth_passes_and_an_older_one_does() -> None:
     rig = Rig(9, 4, CONFIG)
     for session in range(3):

@@ -48,16 +48,6 @@ def test_blocked_growth_makes_the_newest_sequence_of_the_most_junior_session_yie
     assert rig.serve() == [Growth(0, 1, 1)]
 
 
-def test_two_that_block_each_other_do_not_stay_so() -> None:
-    """Neither holds more than its share."""
-    rig = Rig(4, 2, CONFIG, (0, 1, 2), (1, 1, 2))
-    assert not rig.grow(0, 1)
-    assert not rig.grow(1, 1)
-    at(rig, 1.0)
-    assert at(rig, 2.0) == [Cut(1, 1, Reason.GROWTH)]
-    assert rig.serve() == [Growth(0, 1, 1)]
-
-
 def test_the_same_session_is_not_cut_for_ever() -> None:
     """Its seniority is kept, and others' is lost."""
     rig = Rig(4, 3, CONFIG, (0, 1, 1), (1, 1, 2), (2, 1, 1))
@@ -129,14 +119,6 @@ def test_pressure_lapses_with_the_need() -> None:
     assert at(rig, 2.0) == []
     assert not rig.grow(0, 1)
     assert at(rig, 3.0) == [Pressure(1, 2, 1, 4.0, Reason.GROWTH)]
-
-
-def test_a_deadline_is_not_put_off() -> None:
-    rig = Rig(4, 2, CONFIG, (0, 1, 2), (1, 1, 2))
-    assert not rig.grow(0, 1)
-    ticks = [at(rig, 1.0 + i / 4) for i in range(5)]
-    assert ticks == [[Pressure(1, 1, 2, 2.0, Reason.GROWTH)], [], [], [], ticks[4]]
-    assert ticks[4] == [Cut(1, 1, Reason.GROWTH)]
 
 
 def test_a_turn_ends_when_others_wait() -> None:

@@ -31,13 +31,6 @@ LLAMA = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-OPT = {
-    "model_type": "opt",
-    "hidden_size": 768,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "ffn_dim": 3072,
-}
 
 
 def test_a_fingerprint_stays_the_same_for_ever() -> None:
@@ -292,22 +285,6 @@ def write_model(folder: Path, config: dict[str, Any], weights: bytes = b"w") -> 
 def test_a_llama_config_gives_its_kv_heads_and_head_size(tmp_path: Path) -> None:
     layout = layout_from_hf(write_model(tmp_path / "tiny", LLAMA), model_id="m")
     assert layout == Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 2, 16),))
-
-
-def test_a_llama_config_without_them_is_multi_head_with_an_even_split(tmp_path: Path) -> None:
-    config = {**LLAMA, "head_dim": None}
-    del config["num_key_value_heads"]
-    group = layout_from_hf(write_model(tmp_path / "tiny", config), model_id="m").groups[0]
-    assert (group.num_kv_heads, group.head_size) == (8, 32)
-
-
-def test_an_opt_config_is_multi_head(tmp_path: Path) -> None:
-    folder = write_model(tmp_path / "opt", OPT)
-    layout = layout_from_hf(
-        folder, block_size_tokens=32, dtype="float16", kv_dtype="float32", model_id="m"
-    )
-    group = LayerGroup("full", tuple(range(12)), 12, 64)
-    assert layout == Layout("m", 32, "float16", "float32", (group,))
 
 
 def test_the_model_id_is_the_folder_and_a_hash_of_config_and_weights(tmp_path: Path) -> None:

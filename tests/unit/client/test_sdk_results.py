@@ -23,6 +23,7 @@ from kvplane.results import (
     news_of,
     pool_match,
     sequence_states,
+    total_of,
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
@@ -191,3 +192,12 @@ def test_news_say_what_was_granted_cut_and_asked_for() -> None:
 
 def test_an_answer_without_news_says_that_nothing_happened() -> None:
     assert news_of(pb.News()) == SessionNews((), {}, 0, 0.0, ())
+
+
+def test_a_counter_is_summed_over_its_labels() -> None:
+    counters = {
+        'hits_total{tier="device"}': 2,
+        'hits_total{tier="host"}': 3,
+        "hits_total_of_all": 9,
+    }
+    assert (total_of(counters, "hits_total"), total_of(counters, "hits")) == (5, 0)

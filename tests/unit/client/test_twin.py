@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import struct
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -21,6 +22,7 @@ from kvplane.plane.v1 import plan_pb2, registration_pb2
 from kvplane.serving.limits.message_bounds import MAX_UNPACKED_BYTES, MessageBounds
 from kvplane.v1 import execution_pb2, local_pb2, pool_pb2, prefix_pb2, session_pb2, types_pb2
 from kvplane.wire import twin
+from kvplane.wire.v1 import prefix_pb2 as wire_prefix
 from kvplane.wire.v1 import session_pb2 as wire
 from tests.helpers.encodings import ENCODINGS, encode
 
@@ -125,6 +127,23 @@ def test_every_encoding_of_a_message_is_read_whole(encoding: str) -> None:
     read = twin.whole(wire.StepRequest.FromString(data), data)
     assert read == wire.StepRequest.FromString(plain)
     assert read.SerializeToString() == plain
+
+
+# An int32 of -1 in five bytes, which protobuf writes in ten: as much as is lost behind it.
+SHORT_PRIORITY = bytes.fromhex("28ffffffff0f")
+
+
+def test_a_loss_is_found_where_a_number_grows_by_as_much() -> None:
+    kind, element = prefix_pb2.RetainPrefixRequest, struct.Struct("<Bi")
+    data = b"\x1a\x08" + struct.pack("<2i", 1, 2) + element.pack(3 << 3 | 5, 3) + SHORT_PRIORITY
+    typed = kind(token_ids=[1, 2, 3], priority=-1)
+    assert kind.FromString(data) == typed, "the encoding is a legal one"
+    read = twin.whole(wire_prefix.RetainPrefixRequest.FromString(data), data)
+    assert read.SerializeToString() == typed.SerializeToString()
+
+    data = SHORT_PRIORITY + element.pack(15 << 3 | 5, 7)
+    with pytest.raises(InvalidRequestError, match="does not know, number 15"):
+        twin.whole(wire_prefix.RetainPrefixRequest.FromString(data), data)
 
 
 def test_what_the_builders_make_is_what_the_contract_says() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from control_plane import limits
-from control_plane.config import CoreConfig
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1 import prefix_pb2 as ppb
@@ -102,7 +101,7 @@ def test_followers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_bounded_over_all_pools() -> None:
-    world = World(config=CoreConfig(max_blocks=28))  # of which the world's own data plane has 24
+    world = World(max_blocks=28)  # of which the world's own data plane has 24
     other = hello(pool_id="other", num_host_blocks=0)
     other.num_device_blocks = 5
     with pytest.raises(QuotaExceededError) as refused:

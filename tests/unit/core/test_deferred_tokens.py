@@ -8,7 +8,7 @@ from control_plane.steps.deferred_tokens import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
 from kvplane.wire.v1 import session_pb2 as cpb
-from tests.helpers.core.core_messages import POOL, pack
+from tests.helpers.core.core_messages import pack
 from tests.helpers.core.core_model import Engine, World
 
 
@@ -38,7 +38,7 @@ def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behi
     engine.run_all()
     one = ops.deferred_tokens([1], [1], [10], [6], pack([50] * 6))
     engine.submit(engine.receipts, deferred=one)
-    native = engine.world.core._pools[POOL].groups[0]
+    native = engine.world.pool.groups[0]
     *_, num_entries = native.memory()
     other = ops.deferred_tokens([2], [engine.state(2).admitted_by], [10], [6], pack([60] * 6))
     engine.submit(deferred=other)

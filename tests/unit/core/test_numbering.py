@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.config import CoreConfig
 from control_plane.sessions.numbering import Numbering, content_of
 from kvplane import ops
 from kvplane.errors import (
@@ -136,7 +135,7 @@ def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
 
 
 def test_a_number_is_next_repeated_of_other_content_or_out_of_order() -> None:
-    engine = World(config=CoreConfig(max_plans_in_flight=2)).engine()
+    engine = World(max_plans_in_flight=2).engine()
     for _ in range(4):
         engine.submit()
     for sent in engine.sent:
@@ -178,7 +177,7 @@ def test_all_requests_share_one_numbering_and_methods_are_content(
 
 
 def test_a_request_that_fails_uses_its_number_and_keeps_its_error() -> None:
-    engine = World(config=CoreConfig(max_plans_in_flight=1, watermark=0.0)).engine()
+    engine = World(max_plans_in_flight=1, watermark=0.0).engine()
     engine.step(ops.admit(1, range(8)))
     failing: tuple[tuple[Callable[[], Any], type[KvplaneError]], ...] = (
         (lambda: engine.step(ops.admit(2, range(8))), TooManyPlansInFlightError),
@@ -211,7 +210,7 @@ def test_an_error_before_the_session_is_found_gives_no_number() -> None:
 
 
 def test_a_step_that_is_refused_has_applied_what_came_before() -> None:
-    engine = World(config=CoreConfig(max_plans_in_flight=1, watermark=0.0)).engine()
+    engine = World(max_plans_in_flight=1, watermark=0.0).engine()
     engine.admit(1, range(7))
     engine.step(engine.growth(1, num_slots=1))
     with pytest.raises(TooManyPlansInFlightError):

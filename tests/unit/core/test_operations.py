@@ -5,13 +5,8 @@ What the native core decides is tested in ``tests/unit/blocks``; here are the me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from random import Random
-from typing import Any
-
 import pytest
 
-from control_plane.config import CoreConfig
 from control_plane.steps.operations import read_operations
 from kvplane import ops
 from kvplane.errors import (
@@ -36,20 +31,17 @@ from tests.helpers.core.core_messages import (
     allocated_of,
     pack,
     spans_of,
-    transfers_of,
 )
 from tests.helpers.core.core_model import (
     FAILED,
     LATER,
     NEVER,
     OK,
-    Engine,
     World,
     error_in,
     only,
     status_of,
 )
-from tests.helpers.core.random_operations import tokens_written
 
 
 def int32(column: bytes) -> list[int]:
@@ -85,6 +77,16 @@ FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
             ops.admit(2, [1], max_total_tokens=-(2**31)),
             InvalidRequestError,
             "admit.max_total_tokens",
+        ),
+        *(
+            (ops.admit(2, [1], fork_sequence_ids=ids), error, f"admit.fork_sequence_ids{at}")
+            for ids, error, at in (
+                ([4, 0], InvalidRequestError, "[1]"),
+                ([4, 1], SequenceExistsError, "[1]"),
+                ([4, 2], SequenceExistsError, "[1]"),
+                ([4, 4], SequenceExistsError, "[1]"),
+                (bytes(7), InvalidRequestError, ""),
+            )
         ),
         (ops.append(9, first_positions=0), SequenceNotFoundError, "append.sequence_ids[0]"),
         (ops.append(3, [1], first_positions=4), SequenceSwappedError, "append.sequence_ids[0]"),
@@ -126,6 +128,9 @@ FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
         (ops.fork([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
         (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
         (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
+        (ops.truncate(1, 0), InvalidRequestError, "truncate.num_tokens[0]"),
+        (ops.truncate(1, 5), InvalidRequestError, "truncate.num_tokens[0]"),
+        (ops.truncate(9, 1), SequenceNotFoundError, "truncate.sequence_ids[0]"),
         (ops.swap([], "host"), InvalidRequestError, "swap.sequence_ids"),
         (ops.swap([1, 1], "host"), InvalidRequestError, "swap.sequence_ids[1]"),
         (ops.swap([1, 9], "host"), SequenceNotFoundError, "swap.sequence_ids[1]"),
@@ -161,15 +166,16 @@ def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None
         ops.admit(1, range(4)),
         ops.fork(1, 2),
         ops.free([1]),
+        ops.truncate(1, 2),
         ops.swap([1], "host"),
         ops.append(1, [5], 1, first_positions=4),
     )
     errors = [type(error_in(operation)) for operation in result.results[1:]]
-    assert errors == [SequenceBusyError] * 3 + [InvalidRequestError]
+    assert errors == [SequenceBusyError] * 4 + [InvalidRequestError]
 
 
 def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
-    engine = World(config=CoreConfig(watermark=0.0, max_sequences=7)).engine()
+    engine = World(max_sequences=7).engine()
     for i in range(1, 6):
         engine.admit(i, [i] * 6)
     append = ops.append(
@@ -200,58 +206,7 @@ def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
     assert engine.state(1).num_tokens == 7
     engine.run_all()
     engine.settle()
-    engine.check()
     engine.world.core.check_integrity()
-
-
-def growth(rng: Random, engine: Engine, sequence_id: int) -> cpb.Operation:
-    """Return an append, sometimes of tokens that cannot be known yet or at a wrong position."""
-    state = engine.state(sequence_id)
-    ahead = tokens_written(state)
-    tokens = ahead if rng.random() < 0.7 else []
-    if len(tokens) == len(ahead):
-        tokens = tokens + [rng.choice([0, 1])] * rng.choice([0, 1, 1, 2, 9])
-    operation = engine.growth(sequence_id, tokens, rng.choice([0, 1, 1, 1, 2, 8, 10]))
-    if rng.random() < 0.05:
-        wrong = state.num_scheduled_tokens + rng.choice([-1, 1])
-        operation.append.first_positions = columns.pack(INT32, [wrong])
-    return operation
-
-
-def joined(appends: Iterable[cpb.Operation]) -> cpb.Operation:
-    """Return all operations as one."""
-    columns_of: dict[str, bytes] = dict.fromkeys(
-        ("sequence_ids", "first_positions", "num_slots", "num_tokens", "token_ids"), b""
-    )
-    for operation in appends:
-        for name in columns_of:
-            columns_of[name] += getattr(operation.append, name)
-    fields: dict[str, Any] = columns_of
-    return ops.append(**fields)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_items_of_one_operation_do_what_operations_of_one_item_do(seed: int) -> None:
-    together, apart = World(num_device=12).engine(), World(num_device=12).engine()
-    for engine in (together, apart):
-        for i in range(1, 5):
-            engine.admit(i, [i] * (BLOCK - 2 + i), max_total_tokens=24)
-        engine.send(ops.fork(1, 5))
-        engine.settle()
-    rng = Random(seed)
-    for _ in range(10):
-        items = [growth(rng, together, i) for i in rng.choices(range(1, 6), k=4)]
-        many = only(together.step(joined(items)))
-        ones = apart.step(*items).results
-        failures = [(i, f.status) for i, one in enumerate(ones) for f in one.failures]
-        assert [(failure.item, failure.status) for failure in many.failures] == failures
-        assert many.num_table_blocks == b"".join(one.num_table_blocks for one in ones)
-        plans = [made.signed.payload for made in together.queue]
-        assert plans == [made.signed.payload for made in apart.queue]
-        for engine in (together, apart):
-            engine.run_all()
-            engine.settle()
-            engine.world.core.check_integrity()
 
 
 # Bounds
@@ -276,7 +231,7 @@ def test_items_are_counted_by_their_columns_and_each_operation_as_one_at_least()
 
 
 def test_a_step_has_a_bounded_number_of_items() -> None:
-    engine = World(config=CoreConfig(watermark=0.0, max_operations=4)).engine()
+    engine = World(max_operations=4).engine()
     engine.admit(1, range(4))
     before = engine.everything()
     with pytest.raises(InvalidRequestError, match="operations: must have at most 4 items"):
@@ -289,27 +244,16 @@ def test_a_step_has_a_bounded_number_of_items() -> None:
     assert status_of(engine.step(ops.free([7, 8, 9]), ops.admit(2, [1])).results[1]) == OK
 
 
-def test_a_session_has_a_bounded_number_of_sequences_and_table_entries() -> None:
-    engine = World(config=CoreConfig(watermark=0.0, max_sequences=2)).engine()
-    engine.admit(1, [1])
-    forked, *others = engine.step(ops.fork(1, 2), ops.fork(1, 3), ops.admit(3, [1])).results
-    assert not forked.failures
-    assert [type(error_in(other)) for other in others] == [QuotaExceededError] * 2
-    engine = World(config=CoreConfig(watermark=0.0, max_table_entries=7)).engine()
+def test_a_session_has_a_bounded_number_of_table_entries() -> None:
+    engine = World(max_table_entries=7).engine()
     engine.admit(1, range(2 * BLOCK))
     forked = only(engine.step(ops.fork(1, [2, 3, 4])))
     assert [failure.item for failure in forked.failures] == [2]
     assert type(error_in(forked)) is QuotaExceededError
-    assert int32(forked.num_table_blocks) == [2, 2, 0]
-    freed, again = engine.step(ops.free([2]), ops.fork(1, [4, 5])).results
-    assert not freed.failures
-    assert [failure.item for failure in again.failures] == [1]
-    engine.run_all()
-    engine.check()
 
 
 def test_plans_in_flight_are_bounded_and_tokens_alone_make_none() -> None:
-    engine = World(config=CoreConfig(max_plans_in_flight=2, watermark=0.0)).engine()
+    engine = World(max_plans_in_flight=2, watermark=0.0).engine()
     assert not engine.step().HasField("plan")
     engine.step(ops.admit(1, [1]))
     engine.step(engine.growth(1, num_slots=1))
@@ -354,43 +298,6 @@ def test_an_admission_shares_what_is_cached_and_computes_the_rest() -> None:
     assert (counters.num_lookup_tokens, counters.num_hit_tokens) == (12 + 18, 8)
 
 
-def test_a_swap_moves_shared_blocks_once_and_comes_back() -> None:
-    engine = World().engine()
-    engine.admit(1, range(12))
-    engine.send(ops.fork(1, 2))
-    engine.settle()
-    assert only(engine.step(ops.swap([1, 2], "host"))).num_swapped_blocks == 2
-    assert len(transfers_of(engine.queue[0].plan)) == 2
-    assert engine.state(1).tier == HOST
-    assert engine.table(1) == engine.table(2)
-    assert engine.world.usage()["held"] == 2, "sources are held until the receipt"
-    engine.run_all()
-    engine.settle()
-    assert engine.world.usage()["held"] == 0
-    assert only(engine.send(ops.swap([2], "device"))).num_swapped_blocks == 2
-    assert (engine.state(1).tier, engine.state(2).tier) == (HOST, DEVICE)
-    engine.settle()
-    engine.append(2, 12)
-    engine.check()
-    counters = engine.world.observed().counters
-    assert (counters.num_swapped_out_blocks, counters.num_swapped_in_blocks) == (2, 2)
-
-
-def test_forks_copy_the_block_that_one_of_them_writes_and_a_free_says_what_it_releases() -> None:
-    engine = World().engine()
-    engine.admit(1, range(12))
-    engine.send(ops.fork(1, 2))
-    engine.append(2, 12)
-    assert engine.world.observed().counters.num_copies_on_write == 1
-    assert engine.table(1)[0] == engine.table(2)[0]
-    freed = only(engine.step(ops.free([2, 1])))
-    assert int32(freed.num_released_blocks) == [1, 2]
-    assert engine.queue
-    engine.run_all()
-    engine.settle()
-    engine.world.core.check_integrity()
-
-
 def test_the_revision_counts_publications_and_evictions() -> None:
     engine = World(num_device=4).engine()
     first = engine.step().revision
@@ -408,7 +315,7 @@ def test_the_revision_counts_publications_and_evictions() -> None:
 
 
 def test_the_watermark_leaves_blocks_free_once_something_is_held() -> None:
-    engine = World(num_device=10, config=CoreConfig(watermark=0.2)).engine()
+    engine = World(num_device=10, watermark=0.2).engine()
     assert status_of(only(engine.admit(1, range(8 * 5)))) == OK
     (later,) = only(engine.step(ops.admit(2, range(100, 132)))).failures
     assert later.status == LATER
@@ -426,20 +333,6 @@ def test_nothing_is_reserved_for_what_a_session_says_it_will_need() -> None:
     assert status_of(only(one.step(ops.admit(2, [1], max_total_tokens=81)))) == NEVER
     (later,) = only(one.step(one.growth(1, [8], 1))).failures
     assert (later.status, later.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
-
-
-def test_items_of_an_append_without_room_are_later_or_never_and_others_go_on() -> None:
-    engine = World(num_device=8).engine()
-    engine.admit(1, range(12))
-    engine.admit(2, range(100, 112))
-    items = ops.append([1, 1, 2], (), [60, 48, 1], first_positions=12)
-    result = only(engine.step(items))
-    assert [(failure.item, failure.status) for failure in result.failures] == [
-        (0, NEVER),
-        (1, LATER),
-    ]
-    assert result.failures[1].shortage.num_blocks_needed == 6
-    assert spans_of(engine.queue[0].plan) == [(2, 12, 1)]
 
 
 def test_a_shortage_says_what_is_in_the_way() -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.config import CoreConfig
 from control_plane.pools import pool
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
-from kvplane.slices import run_to_end
-from kvplane.wire import columns
-from kvplane.wire.columns import INT32
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL
@@ -42,7 +38,7 @@ def test_a_prefix_is_found_by_its_very_tokens_and_by_its_tenant_alone() -> None:
 
 
 def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() -> None:
-    world = World(num_device=16, config=CoreConfig(watermark=0.0, max_retained_share=0.125))
+    world = World(num_device=16, max_retained_share=0.125)
     owners = [("tenant", ""), ("tenant", "lora"), ("other", "")]
     for owner in owners:
         world.engine(*owner).cache(range(17))
@@ -53,19 +49,6 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
     assert retain(world, *owners[2]) == 2
     assert retain(world, *owners[0], time_to_live_s=0) == 2, "it ends"
     assert retain(world, *owners[1]) == 2
-
-
-def test_a_search_describes_the_blocks_and_takes_nothing() -> None:
-    engine = World().engine()
-    engine.admit(1, range(19))
-    before = engine.everything()
-    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(19)), with_blocks=True)
-    (found,) = run_to_end(engine.world.core.find_prefix(request, engine.tenant)).matches
-    assert (found.num_device_tokens, found.num_host_tokens) == (16, 0)
-    assert columns.read(INT32, found.blocks.indices, "indices").tolist() == [
-        index for _, index in engine.table(1)[:2]
-    ]
-    assert engine.everything() == before
 
 
 def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +66,22 @@ def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) 
         next(slices)
     found = {each.pool_id: each.num_device_tokens for each in end.value.value.matches}
     assert found == {"a": 0, POOL: 0, "z": 0}
+
+
+def test_the_blocks_of_a_long_prefix_are_described_in_a_slice_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("control_plane.prefixes._POOL_BLOCKS", 0)
+    monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 2)
+    engine = World().engine()
+    engine.cache(range(17))
+    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(17)), with_blocks=True)
+    slices = engine.world.core.find_prefix(request, "tenant")
+    next(slices)  # the prefix was found
+    with pytest.raises(StopIteration) as end:
+        next(slices)
+    (found,) = end.value.value.matches
+    assert (found.num_device_tokens, len(found.blocks.tiers)) == (16, 2)
 
 
 @pytest.mark.parametrize("scope", ForgetScope)
@@ -107,7 +106,7 @@ def test_nothing_is_forgotten_before_all_shards_have_reported(scope: ForgetScope
 
 def cached_world(num_shards: int = 1) -> World:
     """Two blocks of one prompt are cached, and every data plane knows it."""
-    world = World(num_shards=num_shards, config=CoreConfig(watermark=0.0))
+    world = World(num_shards)
     world.engine().cache(range(17))
     world.pump()
     assert [len(shard.published) for shard in world.shards] == [2] * num_shards

@@ -36,7 +36,7 @@ from tests.helpers.core.core_model import World
 
 
 def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:
-    world = World(num_shards=2)
+    world = World(2)
     core = world.core
     world.shards[1].restart()
     world.shards[1].register()
@@ -76,7 +76,7 @@ def test_an_ended_sessions_callers_hear_why() -> None:
 
 
 def test_blocks_of_an_ended_session_wait_for_every_shard() -> None:
-    world = World(num_shards=2)
+    world = World(2)
     engine = world.engine()
     engine.admit(1, range(20))
     engine.close()
@@ -111,7 +111,7 @@ def test_a_wrong_open_session_names_its_field(
 
 
 def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
-    world = World(num_shards=2, config=CoreConfig(max_sessions=2, max_plans_in_flight=7))
+    world = World(2, max_sessions=2, max_plans_in_flight=7)
     first, second = world.engine(), world.engine("ann")
     with pytest.raises(QuotaExceededError):
         world.engine()
@@ -124,7 +124,7 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
     signing.verify(key, signing.GRANT, signed.type, signed.payload, signed.signature, field="grant")
     assert plan_pb2.SessionGrant.FromString(signed.payload) == plan_pb2.SessionGrant(
         version=1,
-        session=tpb.SessionRef(incarnation=1, session_id=second.id),
+        session=second.ref,
         ordinal=2,
         pool_id=POOL,
         shard_epochs=[shard.epoch for shard in world.shards],
@@ -181,7 +181,7 @@ def test_a_request_of_another_incarnation_touches_no_session() -> None:
 def test_a_pool_that_is_built_is_not_built_again() -> None:
     engine = World().engine()
     engine.admit(1, range(8))
-    pool = engine.world.core._pools[POOL]
+    pool = engine.world.pool
     native = pool.native
     begin_if_complete(pool)
     assert pool.native is native
@@ -248,11 +248,10 @@ def test_a_fence_of_a_session_of_an_earlier_build_touches_no_later_one() -> None
     before = world.engine()
     before.admit(1, range(20))
     before.close()
-    world.core._pools[POOL].set_tiers({DEVICE: 8, HOST: 4})
-    world.shards[0].quit_all()
+    world.pool.set_tiers({DEVICE: 8, HOST: 4})
     world.engine().admit(1, range(20))
     world.pump()
-    assert before.id in world.shards[0].quit
+    assert before.id in world.shards[0].fenced
     assert world.usage()["held"] == 3
     world.core.check_integrity()
 
@@ -264,7 +263,7 @@ def test_why_a_session_ended_is_told_to_its_tenant_and_forgotten_in_order() -> N
     first, _, last = (world.engine("ann") for _ in range(3))
     for session in [*ended.by_id.values()]:
         ended.end(session, SessionExpiredError)
-    admission: PoolAdmission = ended.admission_of(world.core._pools[POOL])
+    admission: PoolAdmission = ended.admission_of(world.pool)
     assert not admission.sessions
     for engine, tenant, error in (
         (last, "ann", SessionExpiredError),
@@ -285,7 +284,7 @@ def test_the_queue_sees_what_sequences_hold() -> None:
     engine.admit(1, range(19))
     engine.step(ops.fork(1, 2))
     session = engine.session
-    pool = engine.world.core._pools[POOL]
+    pool = engine.world.pool
     blocks = DeviceBlocks(pool, engine.world.core.sessions.by_id)
     key = session.native.family_of(session.handle, 1)
     assert blocks.num_blocks == pool.num_blocks(DEVICE)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.config import CoreConfig
 from kvplane import ops
 from kvplane.errors import SequenceNotFoundError, SequenceRevokedError
 from kvplane.results import news_of, sequence_states
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_messages import BLOCK
 from tests.helpers.core.core_model import (
     FAILED,
     LATER,
-    OK,
     Engine,
     World,
     error_in,
@@ -110,26 +109,6 @@ def test_forks_are_granted_with_the_sequence_and_share_its_blocks() -> None:
     assert other.table(5) == other.table(6) == other.table(7)
 
 
-def test_growth_comes_before_admissions() -> None:
-    world, one, other = crowded()
-    one.step(ops.append(1, [], 8, first_positions=56))
-    one.run_all()
-    one.settle()
-    assert status_of(only(one.step(ops.append(1, [], 1, first_positions=64)))) != OK
-    (never,) = only(one.step(ops.append(1, [], 1, first_positions=64))).failures
-    assert never.status == cpb.ITEM_STATUS_NEVER
-    world, one, other = crowded()
-    other.admit(1, prompt(1, 1))
-    blocked = only(one.step(ops.append(1, [], 1, first_positions=56))).failures[0]
-    assert (blocked.status, blocked.shortage.reason) == (LATER, cpb.SHORTAGE_REASON_BLOCKS)
-    third = world.engine()
-    later = only(third.step(ops.admit(1, [5], wait=True))).failures[0]
-    assert later.shortage.reason == cpb.SHORTAGE_REASON_GROWTH
-    free(other, 1)
-    assert not third.step().HasField("news"), "the block is the blocked sequence's"
-    assert not only(one.step(ops.append(1, [], 1, first_positions=56))).failures
-
-
 def test_a_sequence_that_outstays_its_turn_is_asked_and_then_cut() -> None:
     world, one, other = crowded()
     other.step(ops.admit(5, prompt(3, 1), wait=True))
@@ -183,7 +162,7 @@ def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
 
 
 def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
-    world = World(num_device=8, num_host=0, config=CoreConfig(watermark=0.0, max_sequences=2))
+    world = World(num_device=8, num_host=0, max_sequences=2)
     one, other = world.engine(), world.engine()
     one.admit(1, prompt(6))
     other.admit(1, prompt(1, 1))
@@ -218,11 +197,12 @@ def test_blocks_of_a_sequence_that_was_cut_are_others_before_its_data_plane_know
     other.step(ops.append(5, [], 24, first_positions=0))
     assert held & set(other.table(5))
     other.run_all()
-    (plane,) = world.shards
-    assert 1 in plane.tables[one.id]
     one.step(ops.free([]))
-    one.run_all()
-    assert not plane.tables[one.id]
+    changes = one.queue[-1].plan.changes
+    assert (changes.kinds, changes.sequence_ids) == (
+        bytes([plan_pb2.TABLE_CHANGE_KIND_DROP]),
+        columns.pack(INT64, [1]),
+    )
 
 
 # What metrics tell of it

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from control_plane import queries
-from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.steps import abort, operations, plans, receipts, requests, slices
 from control_plane.steps.answers import StepAnswer
@@ -151,6 +150,13 @@ def walked(seed: int) -> tuple[list[Any], int]:
             if some and rng.random() < 0.5:
                 tier = rng.choice(("host", "device"))
                 operations.insert(rng.randrange(len(operations)), ops.swap(some, tier))
+            if rng.random() < 0.5:
+                named = rng.choices([*ids, 99], k=rng.randint(1, 5))
+                ends_some = rng.random() < 0.5
+                operations += [ops.free(named) if ends_some else ops.truncate(named, 3)]
+                if not ends_some and rng.random() < 0.2:
+                    operations[-1].truncate.num_tokens += bytes(4)
+                operations += [ops.admit(100 + len(answers), range(rng.randint(1, 20)))]
             send(cpb.StepRequest(operations=operations))
         if session.plans and rng.random() < 0.3:
             send(cpb.AbortPlansRequest(plan_number=max(session.plans)))
@@ -173,6 +179,21 @@ def test_a_request_in_slices_is_answered_as_in_one(
 
 
 @pytest.mark.usefixtures("small")
+def test_a_long_free_lets_others_run() -> None:
+    world, others = World(num_device=64), list[None]()
+    engine = world.engine()
+    run_to_end(world.core.run(a_step(engine, *[ops.admit(i, range(20)) for i in SIX]), "tenant"))
+    engine.number += 1
+    response = in_slices(world.core, lambda: others.append(None))(
+        a_step(engine, ops.free([*SIX, 99])), "tenant"
+    )
+    (freed,) = response.results
+    assert [failure.item for failure in freed.failures] == [6]
+    assert len(freed.num_released_blocks) == 4 * 7
+    assert others
+
+
+@pytest.mark.usefixtures("small")
 def test_others_step_between_the_slices() -> None:
     world = World(num_device=64)
     engine, other = world.engine(), world.engine()
@@ -190,7 +211,7 @@ def test_others_step_between_the_slices() -> None:
     in_slices(world.core, between)(request, "tenant")
     assert other.number - before == 6 + 2 + 5, "around the states, between sequences that are cut"
     other.settle()
-    other.check()
+    world.core.check_integrity()
 
 
 @pytest.mark.usefixtures("small")
@@ -234,7 +255,7 @@ def test_a_busy_session_is_cut_at_the_end_of_its_request() -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("is_fenced_first", [True, False])
 def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool) -> None:
-    world = World(num_device=64, config=CoreConfig(watermark=0.0, lease_s=10.0))
+    world = World(num_device=64, lease_s=10.0)
     engine, other = world.engine(), world.engine()
     engine.admit(1, range(20))
     engine.send(*(ops.fork(1, i) for i in range(2, 9)))

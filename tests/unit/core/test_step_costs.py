@@ -12,69 +12,85 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any
 
 import pytest
 
-from control_plane.config import CoreConfig
 from kvplane import ops
-from kvplane.wire import signing
-from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
-from tests.helpers.core.core_messages import BLOCK, POOL, pack
+from tests.helpers.core.core_data_plane import Plane
+from tests.helpers.core.core_messages import BLOCK, pack
 from tests.helpers.core.core_model import Engine, World, only
 
 FEW_BLOCKS, MANY_BLOCKS = 16, 512
+Measure = Callable[[], AbstractContextManager[list[Any]]]
 
 
-def new_engine() -> Engine:
-    return World(num_device=4 * MANY_BLOCKS, num_host=0).engine()
-
-
-# Steps past the engine's model of what it holds, which would cost more than they do.
-
-
-def request_of(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
-    """The next step, with the receipts of those before."""
-    engine.number += 1
-    receipts, engine.receipts = engine.receipts, []
-    return cpb.StepRequest(
-        session=engine.ref, number=engine.number, operations=operations, receipts=receipts
-    )
-
-
-def take_plan(engine: Engine, result: cpb.StepResponse) -> cpb.StepResponse:
-    """All must have been done. The plan counts as run."""
-    assert not any(operation.failures for operation in result.results)
-    if result.HasField("plan"):
-        (shard,) = engine.world.shards
-        plan = plan_pb2.Plan.FromString(result.plan.payload)
-        engine.receipts.append(shard.receipt(plan, signing.digest(result.plan.payload)))
-    return result
+def world_of(num_device: int, **settings: Any) -> World:
+    """Return a world whose data plane keeps no tables, which would take longer than the steps."""
+    return World(num_device=num_device, num_host=0, plane=Plane, **settings)
 
 
 def send(engine: Engine, *operations: cpb.Operation) -> cpb.StepResponse:
-    request = request_of(engine, *operations)
-    return take_plan(engine, engine.world.core.step(request, engine.tenant))
+    """Send a step, of which all must be done, and run its plan."""
+    result = engine.send(*operations)
+    assert not any(operation.failures for operation in result.results)
+    return result
 
 
-def calls_of(engine: Engine, *operations: cpb.Operation) -> tuple[int, cpb.StepResponse]:
-    """How many Python functions the core calls for a step, comprehensions included."""
-    request, num = request_of(engine, *operations), 0
+def new_engine() -> Engine:
+    """Return an engine whose first plan was signed, which costs more than the next."""
+    engine = world_of(4 * MANY_BLOCKS).engine()
+    send(engine, ops.admit(1, [1]))
+    send(engine, ops.free([1]))
+    return engine
+
+
+@contextmanager
+def num_calls() -> Iterator[list[int]]:
+    """Count calls of Python functions, comprehensions included."""
+    num = [0]
 
     def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal num
-        num += event == "call"
+        num[0] += event == "call"
 
     gc.disable()  # a collection calls what others have asked it to call
     sys.setprofile(count)
     try:
-        result = engine.world.core.step(request, engine.tenant)
+        yield num
     finally:
         sys.setprofile(None)
         gc.enable()
-    return num, take_plan(engine, result)
+
+
+@contextmanager
+def cpu_s() -> Iterator[list[float]]:
+    """Measure the processor time."""
+    begin = time.process_time()
+    yield (measured := [0.0])
+    measured[0] = time.process_time() - begin
+
+
+def cost_of(
+    engine: Engine, measure: Measure, *operations: cpb.Operation
+) -> tuple[Any, cpb.StepResponse]:
+    """Return what the core alone takes for a step, and its answer."""
+    core, costs = engine.world.core, list[Any]()
+    step = core.step
+
+    def measured(*arguments: Any) -> cpb.StepResponse:
+        with measure() as cost:
+            answer = step(*arguments)
+        costs.extend(cost)
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "step", measured)
+        result = send(engine, *operations)
+    return costs[0], result
 
 
 def prompt(num_blocks: int) -> bytes:
@@ -92,7 +108,7 @@ def test_an_admission_costs_no_call_a_block(found: str) -> None:
         if found == "that nobody uses":
             send(engine, ops.free([1]))
         send(engine)
-        num, result = calls_of(engine, ops.admit(2, prompt(num_blocks)))
+        num, result = cost_of(engine, num_calls, ops.admit(2, prompt(num_blocks)))
         num_cached = only(result).admit.num_cached_tokens
         assert num_cached == num_blocks * BLOCK * (found != "not at all")
         calls.append(num)
@@ -106,7 +122,7 @@ def test_a_step_is_blind_to_the_sequences_that_it_does_not_name() -> None:
         send(engine, ops.admit(1, [1]))
         send(engine, *(ops.admit(2 + i, [2 + i]) for i in range(num_others)))
         send(engine)
-        calls.append(calls_of(engine, ops.append(1, [5], 1, first_positions=1))[0])
+        calls.append(cost_of(engine, num_calls, ops.append(1, [5], 1, first_positions=1))[0])
     assert calls[0] == calls[1]
 
 
@@ -118,7 +134,7 @@ def test_a_decode_step_costs_no_call_a_sequence(first_position: int) -> None:
         send(engine, *(ops.admit(i, [i] * first_position) for i in ids))
         send(engine)
         append = ops.append(ids, pack(ids), 1, first_positions=first_position, num_tokens=1)
-        calls.append(calls_of(engine, append)[0])
+        calls.append(cost_of(engine, num_calls, append)[0])
     assert calls[0] == calls[1]
 
 
@@ -138,14 +154,13 @@ class Sharers:
     """Sessions of one core, each with a sequence that begins with the same prefix."""
 
     def __init__(self) -> None:
-        config = CoreConfig(watermark=0.0, max_sessions=MANY + 1)
-        self.world = World(num_device=4096, num_host=0, config=config)
+        self.world = world_of(4096, max_sessions=MANY + 1)
         self.engines: list[Engine] = []
         self._last_id = 1
 
     @property
     def num_token_chunks(self) -> int:
-        return self.world.core._pools[POOL].primary.num_token_chunks
+        return self.world.pool.primary.num_token_chunks
 
     def grow_to(self, num: int) -> None:
         """Open sessions, each of which finds the prefix, but for the first, which computes it."""
@@ -171,21 +186,18 @@ class Sharers:
 
     def costs(self) -> list[tuple[int, int]]:
         """Calls and bytes of the plan, for each of these steps of one session."""
-        counted = [calls_of(self.engines[FEW // 2], each) for each in self.operations()]
+        engine = self.engines[FEW // 2]
+        counted = [cost_of(engine, num_calls, each) for each in self.operations()]
         return [(num, len(result.plan.payload)) for num, result in counted]
 
     def cpu_s(self) -> float:
         """Of many such steps of one session, the fastest of each kind."""
         engine = self.engines[FEW // 2]
-        fastest = [float("inf")] * len(self.operations())
-        for _ in range(NUM_TIMED):
-            for kind, operation in enumerate(self.operations()):
-                request = request_of(engine, operation)
-                begin = time.process_time()
-                result = self.world.core.step(request, engine.tenant)
-                fastest[kind] = min(fastest[kind], time.process_time() - begin)
-                take_plan(engine, result)
-        return sum(fastest)
+        times = (
+            [cost_of(engine, cpu_s, each)[0] for each in self.operations()]
+            for _ in range(NUM_TIMED)
+        )
+        return sum(map(min, zip(*times, strict=True)))
 
 
 def test_a_thousand_sessions_on_one_prefix_cost_no_more_than_a_hundred() -> None:
@@ -226,7 +238,7 @@ def test_a_chain_of_a_thousand_forks_ends_in_any_order(
     order: Callable[[list[int]], list[int]],
 ) -> None:
     """Each is of other tokens than the one that it is a fork of."""
-    engine = World(num_device=DEPTH + 8, num_host=0).engine()
+    engine = world_of(DEPTH + 8).engine()
     core, ids, end = engine.world.core, list(range(1, DEPTH + 1)), 2 * BLOCK + 1
     send(engine, ops.admit(1, prompt(2)))
     send(engine, ops.fork(ids[:-1], ids[1:]))
@@ -246,16 +258,13 @@ def test_a_chain_of_a_thousand_forks_ends_in_any_order(
 
 def test_a_chain_of_a_thousand_forks_is_made_by_one_operation() -> None:
     """The next plan is of whole tables, in which each is a fork of the one before."""
-    engine = World(num_device=16, num_host=0).engine()
+    engine = world_of(16).engine()
     send(engine, ops.admit(1, prompt(2)))
     parents = list(range(1, DEPTH))
     send(engine, ops.fork(parents, [i + 1 for i in parents]))
     assert engine.world.usage()["held"] == 3
-    engine.number += 1
-    request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=engine.number)
-    whole = engine.world.core.abort_plans(request, engine.tenant)
-    engine.receipts.clear()
-    take_plan(engine, cpb.StepResponse(plan=whole.plan))
+    engine.resync()
+    engine.run_all()
     send(engine, ops.append(DEPTH, pack([5]), 1, first_positions=2 * BLOCK + 1))
     assert engine.world.usage()["held"] == 4
     engine.world.core.check_integrity()

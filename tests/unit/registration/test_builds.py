@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from control_plane.pools.publications import root_of
 from control_plane.registration.registration import _SMALL_BLOCKS
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from tests.helpers.planning.pool_writer import found
+from tests.helpers.core.core_data_plane import Plane
+from tests.helpers.core.core_model import World
 from tests.helpers.planning.registration_messages import (
-    LAYOUT,
     Prefix,
     blocks,
     chain,
     half,
     publications,
 )
-from tests.helpers.planning.registration_world import Plane, World
 
 NUM_BLOCKS = _SMALL_BLOCKS + 1000
 LENGTH = 10  # blocks of a prompt
-ROOT = root_of(LAYOUT.fingerprint, "default", "")
 
 
 def prompts() -> Iterator[tuple[range, list[Prefix]]]:
@@ -42,13 +39,13 @@ def everything() -> rpb.BlockReport:
 def slices(world: World) -> int:
     """Do all the work there is; how many slices it was."""
     num = 1
-    while world.it.work():
+    while world.core.work():
         num += 1
     return num
 
 
 def test_a_large_pool_is_ready_after_several_slices_with_all_that_was_reported() -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world, num_device_blocks=NUM_BLOCKS)
     plane.register()
     plane.report(everything())
@@ -57,15 +54,15 @@ def test_a_large_pool_is_ready_after_several_slices_with_all_that_was_reported()
     assert world.pool.ready
     world.pool.primary.check_integrity()
     for tokens, prefixes in prompts():
-        assert found(world.pool, ROOT, tokens) == [prefix.block[0] for prefix in prefixes]
+        assert world.found(tokens) == [prefix.block[0] for prefix in prefixes]
 
 
 def test_a_shard_that_restarts_while_the_pool_is_built_starts_the_build_over() -> None:
-    world = World()
+    world = World(0)
     left, right = (Plane(world, shard=half(i), num_device_blocks=NUM_BLOCKS) for i in range(2))
     left.join(everything())
     right.join(everything())
-    world.it.work()
+    world.core.work()
     assert not world.pool.ready
     later = Plane(world, shard=half(1), num_device_blocks=NUM_BLOCKS, epoch=12)
     later.join()
@@ -76,17 +73,17 @@ def test_a_shard_that_restarts_while_the_pool_is_built_starts_the_build_over() -
     slices(world)
     assert world.pool.ready
     tokens, _ = next(prompts())
-    assert found(world.pool, ROOT, tokens) == [], "the later process holds nothing"
+    assert world.found(tokens) == [], "the later process holds nothing"
 
 
 def test_a_shard_that_is_away_for_a_moment_does_not_stop_a_build() -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world, num_device_blocks=NUM_BLOCKS)
     plane.join(everything())
-    world.it.work()
+    world.core.work()
     plane.leave()
     assert plane.register().resumed
     slices(world)
     assert world.pool.ready
     tokens, prefixes = next(prompts())
-    assert found(world.pool, ROOT, tokens) == [prefix.block[0] for prefix in prefixes]
+    assert world.found(tokens) == [prefix.block[0] for prefix in prefixes]

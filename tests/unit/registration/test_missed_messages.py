@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from tests.helpers.planning.registration_world import Plane, World
+from tests.helpers.core.core_data_plane import Plane
+from tests.helpers.core.core_model import World
+from tests.helpers.planning.registration_messages import LAYOUT, TENANT
 
 BLOCK_TOKENS = 8
 SLICE_BLOCKS = 1024
+ROOT = root_of(LAYOUT.fingerprint, TENANT, "")
 Refs = set[tuple[int, int]]
 
 
@@ -50,11 +54,10 @@ def come_back(world: World, num_blocks: int, **fields: Any) -> Plane:
     plane = Plane(world, num_device_blocks=num_blocks, **fields)
     plane.join()
     while not world.pool.built:
-        world.it.work()
-    session = world.open_writer()
+        world.core.work()
+    engine = world.engine(TENANT)
     for first in (0, 10**6):
-        session.write(range(first, first + BLOCK_TOKENS * 1200))
-        session.free()
+        engine.cache(range(first, first + BLOCK_TOKENS * 1200))
     plane.take()
     plane.leave()
     assert plane.register().resumed
@@ -62,11 +65,11 @@ def come_back(world: World, num_blocks: int, **fields: Any) -> Plane:
 
 
 def slices(plane: Plane) -> list[list[rpb.RegisterResponse]]:
-    return [*iter(lambda: plane.world.it.take_missed(*plane.key[:2]), None)]
+    return [*iter(lambda: plane.world.core.take_missed(*plane.key[:2]), None)]
 
 
 def test_each_publication_is_sent_once_a_thousand_blocks_at_a_time() -> None:
-    world = World()
+    world = World(0)
     plane = come_back(world, 2500)
     sent = slices(plane)
     named = [[ref for message in slice for ref in refs(message)] for slice in sent]
@@ -79,9 +82,9 @@ def test_each_publication_is_sent_once_a_thousand_blocks_at_a_time() -> None:
 
 
 def test_a_stream_that_breaks_again_begins_again() -> None:
-    world = World()
+    world = World(0)
     plane = come_back(world, 2500)
-    assert world.it.take_missed(*plane.key[:2])
+    assert world.core.take_missed(*plane.key[:2])
     plane.leave()
     assert slices(plane) == []
     assert plane.register().resumed
@@ -91,19 +94,19 @@ def test_a_stream_that_breaks_again_begins_again() -> None:
 
 
 def test_what_is_published_and_forgotten_meanwhile_is_told_in_order() -> None:
-    world = World()
+    world = World(0)
     plane = come_back(world, 2500)
     published: Refs = set()
-    writer, native = world.open_writer(), world.pool.native
+    engine, native = world.engine(TENANT), world.pool.native
     prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
     num_slices = 0
-    while (slice := world.it.take_missed(*plane.key[:2])) is not None:
+    while (slice := world.core.take_missed(*plane.key[:2])) is not None:
         follow(published, slice)
         num_slices += 1
         if num_slices == 1:
-            native.forget(writer.root, prompt, False, 10**6)
+            native.forget(engine.session.root, prompt, False, 10**6)
             world.pool.forget_some()
-        writer.write([5 * 10**6 + num_slices] * BLOCK_TOKENS)
+        engine.write([5 * 10**6 + num_slices] * BLOCK_TOKENS)
     while world.pool.is_forgetting:
         world.pool.work_some()
     follow(published, plane.take())
@@ -113,11 +116,10 @@ def test_what_is_published_and_forgotten_meanwhile_is_told_in_order() -> None:
 
 
 def test_nothing_is_published_that_is_forgotten_in_slices_meanwhile() -> None:
-    world = World()
+    world = World(0)
     plane = come_back(world, 2500)
-    writer, native = world.open_writer(), world.pool.native
     prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
-    native.forget(writer.root, prompt, False, 100)
+    world.pool.native.forget(ROOT, prompt, False, 100)
     published: Refs = set()
     for slice in slices(plane):
         follow(published, slice)
@@ -128,7 +130,7 @@ def test_nothing_is_published_that_is_forgotten_in_slices_meanwhile() -> None:
 
 
 def test_what_was_forgotten_while_it_was_away_is_withdrawn() -> None:
-    world = World()
+    world = World(0)
     plane = come_back(world, 2500)
     published: Refs = set()
     follow(published, plane.take())
@@ -143,7 +145,7 @@ def test_what_was_forgotten_while_it_was_away_is_withdrawn() -> None:
 
 def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away() -> None:
     """Until then it may write them again."""
-    world = World()
+    world = World(0)
     plane = come_back(world, 2500, has_file_tier=True)
     slices(plane)
     plane.leave()
@@ -151,7 +153,7 @@ def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
     world.pool.shards.forget_files(rpb.ForgetFiles(tenant="default"))
     world.pool.announce()
     assert plane.register().resumed
-    told = world.it.take_missed(*plane.key[:2]) or []
+    told = world.core.take_missed(*plane.key[:2]) or []
     world.pool.shards.forget_files(rpb.ForgetFiles(tenant="default", namespace="late"))
     told += plane.take()
     numbered = [i for i, message in enumerate(told) if message.forget_files.forget_id]
@@ -162,7 +164,7 @@ def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
 def forget(world: World, first_token: int) -> None:
     """A prompt of a block, and all that goes on from it."""
     prompt = ops.pack_tokens(list(range(first_token, first_token + BLOCK_TOKENS)))
-    world.pool.native.forget(world.open_writer().root, prompt, False, 10**6)
+    world.pool.native.forget(ROOT, prompt, False, 10**6)
     world.pool.forget_some()
     while world.pool.is_forgetting:
         world.pool.work_some()

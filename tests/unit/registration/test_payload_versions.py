@@ -15,11 +15,10 @@ from kvplane import ops
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.core.core_data_plane import Plane
 from tests.helpers.core.core_messages import POOL
-from tests.helpers.core.core_model import Engine
-from tests.helpers.core.core_model import World as CoreWorld
+from tests.helpers.core.core_model import Engine, World
 from tests.helpers.planning.registration_messages import half, hello
-from tests.helpers.planning.registration_world import Plane, World
 
 LATER_FIELD = b"\x70\x01"  # field 14 of a plan, a number
 
@@ -81,16 +80,16 @@ def test_releases_too_far_apart_do_not_register_and_both_are_named(
     monkeypatch: pytest.MonkeyPatch, control: tuple[int, int], plane: tuple[int, int], text: str
 ) -> None:
     release(monkeypatch, *control)
-    world = World()
+    world = World(0)
     with pytest.raises(ProtocolMismatchError) as refused:
         Plane(world, **of(*plane)).register()
     assert refused.value.message == text
-    assert not world.pools, "nothing is ready, and nothing is kept"
+    assert not world.core.pool_ids(), "nothing is ready, and nothing is kept"
 
 
 def test_shards_too_far_apart_are_not_of_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     release(monkeypatch, 1, 3)
-    world = World()
+    world = World(0)
     old = Plane(world, shard=half(0), **of(1, 1, "old"))
     new = Plane(world, shard=half(1), **of(2, 3, "new"))
     old.join()
@@ -125,8 +124,8 @@ def plan_for(
     """Return a plan of a later control plane, for a data plane that knows versions up to this."""
     release(monkeypatch, 1, 2)
     monkeypatch.setattr(sessions, "Session", session_class)
-    world = CoreWorld()
-    (shard,) = world.core._pools[POOL].shards.states.values()
+    world = World()
+    (shard,) = world.pool.shards.states.values()
     shard.hello.MergeFrom(hello(**of(1, newest), epoch=shard.hello.epoch))
     engine = world.engine()
     return engine, engine.step(ops.admit(1, range(9))).plan
@@ -136,7 +135,7 @@ def reader(engine: Engine) -> Verifier:
     """A data plane of this release."""
     (shard,) = engine.world.shards
     verifier = Verifier(POOL, 0, 1, epoch=shard.epoch)
-    verifier.install(1, shard.pool_key)
+    verifier.install(engine.world.incarnation, shard.pool_key)
     return verifier
 
 

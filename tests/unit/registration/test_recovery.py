@@ -4,45 +4,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 
-from control_plane.pools.publications import root_of
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.pool_writer import found, generations
+from tests.helpers.core.core_data_plane import Plane
+from tests.helpers.core.core_model import World
 from tests.helpers.planning.registration_messages import (
-    LAYOUT,
     blocks,
     chain,
     half,
     publications,
     report,
 )
-from tests.helpers.planning.registration_world import Plane, World
 
 A, C = range(24), range(200, 208)
 PLACED = [(7, 3), (2, 9), (5, 1)]
 """Where the prompt ``A`` lies: blocks and their generations."""
 
 
-def cached(
-    world: World, tokens: Iterable[int], tenant: str = "default", namespace: str = ""
-) -> list[int]:
-    """The blocks that a prompt finds."""
-    world.pool.primary.check_integrity()
-    return found(world.pool, root_of(LAYOUT.fingerprint, tenant, namespace), tokens)
-
-
 def built_from(*parts: rpb.BlockReport) -> World:
     """A pool of one shard that reports these parts."""
-    plane = Plane(World())
+    plane = Plane(World(0))
     plane.register()
     for part in parts:
-        assert "pool" not in plane.world.pools or not plane.world.pool.ready
+        assert not plane.world.pool.ready
         plane.report(part)
     assert plane.world.pool.ready
+    plane.world.core.check_integrity()
     return plane.world
 
 
@@ -50,9 +39,9 @@ def test_prefixes_are_found_again_in_the_blocks_and_generations_reported() -> No
     """In parts of any order, children before their parents."""
     first = rpb.BlockReport(publications=[publications(chain(A, PLACED)[::-1])])
     world = built_from(first, report({7: 3, 2: 9, 5: 1, 6: 4}))
-    assert cached(world, A) == [7, 2, 5]
-    assert cached(world, A, tenant="other") == cached(world, A, namespace="lora") == []
-    assert [generations(world.pool)[i] for i in (7, 2, 5, 6, 0)] == [3, 9, 1, 4, 0]
+    assert world.found(A) == [7, 2, 5]
+    assert world.found(A, tenant="other") == world.found(A, namespace="lora") == []
+    assert [world.generations()[i] for i in (7, 2, 5, 6, 0)] == [3, 9, 1, 4, 0]
 
 
 def test_tenants_and_namespaces_are_restored_apart() -> None:
@@ -69,18 +58,18 @@ def test_tenants_and_namespaces_are_restored_apart() -> None:
         blocks=[blocks(dict.fromkeys(range(len(owners)), 1))], publications=told, last=True
     )
     world = built_from(everything)
-    assert [cached(world, C, *owner) for owner in owners] == [[i] for i in range(len(owners))]
+    assert [world.found(C, *owner) for owner in owners] == [[i] for i in range(len(owners))]
     parent, child, _ = chain(A, PLACED)
     told = [publications([parent]), publications([child], tenant="other")]
     stolen = rpb.BlockReport(blocks=[blocks(dict(PLACED))], publications=told, last=True)
     world = built_from(stolen)
-    assert cached(world, A) == [7], "a child of another tenant's block is not restored"
-    assert cached(world, A, tenant="other") == []
+    assert world.found(A) == [7], "a child of another tenant's block is not restored"
+    assert world.found(A, tenant="other") == []
 
 
 @pytest.mark.parametrize("change", ["absent", "generation", "tenant"])
 def test_a_prefix_is_restored_only_where_all_shards_report_the_same(change: str) -> None:
-    world, prefixes, known = World(), chain(A, PLACED), dict(PLACED)
+    world, prefixes, known = World(0), chain(A, PLACED), dict(PLACED)
     one, other = (Plane(world, shard=half(i)) for i in range(2))
     one.join(report(known, *prefixes))
     told = {"tenant": "other" if change == "tenant" else "default"}
@@ -92,12 +81,12 @@ def test_a_prefix_is_restored_only_where_all_shards_report_the_same(change: str)
         )
     )
     assert world.pool.ready
-    assert cached(world, A) == ([] if change == "tenant" else [7])
-    assert generations(world.pool)[2] == known[2]
+    assert world.found(A) == ([] if change == "tenant" else [7])
+    assert world.generations()[2] == known[2]
 
 
 def test_a_shard_that_comes_back_smaller_and_then_larger_loses_no_generation() -> None:
-    world, held = World(), dict.fromkeys(range(16), 3)
+    world, held = World(0), dict.fromkeys(range(16), 3)
     stays = Plane(world, shard=half(0), epoch=1)
     stays.join(report(held))
     for epoch, num_blocks in ((1, 16), (2, 8), (3, 16)):
@@ -108,16 +97,19 @@ def test_a_shard_that_comes_back_smaller_and_then_larger_loses_no_generation() -
             stays.report(report(held if epoch == 2 else None))
         assert world.pool.ready
         assert world.pool.num_blocks(tpb.TIER_DEVICE) == num_blocks
-    assert generations(world.pool) == [3] * 16
+    assert world.generations() == [3] * 16
 
 
 def test_generations_of_a_process_that_came_in_between_are_final() -> None:
     """The first process holds publications of generations that another has used since."""
-    world, first = World(), report(dict.fromkeys((7, 2, 5), 1), *chain(A, [(7, 1), (2, 1), (5, 1)]))
+    world, first = (
+        World(0),
+        report(dict.fromkeys((7, 2, 5), 1), *chain(A, [(7, 1), (2, 1), (5, 1)])),
+    )
     Plane(world, epoch=1).join(first)
     Plane(world, epoch=2).join()
-    writer = world.open_writer()
-    assert sorted(writer.write([900 + i])[0] for i in range(16)) == list(range(16))
+    engine = world.engine()
+    assert sorted(engine.write([900 + i])[0] for i in range(16)) == list(range(16))
     Plane(world, epoch=3).join(first)
-    assert cached(world, A) == []
-    assert [generations(world.pool)[i] for i in (7, 2, 5)] == [2, 2, 2]
+    assert world.found(A) == []
+    assert [world.generations()[i] for i in (7, 2, 5)] == [2, 2, 2]

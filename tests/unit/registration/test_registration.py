@@ -17,9 +17,9 @@ from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.pool_writer import found, generations
-from tests.helpers.planning.registration_messages import LAYOUT, chain, half, report
-from tests.helpers.planning.registration_world import INCARNATION, ROOT, Plane, World, key_of
+from tests.helpers.core.core_data_plane import Plane
+from tests.helpers.core.core_model import INCARNATION, World
+from tests.helpers.planning.registration_messages import LAYOUT, TENANT, chain, half, report
 
 
 def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
@@ -32,17 +32,17 @@ def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
 
 
 def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world)
     known = {"version": release(), "payload_version": protocol.NEWEST_PAYLOAD_VERSION}
-    welcome = rpb.Welcome(incarnation=INCARNATION, key=key_of(1000 * INCARNATION), **known)
-    assert plane.register() == welcome
+    welcome = plane.register()
+    assert welcome == rpb.Welcome(incarnation=INCARNATION, key=world.pool.key, **known)
     assert not world.pool.ready
     plane.report(report({0: 3}, last=False))
     assert not world.pool.ready
     plane.report(report({1: 5}))
     assert world.pool.ready
-    assert generations(world.pool)[:3] == [3, 5, 0]
+    assert world.generations()[:3] == [3, 5, 0]
     plane.leave()
     assert not world.pool.ready
     assert plane.register() == rpb.Welcome(incarnation=INCARNATION, resumed=True, **known)
@@ -50,28 +50,27 @@ def test_a_shard_registers_reports_and_is_resumed_without_the_key() -> None:
 
 
 def test_of_two_processes_that_claim_one_shard_the_older_stays_out() -> None:
-    world = World()
+    world = World(0)
     old, new = Plane(world, epoch=5), Plane(world, epoch=6)
     old.join()
     new.join()
-    session = world.open_session()
+    engine = world.engine()
     for _ in range(3):
         with pytest.raises(StaleEpochError, match="start it with --epoch 7") as refusal:
             old.register()
         assert refusal.value.field == "hello.epoch"
     assert world.pool.ready
-    assert world.open_sessions() == {session}, "the refused process ended it"
+    engine.renew()  # the refused process has not ended it
     assert world.pool.epochs == [6]
 
 
 def test_a_later_process_takes_over_with_a_new_key_and_ends_all_sessions() -> None:
-    world = World()
+    world = World(0)
     old, new = Plane(world, epoch=5), Plane(world, epoch=6)
     old.join()
-    world.open_session()
+    engine = world.engine()
     assert new.join().key != old.welcome.key
-    assert world.open_sessions() == set()
-    for late in (old.report, lambda: old.fence_done(1)):
+    for late in (engine.renew, old.report, lambda: old.fence_done(engine.ref)):
         with pytest.raises(StaleEpochError):
             late()
     old.leave()
@@ -88,7 +87,7 @@ def test_a_later_process_takes_over_with_a_new_key_and_ends_all_sessions() -> No
     ],
 )
 def test_only_what_has_not_changed_is_resumed(field: str, value: Any) -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world)
     plane.join()
     assert not plane.register(**{field: value}).resumed
@@ -98,8 +97,8 @@ def test_only_what_has_not_changed_is_resumed(field: str, value: Any) -> None:
 
 
 def test_control_planes_of_one_incarnation_are_told_apart_by_their_keys() -> None:
-    first, second = World(), World()
-    second.it._new_key = lambda: bytes(32)
+    first, second = World(0), World(0)
+    second.core._registration._new_key = lambda: bytes(32)
     plane = Plane(first)
     plane.join()
     plane.leave()
@@ -115,22 +114,22 @@ def test_control_planes_of_one_incarnation_are_told_apart_by_their_keys() -> Non
 
 def test_a_later_control_plane_is_not_left_for_an_earlier_one() -> None:
     with pytest.raises(StaleIncarnationError) as refusal:
-        Plane(World()).register(incarnation=INCARNATION + 1)
+        Plane(World(0)).register(incarnation=INCARNATION + 1)
     assert refusal.value.field == "hello.incarnation"
 
 
 def test_a_shard_that_had_not_reported_begins_anew() -> None:
-    plane = Plane(World())
+    plane = Plane(World(0))
     plane.register()
     plane.report(report({3: 9}, last=False))
     plane.leave()
     assert not plane.register().resumed
     plane.report()
-    assert generations(plane.world.pool)[3] == 0, "the part of the broken stream counts"
+    assert plane.world.generations()[3] == 0, "the part of the broken stream counts"
 
 
 def test_a_report_that_was_not_asked_for_is_refused() -> None:
-    world = World()
+    world = World(0)
     left, right = two_halves(world)
     with pytest.raises(InvalidRequestError, match="is complete") as refusal:
         left.report()
@@ -145,33 +144,32 @@ def test_a_report_that_was_not_asked_for_is_refused() -> None:
 
 
 def test_shards_that_stay_fence_all_sessions_and_report_again() -> None:
-    world = World()
+    world = World(0)
     left, right = two_halves(world)
-    blocks = world.open_writer().write([0] * 8)
-    world.pool.announce()
+    engine = world.engine(TENANT)
+    blocks = engine.write([0] * 8)
     assert left.kinds() == ["publish"]
-    [session] = world.open_sessions()
 
     successor = Plane(world, shard=half(1), epoch=12)
     successor.join(report({blocks[0]: 1}))
     assert successor.welcome.key == left.welcome.key
     fence, request = left.take()
-    assert (fence.fence.session, fence.fence.ordinal) == (world.ref(session), session)
+    assert (fence.fence.session, fence.fence.ordinal) == (engine.ref, 1)
     assert request.HasField("report_request")
     held = chain([0] * 8, [(blocks[0], 1)])
     left.report(report({blocks[0]: 1}, *held))
     assert not world.pool.ready, "the session is not fenced"
-    left.fence_done(session)
+    left.fence_done(engine.ref)
     assert world.pool.ready
-    assert found(world.pool, ROOT, [0] * 8) == [], "the new process does not hold it"
+    assert world.found([0] * 8) == [], "the new process does not hold it"
     with pytest.raises(StaleEpochError):
         right.report()
 
 
 def test_a_shard_that_stays_is_asked_again_when_its_stream_breaks() -> None:
-    world = World()
+    world = World(0)
     left, _ = two_halves(world)
-    session = world.open_session()
+    engine = world.engine()
     Plane(world, shard=half(1), epoch=12).join()
     assert left.kinds() == ["fence", "report_request"]
     left.report(report({3: 4}, last=False))
@@ -182,14 +180,14 @@ def test_a_shard_that_stays_is_asked_again_when_its_stream_breaks() -> None:
     with pytest.raises(InvalidRequestError, match="not asked for"):
         left.report()
     assert left.kinds() == ["fence", "report_request"]
-    left.fence_done(session)
+    left.fence_done(engine.ref)
     left.report(report({3: 5}))
     assert world.pool.ready
-    assert generations(world.pool)[3] == 5
+    assert world.generations()[3] == 5
 
 
 def test_a_shard_is_asked_once_however_often_another_restarts() -> None:
-    world = World()
+    world = World(0)
     left, _ = two_halves(world)
     for epoch in range(12, 15):
         last = Plane(world, shard=half(1), epoch=epoch)
@@ -203,25 +201,26 @@ def test_a_shard_is_asked_once_however_often_another_restarts() -> None:
 
 
 def test_a_finished_fence_counts_only_for_a_session_that_ended_here() -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world)
     plane.join()
-    session = world.open_session()
-    plane.fence_done(session)  # it is open
-    world.end_session(session)
-    plane.fence_done(session, incarnation=INCARNATION - 1)
-    plane.fence_done(session + 1)
+    engine = world.engine()
+    id_ = engine.id
+    plane.fence_done(engine.ref)  # it is open
+    engine.close()
+    plane.fence_done(tpb.SessionRef(incarnation=INCARNATION - 1, session_id=id_))
+    plane.fence_done(tpb.SessionRef(incarnation=INCARNATION, session_id=id_ + 1))
     assert world.pool.shards.is_fencing
-    plane.fence_done(session)
-    plane.fence_done(session)
+    plane.fence_done(engine.ref)
+    plane.fence_done(engine.ref)
     assert not world.pool.shards.is_fencing
 
 
 def test_a_process_that_comes_back_unknown_must_fence_what_it_may_still_run() -> None:
     """Where the key stays, sessions of before could go on with it."""
-    world = World()
+    world = World(0)
     left, right = two_halves(world)
-    session = world.open_session()
+    engine = world.engine()
     right.leave()
     assert not right.register(key_id=signing.key_id(bytes(32))).resumed
     assert right.take() == [], "its report comes first"
@@ -229,9 +228,9 @@ def test_a_process_that_comes_back_unknown_must_fence_what_it_may_still_run() ->
     assert right.kinds() == ["fence"]
     left.take()
     left.report()
-    left.fence_done(session)
+    left.fence_done(engine.ref)
     assert not world.pool.ready
-    right.fence_done(session)
+    right.fence_done(engine.ref)
     assert world.pool.ready
 
 
@@ -244,7 +243,7 @@ def test_a_process_that_comes_back_unknown_must_fence_what_it_may_still_run() ->
     ],
 )
 def test_a_shard_that_does_not_go_with_the_others_is_refused(shard: tpb.Shard, field: str) -> None:
-    world = World()
+    world = World(0)
     left = Plane(world, shard=half(0), epoch=10)
     left.join()
     with pytest.raises(InvalidRequestError) as refusal:
@@ -260,7 +259,7 @@ def test_a_shard_that_does_not_go_with_the_others_is_refused(shard: tpb.Shard, f
 
 
 def test_a_pool_is_ready_only_when_its_shards_hold_every_head_of_every_layer() -> None:
-    world = World()
+    world = World(0)
     parts = [(0, 1, 0, 2), (1, 1, 0, 1), (1, 1, 1, 1)]
     for i, (layer, num_layers, head, num_heads) in enumerate(parts):
         assert i == 0 or not world.pool.ready
@@ -275,7 +274,7 @@ def test_a_pool_is_ready_only_when_its_shards_hold_every_head_of_every_layer() -
         Plane(world, shard=shard, epoch=10 + i).join()
     assert world.pool.ready
 
-    gap = World()
+    gap = World(0)
     for i in range(2):
         shard = tpb.Shard(index=i, num_shards=2, num_layers=1, first_kv_head=i, num_kv_heads=1)
         Plane(gap, shard=shard, epoch=10 + i).join()
@@ -284,7 +283,7 @@ def test_a_pool_is_ready_only_when_its_shards_hold_every_head_of_every_layer() -
 
 
 def test_a_pool_takes_another_shape_when_its_old_shards_are_gone_and_older() -> None:
-    world = World()
+    world = World(0)
     left, right = two_halves(world)
     left.leave()
     right.leave()
@@ -303,17 +302,17 @@ def test_a_pool_takes_another_shape_when_its_old_shards_are_gone_and_older() -> 
 
 
 def test_a_shard_that_came_back_is_sent_all_that_it_may_have_missed() -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world)
     plane.join()
-    session = world.open_writer()
+    engine = world.engine(TENANT)
     plane.leave()
-    blocks = session.write(range(24))
+    blocks = engine.write(range(24))
     world.pool.announce()
-    world.end_session(session.id)
+    engine.close()
     assert plane.register().resumed
     fence, publish = plane.take()
-    assert fence.fence.session == world.ref(session.id)
+    assert fence.fence.session == engine.ref
     sent = publish.publish.publications
     assert list(columns.read(INT32, sent.indices, "indices")) == blocks
     assert list(columns.read(INT32, sent.parent_indices, "parents")) == [-1, *blocks[:2]]
@@ -322,13 +321,12 @@ def test_a_shard_that_came_back_is_sent_all_that_it_may_have_missed() -> None:
 
 
 def test_what_cannot_be_found_any_more_is_not_sent_again() -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world, num_device_blocks=4, num_host_blocks=0)
     plane.join()
-    session = world.open_writer()
-    session.write(range(24))
-    session.free()
-    session.write(range(100, 116))  # evicts the tail
+    engine = world.engine()
+    engine.cache(range(24))
+    engine.write(range(100, 116))  # evicts the tail
     plane.leave()
     plane.register()
     sent = [message.publish.publications for message in plane.take()]
@@ -337,8 +335,8 @@ def test_what_cannot_be_found_any_more_is_not_sent_again() -> None:
 
 
 def test_the_highest_generation_that_may_be_reported_leaves_room_for_more() -> None:
-    world = World()
+    world = World(0)
     plane = Plane(world)
     plane.join(report(dict.fromkeys(range(16), 2**62)))
-    blocks = world.open_writer().write(range(9))
-    assert [generations(world.pool)[block] for block in blocks] == [2**62 + 1] * 2
+    blocks = world.engine().write(range(9))
+    assert [world.generations()[block] for block in blocks] == [2**62 + 1] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from control_plane import limits
-from control_plane.config import CoreConfig
 from control_plane.sessions.silent_shards import num_missing_receipts
 from kvplane import ops
 from kvplane.errors import MissingReceiptError, PoolNotReadyError
@@ -15,8 +14,7 @@ TIMEOUT_S = limits.RECEIPT_TIMEOUT_S
 
 
 def world_of(num_shards: int = 2) -> World:
-    config = CoreConfig(watermark=0.0, lease_s=10_000.0)
-    return World(num_shards=num_shards, num_device=32, config=config)
+    return World(num_shards, num_device=32, lease_s=10_000.0)
 
 
 def step(engine: Engine, *shards: int) -> None:
@@ -62,7 +60,7 @@ def test_a_missing_receipt_ends_its_session_alone() -> None:
     world.pump()
     world.pass_time(3 * TIMEOUT_S)  # the other's plan has no receipt at all: nobody is late
     step(other)
-    assert world.pool().ready
+    assert world.pool.ready
     world.core.check_integrity()
 
 
@@ -86,11 +84,11 @@ def test_a_shard_that_does_not_fence_such_a_session_either_ends_all() -> None:
     world.shards[0].pump()
     world.pass_time(TIMEOUT_S - 2)
     other.renew()
-    assert world.pool().ready
+    assert world.pool.ready
     world.pass_time(3)
     with pytest.raises(MissingReceiptError):
         step(other)
-    assert not world.pool().ready
+    assert not world.pool.ready
     world.shards[0].pump()
     with pytest.raises(PoolNotReadyError, match="shards 1 have not stopped"):
         world.engine()
@@ -107,7 +105,7 @@ def test_a_shard_that_comes_to_after_all_is_used_again() -> None:
     step(engine)
     step(engine, 0)
     world.pass_time(3 * TIMEOUT_S)
-    assert not world.pool().ready
+    assert not world.pool.ready
     world.pump()
     world.engine()
 
@@ -122,7 +120,7 @@ def test_a_session_that_closes_slowly_harms_nobody() -> None:
 
 
 def test_a_pool_of_one_shard_lacks_no_receipts() -> None:
-    world = world_of(num_shards=1)
+    world = world_of(1)
     engine = world.engine()
     step(engine)
     world.pass_time(10 * TIMEOUT_S)

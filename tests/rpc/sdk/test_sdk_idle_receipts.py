@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,29 +16,14 @@ from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT as SMALL_LAYOUT
 from tests.helpers.sdk_peers import (
-    LAYOUT,
     ScriptedControlPlane,
     answer_step,
+    in_turn,
     payload,
     plan_of,
-    serving,
+    raises,
 )
 from tests.helpers.waiting import until
-
-
-@pytest.fixture
-async def plane() -> ScriptedControlPlane:
-    return ScriptedControlPlane()
-
-
-@pytest.fixture
-async def session(plane: ScriptedControlPlane) -> AsyncIterator[Session]:
-    async with (
-        serving(plane) as address,
-        ControlClient(address) as client,
-        await client.open_session("p", LAYOUT) as session,
-    ):
-        yield session
 
 
 async def while_idle() -> None:
@@ -77,6 +61,7 @@ async def test_the_last_receipt_is_submitted_once_under_the_next_number(plane, s
     await until(lambda: submissions(plane))
     await while_idle()
     assert submissions(plane) == [[b"r1", b"r2"]]
+    assert session.last_number == 1, "that of the caller's own calls"
     assert (await session.step([ops.free([])])).plan == plan_of(3)
     assert plane.numbers == [1, 2, 3]
 
@@ -90,27 +75,12 @@ async def test_an_engine_that_goes_on_pays_for_no_further_call(plane, session) -
     assert [len(request.receipts) for request in plane.requests] == [0, 1, 1, 1, 1]
 
 
-async def test_a_submission_of_its_own_does_not_change_the_callers_last_number(
-    plane, session
-) -> None:
-    await session.step([ops.free([])])
-    session.add_receipt(payload(b"r1"))
-    await until(lambda: submissions(plane))
-    assert session.last_number == 1
-    await session.step([ops.free([])])
-    assert session.last_number == 3
-
-
 async def test_one_that_got_no_answer_is_sent_again_as_it_was(plane, session, monkeypatch) -> None:
     monkeypatch.setattr(sessions, "_RETRY_S", 0.01)
-    errors = [PlaneUnavailableError("gone")] * 2
-
-    def lose(request: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return answer_step(request)
-
-    plane.script = lose
+    plane.script = in_turn(
+        raises(PlaneUnavailableError("gone")),
+        raises(QuotaExceededError("too many calls", retry_delay_s=0.01)),
+    )
     session.add_receipt(payload(b"r1"))
     await until(lambda: len(plane.requests) == 3)
     assert plane.requests[0] == plane.requests[1] == plane.requests[2]
@@ -119,33 +89,12 @@ async def test_one_that_got_no_answer_is_sent_again_as_it_was(plane, session, mo
 
 
 async def test_a_refused_receipt_is_dropped_and_the_others_follow(plane, session, caplog) -> None:
-    errors = [BadSignatureError("forged", field="receipts[0].signature")]
-
-    def refuse(request: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return answer_step(request)
-
-    plane.script = refuse
+    plane.script = in_turn(raises(BadSignatureError("forged", field="receipts[0].signature")))
     session.add_receipt(payload(b"forged"))
     session.add_receipt(payload(b"r1"))
     await until(lambda: len(plane.requests) == 2)
     assert submissions(plane) == [[b"forged", b"r1"], [b"r1"]]
     assert "receipts not submitted: receipts[0].signature: forged" in caplog.text
-
-
-async def test_a_plane_that_asks_to_wait_is_asked_again_then(plane, session) -> None:
-    errors = [QuotaExceededError("too many calls", retry_delay_s=0.01)]
-
-    def refuse(request: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return answer_step(request)
-
-    plane.script = refuse
-    session.add_receipt(payload(b"r1"))
-    await until(lambda: len(plane.requests) == 2)
-    assert submissions(plane) == [[b"r1"], [b"r1"]]
 
 
 async def test_a_detached_session_submits_nothing_more(plane, session) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
@@ -15,28 +14,11 @@ from kvplane.errors import (
     KvplaneError,
     PoolNotFoundError,
 )
-from kvplane.serving import server as serving
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.error_codec import from_wire, to_wire
 from kvplane.wire.error_messages import REQUEST_ID
 from kvplane.wire.v1 import pool_pb2
-from tests.helpers.sdk_peers import ScriptedControlPlane, add_services, interceptor
-
-
-@pytest.fixture
-async def plane() -> ScriptedControlPlane:
-    return ScriptedControlPlane()
-
-
-@pytest.fixture
-async def client(plane: ScriptedControlPlane) -> AsyncIterator[ControlClient]:
-    interceptors = [interceptor()]
-    server = serving.build("127.0.0.1:0", max_message_bytes=1 << 20, interceptors=interceptors)
-    add_services(plane, server.grpc_server)
-    await server.start([])
-    async with ControlClient(server.address, timeout_s=5) as client:
-        yield client
-    await server.stop(0)
+from tests.helpers.sdk_peers import ScriptedControlPlane, in_turn, raises
 
 
 async def test_an_error_comes_back_as_it_was_raised(
@@ -44,12 +26,7 @@ async def test_an_error_comes_back_as_it_was_raised(
 ) -> None:
     # An UNAVAILABLE call is tried again, unless the peer's own delay is past the deadline.
     errors = [cls("what happened", field="a.b", retry_delay_s=60) for cls in CODES]
-    raised = iter(errors)
-
-    def script(request: object) -> object:
-        raise next(raised)
-
-    plane.script = script
+    plane.script = in_turn(*map(raises, errors))
     for error in errors:
         with pytest.raises(KvplaneError) as caught:
             await client.get_pool("p")
@@ -62,10 +39,7 @@ async def test_an_error_comes_back_as_it_was_raised(
 async def test_a_bug_in_the_server_is_internal_and_tells_nothing_but_where_to_look(
     plane: ScriptedControlPlane, client: ControlClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def script(request: object) -> object:
-        raise ValueError("a secret")
-
-    plane.script = script
+    plane.script = raises(ValueError("a secret"))
     with pytest.raises(InternalError) as caught:
         await client.get_pool("p")
     assert "secret" not in str(caught.value)
@@ -77,10 +51,7 @@ async def test_a_bug_in_the_server_is_internal_and_tells_nothing_but_where_to_lo
 async def test_a_refused_call_is_named_in_the_answer_and_in_the_log(
     plane: ScriptedControlPlane, client: ControlClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def script(request: object) -> object:
-        raise PoolNotFoundError("not here", field="pool_id")
-
-    plane.script = script
+    plane.script = raises(PoolNotFoundError("not here", field="pool_id"))
     caplog.set_level("DEBUG", "kvplane.serving.interceptor")
     ids = []
     for _ in range(2):
@@ -96,10 +67,7 @@ async def test_a_refused_call_is_named_in_the_answer_and_in_the_log(
 async def test_the_text_of_a_status_begins_with_the_field(
     plane: ScriptedControlPlane, client: ControlClient
 ) -> None:
-    def script(request: object) -> object:
-        raise PoolNotFoundError("not here", field="pool_id")
-
-    plane.script = script
+    plane.script = raises(PoolNotFoundError("not here", field="pool_id"))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await client._pools.GetPool(pool_pb2.GetPoolRequest())
     assert caught.value.details() == "pool_id: not here"
@@ -109,10 +77,7 @@ async def test_the_text_of_a_status_begins_with_the_field(
 async def test_a_caller_may_name_its_call(
     plane: ScriptedControlPlane, client: ControlClient, given: str, is_taken: bool
 ) -> None:
-    def script(request: object) -> object:
-        raise PoolNotFoundError("not here", field="pool_id")
-
-    plane.script = script
+    plane.script = raises(PoolNotFoundError("not here", field="pool_id"))
     with pytest.raises(PoolNotFoundError) as caught, typed_errors():
         await client._pools.GetPool(pool_pb2.GetPoolRequest(), metadata=(("x-request-id", given),))
     assert (caught.value.request_id == given) is is_taken

@@ -11,16 +11,12 @@ import pytest
 from kvplane import ControlClient
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
 from kvplane.wire.v1 import session_pb2_grpc
-from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane
+from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
 
 
 async def test_a_lease_is_renewed_three_times_in_its_life() -> None:
     plane = ScriptedControlPlane(time_to_live_s=0.3)
-    server = grpc.aio.server()
-    session_pb2_grpc.add_SessionServiceServicer_to_server(plane, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with ControlClient(f"127.0.0.1:{port}") as client:
+    async with serving(plane) as address, ControlClient(address) as client:
         session = await client.open_session("p", LAYOUT)
         await asyncio.sleep(0.75)
         assert 3 <= len(plane.renewals) <= 7
@@ -29,7 +25,6 @@ async def test_a_lease_is_renewed_three_times_in_its_life() -> None:
         seen = len(plane.renewals)
         await asyncio.sleep(0.3)
         assert len(plane.renewals) == seen
-    await server.stop(0)
 
 
 async def test_a_plane_that_accepts_and_says_nothing_is_late_not_for_ever() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from kvplane import ControlClient, Session, ops
+from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
     CancelledError,
@@ -18,7 +17,6 @@ from kvplane.errors import (
     KvplaneError,
     PoolFullError,
     StaleIncarnationError,
-    StepConflictError,
     TooManyPlansInFlightError,
 )
 from kvplane.wire import columns
@@ -27,61 +25,20 @@ from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.sdk_peers import (
     LAYOUT,
     SESSION,
-    Hangup,
     ScriptedControlPlane,
     answer_step,
+    hang_up,
+    in_turn,
+    never,
     payload,
     plan_of,
-    serving,
 )
-
-
-@pytest.fixture
-async def plane() -> ScriptedControlPlane:
-    return ScriptedControlPlane()
-
-
-@pytest.fixture
-async def address(plane: ScriptedControlPlane) -> AsyncIterator[str]:
-    async with serving(plane) as address:
-        yield address
-
-
-@pytest.fixture
-async def session(address: str) -> AsyncIterator[Session]:
-    async with ControlClient(address) as client, await client.open_session("p", LAYOUT) as session:
-        yield session
 
 
 def refuse(error: KvplaneError, next_number: int = 0) -> Any:
     """Refuse a step."""
     error.next_number = next_number
     return lambda request: pb.StreamStepsResponse(number=request.number, error=to_wire(error))
-
-
-def once(first: Any) -> Any:
-    """A script that does ``first`` with the first request and answers all others."""
-    scripts = [first]
-    return lambda request: (scripts.pop() if scripts else answer_step)(request)
-
-
-def hang_up(request: Any) -> Any:
-    raise Hangup
-
-
-async def never(request: Any) -> Any:
-    await asyncio.sleep(60)
-
-
-async def give_up(session: Session, plane: ScriptedControlPlane, *operations: Any) -> None:
-    """Cancel a step after the plane has it."""
-    seen = len(plane.requests)
-    step = asyncio.create_task(session.step(operations))
-    while len(plane.requests) == seen:
-        await asyncio.sleep(0.001)
-    step.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await step
 
 
 async def test_steps_are_numbered_from_one_on_one_stream(plane, session) -> None:
@@ -109,7 +66,7 @@ async def test_concurrent_steps_run_one_after_the_other(plane, session) -> None:
 
 
 async def test_a_step_whose_stream_breaks_is_sent_again_as_it_was(plane, session) -> None:
-    plane.script = once(hang_up)
+    plane.script = in_turn(hang_up)
     session.add_receipt(payload(b"r1"))
     assert (await session.step([ops.admit(1, [4, 5])])).plan == plan_of(1)
     assert plane.requests[0] == plane.requests[1]
@@ -117,7 +74,7 @@ async def test_a_step_whose_stream_breaks_is_sent_again_as_it_was(plane, session
 
 
 async def test_a_unary_call_that_is_not_reached_is_sent_again_as_it_was(plane, session) -> None:
-    plane.script = once(hang_up)
+    plane.script = in_turn(hang_up)
     await session.abort_plans(whole_tables=True)
     assert plane.requests[0] == plane.requests[1]
 
@@ -130,32 +87,9 @@ async def test_a_step_without_an_answer_ends_at_its_deadline(plane, session) -> 
     assert time.monotonic() - begin < 5
 
 
-async def test_a_cancelled_step_made_again_is_the_same_step(plane, session) -> None:
-    plane.script = once(never)
-    session.add_receipt(payload(b"r1"))
-    await give_up(session, plane, ops.free([1]))
-    session.add_receipt(payload(b"r2"))
-    assert (await session.step([ops.free([1])])).plan == plan_of(1)
-    assert plane.requests[0] == plane.requests[1]
-    assert session.take_abandoned() == []
-
-
-async def test_another_step_after_a_cancelled_one_first_learns_what_came_of_it(
-    plane, session
-) -> None:
-    plane.script = once(never)
-    await give_up(session, plane, ops.free([1]))
-    assert (await session.step([ops.free([2])])).plan == plan_of(2)
-    assert plane.requests[0] == plane.requests[1]
-    assert plane.numbers == [1, 1, 2]
-    (abandoned,) = session.take_abandoned()
-    assert (abandoned.number, abandoned.answer.plan) == (1, plan_of(1))
-    assert session.take_abandoned() == []
-
-
 async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, session) -> None:
     error = InvalidRequestError("is 0", field="operations[0].free")
-    plane.script = once(refuse(error, next_number=2))
+    plane.script = in_turn(refuse(error, next_number=2))
     with pytest.raises(InvalidRequestError) as caught:
         await session.step([ops.free([0])])
     assert caught.value.field == "operations[0].free"
@@ -163,16 +97,9 @@ async def test_a_step_that_fails_raises_its_error_and_uses_its_number(plane, ses
     assert (plane.numbers, plane.streams) == ([1, 2], 1)
 
 
-async def test_a_step_whose_number_is_taken_is_numbered_anew(plane, session) -> None:
-    plane.script = once(refuse(StepConflictError("another content"), next_number=4))
-    assert (await session.step([ops.free([1])])).plan == plan_of(4)
-    assert (await session.abort_plans(whole_tables=True)).plan == plan_of(5)
-    assert plane.numbers == [1, 4, 5]
-
-
 async def test_an_answer_to_another_number_is_not_taken(plane, session) -> None:
     """The stream is broken: whether the step ran is learnt on another one."""
-    plane.script = once(lambda _: pb.StreamStepsResponse(number=8, step=pb.StepResponse()))
+    plane.script = in_turn(lambda _: pb.StreamStepsResponse(number=8, step=pb.StepResponse()))
     assert (await session.step([ops.free([])])).plan == plan_of(1)
     assert (plane.numbers, plane.streams) == ([1, 1], 2)
 
@@ -221,7 +148,7 @@ async def test_news_that_come_with_receipts_are_in_the_next_steps_answer(plane, 
 async def test_receipts_go_with_the_next_step_and_stay_until_one_is_answered(
     plane, session
 ) -> None:
-    plane.script = once(refuse(TooManyPlansInFlightError("wait")))
+    plane.script = in_turn(refuse(TooManyPlansInFlightError("wait")))
     session.add_receipt(payload(b"r1"))
     with pytest.raises(TooManyPlansInFlightError):
         await session.step([ops.free([])])
@@ -233,7 +160,7 @@ async def test_receipts_go_with_the_next_step_and_stay_until_one_is_answered(
 
 
 async def test_a_receipt_that_is_refused_does_not_spoil_later_steps(plane, session) -> None:
-    plane.script = once(refuse(BadSignatureError("forged", field="receipts[1].signature")))
+    plane.script = in_turn(refuse(BadSignatureError("forged", field="receipts[1].signature")))
     session.add_receipt(payload(b"r1"))
     session.add_receipt(payload(b"forged"))
     with pytest.raises(BadSignatureError):
@@ -255,7 +182,7 @@ async def test_receipts_can_be_submitted_without_a_step(plane, session) -> None:
 async def test_receipts_added_after_a_cancelled_submission_are_submitted_too(
     plane, session
 ) -> None:
-    plane.script = once(never)
+    plane.script = in_turn(never)
     session.add_receipt(payload(b"r1"))
     submission = asyncio.create_task(session.submit_receipts())
     while not plane.requests:
@@ -270,14 +197,6 @@ async def test_receipts_added_after_a_cancelled_submission_are_submitted_too(
     assert session.take_abandoned() == []
 
 
-async def test_receipts_ride_on_a_call_that_is_sent_again(plane, session) -> None:
-    plane.script = once(hang_up)
-    session.add_receipt(payload(b"r1"))
-    await session.abort_plans(1)
-    assert [request.receipts[0].payload for request in plane.requests] == [b"r1", b"r1"]
-    assert plane.numbers == [1, 1]
-
-
 async def test_a_run_returns_its_result_or_raises_why_and_keeps_the_plan(plane, session) -> None:
     def answer(request: pb.StepRequest) -> pb.StreamStepsResponse:
         result = pb.StepResponse(plan=plan_of(request.number))
@@ -285,7 +204,7 @@ async def test_a_run_returns_its_result_or_raises_why_and_keeps_the_plan(plane, 
         failure.shortage.retry_delay.FromMilliseconds(50)
         return pb.StreamStepsResponse(number=request.number, step=result)
 
-    plane.script = once(answer)
+    plane.script = in_turn(answer)
     with pytest.raises(PoolFullError) as caught:
         await session.run(ops.append(1, [2], 1, first_positions=4))
     assert caught.value.retry_delay_s == 0.05
@@ -330,7 +249,7 @@ async def test_a_wrong_sequence_is_raised_and_the_plan_of_the_others_is_kept(
 
 
 async def test_a_session_of_an_earlier_control_plane_has_ended_already(
-    plane, session, monkeypatch: pytest.MonkeyPatch
+    session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse_all(*_: Any) -> Any:
         raise StaleIncarnationError("this is incarnation 6")
@@ -339,9 +258,8 @@ async def test_a_session_of_an_earlier_control_plane_has_ended_already(
     await session.close()
 
 
-async def test_a_closed_client_ends_the_calls_that_wait(plane, address) -> None:
+async def test_a_closed_client_ends_the_calls_that_wait(plane, client) -> None:
     plane.script = never
-    client = ControlClient(address)
     session = await client.open_session("p", LAYOUT)
     step = asyncio.create_task(session.step([ops.free([])]))
     look_up = asyncio.create_task(session.list_sequences([1]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvplane import ControlClient, Session, ops
+from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
     PlaneUnavailableError,
@@ -28,27 +28,10 @@ from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.outcomes import outcomes
-from tests.helpers.sdk_peers import LAYOUT, SESSION, ScriptedControlPlane, serving
+from tests.helpers.sdk_peers import SESSION
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 NO_PARENT = bytes(16)
-
-
-@pytest.fixture
-async def plane() -> ScriptedControlPlane:
-    return ScriptedControlPlane()
-
-
-@pytest.fixture
-async def client(plane: ScriptedControlPlane) -> AsyncIterator[ControlClient]:
-    async with serving(plane) as address, ControlClient(address) as client:
-        yield client
-
-
-@pytest.fixture
-async def session(client: ControlClient) -> AsyncIterator[Session]:
-    async with await client.open_session("p", LAYOUT) as session:
-        yield session
 
 
 async def test_operations_are_checked_without_a_number(plane, session) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
 import pytest
 
-from kvplane import DataClient, Execution, Tensor
+from kvplane import Execution, Tensor
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
+    KvplaneError,
     PlaneUnavailableError,
     PlanOutOfOrderError,
     QuotaExceededError,
@@ -22,32 +21,17 @@ from kvplane.errors import (
 )
 from kvplane.wire.error_codec import to_wire
 from kvplane.wire.v1 import execution_pb2 as pb
-from kvplane.wire.v1 import execution_pb2_grpc
-from tests.helpers.sdk_peers import Hangup, ScriptedDataPlane, answer_execution, payload, plan_of
+from tests.helpers.sdk_peers import (
+    ScriptedDataPlane,
+    answer_execution,
+    hang_up,
+    never,
+    payload,
+    plan_of,
+)
 
 QUERY = Tensor("float32", (2, 1, 8), bytes(range(64)))
 KV = Tensor("float32", (2, 1, 8), bytes(64))
-
-
-@pytest.fixture
-async def plane() -> ScriptedDataPlane:
-    return ScriptedDataPlane()
-
-
-@pytest.fixture
-async def address(plane: ScriptedDataPlane) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    execution_pb2_grpc.add_ExecutionServiceServicer_to_server(plane, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(0)
-
-
-@pytest.fixture
-async def execution(address: str) -> AsyncIterator[Execution]:
-    async with DataClient(address) as client, await client.open(payload(b"grant")) as execution:
-        yield execution
 
 
 def on(kind: str, act: Any, *, layer: int = 0) -> Any:
@@ -63,21 +47,43 @@ def on(kind: str, act: Any, *, layer: int = 0) -> Any:
     return script
 
 
-def hang_up(request: Any) -> Any:
-    raise Hangup
+def refusing(error: KvplaneError) -> Any:
+    """A script that answers with an error in the stream."""
+    return lambda _: [pb.ExecuteResponse(error=to_wire(error))]
 
 
-async def never(request: Any) -> Any:
-    await asyncio.sleep(60)
+@pytest.fixture
+def plane(data_plane: ScriptedDataPlane) -> ScriptedDataPlane:
+    return data_plane
+
+
+@pytest.fixture(params=[False, True], ids=["start", "begin"])
+def begins(request: pytest.FixtureRequest) -> bool:
+    """Whether plans are sent without waiting for their answers."""
+    wanted: bool = request.param
+    return wanted
+
+
+async def present(execution: Execution, begins: bool, number: int = 1, **more: Any) -> None:
+    if begins:
+        await execution.begin(plan_of(number), 2, **more)
+    else:
+        await execution.start(plan_of(number), **more)
+
+
+async def run(execution: Execution, *layers: int) -> None:
+    """Run these layers, or all, whose output is their query."""
+    for index in layers or execution.layers:
+        assert await execution.layer(index, QUERY, KV, KV) == QUERY
 
 
 async def test_a_plan_runs_layer_by_layer_to_its_receipt(plane, execution) -> None:
     assert execution.layers == [0, 1, 2]
     await execution.start(plan_of(1))
     assert (execution.num_tokens, execution.has_run) == (2, False)
-    for index in execution.layers:
-        assert not execution.receipts
-        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    await run(execution, 0, 1)
+    assert not execution.receipts
+    await run(execution, 2)
     assert execution.receipts == [payload(b"receipt")]
     assert plane.kinds == ["open", "plan", "layer", "layer", "layer"]
 
@@ -97,8 +103,7 @@ async def test_a_plan_and_its_first_layer_travel_without_waiting(plane, executio
     assert not first.done()
     may_answer.set()
     assert await first == QUERY
-    for index in execution.layers[1:]:
-        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    await run(execution, 1, 2)
     assert execution.receipts == [payload(b"receipt")]
     assert plane.kinds == ["open", "plan", "layer", "layer", "layer"]
 
@@ -106,21 +111,14 @@ async def test_a_plan_and_its_first_layer_travel_without_waiting(plane, executio
 async def test_a_plan_that_was_begun_and_is_refused_is_refused_at_each_layer(
     plane, execution
 ) -> None:
-    error = StaleEpochError("another process")
-
-    def script(request: Any) -> Any:
-        if request.WhichOneof("message") == "open":
-            return answer_execution(request)
-        return [pb.ExecuteResponse(error=to_wire(error))]
-
-    plane.script = script
+    plane.script = refusing(StaleEpochError("another process"))
     await execution.begin(plan_of(1), 2)
     for _ in range(2):
         with pytest.raises(StaleEpochError):
             await execution.layer(0, QUERY, KV, KV)
     plane.script = answer_execution
     await execution.start(plan_of(2))
-    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    await run(execution)
 
 
 async def test_a_plan_that_was_begun_computes_what_its_caller_said(plane, execution) -> None:
@@ -129,49 +127,26 @@ async def test_a_plan_that_was_begun_computes_what_its_caller_said(plane, execut
         await execution.layer(0, QUERY, KV, KV)
 
 
-async def test_a_stream_that_breaks_after_begin_presents_the_plan_again(plane, execution) -> None:
-    plane.script = on("layer", hang_up)
-    await execution.begin(plan_of(1), 2)
-    assert await execution.layer(0, QUERY, KV, KV) == QUERY
-    assert plane.kinds == ["open", "plan", "layer", "open", "plan", "layer"]
-
-
-@pytest.mark.parametrize("begins", [False, True], ids=["start", "begin"])
 async def test_a_stream_that_breaks_in_a_pass_presents_the_pass_again(
     plane, execution, begins
 ) -> None:
     plane.script = on("layer", hang_up)
-    if begins:
-        await execution.begin(plan_of(1), 2, pass_index=3)
-    else:
-        await execution.start(plan_of(1), pass_index=3)
-    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    await present(execution, begins, pass_index=3)
+    await run(execution, 0)
+    assert plane.kinds == ["open", "plan", "layer", "open", "plan", "layer"]
     presented = [each for each in plane.requests if each.HasField("plan")]
     assert [each.plan.pass_index for each in presented] == [3, 3]
     layers = [each.layer for each in plane.requests if each.HasField("layer")]
     assert [(layer.plan_number, layer.pass_index) for layer in layers] == [(1, 3), (1, 3)]
 
 
-@pytest.mark.parametrize("begins", [False, True], ids=["start", "begin"])
 async def test_each_layer_names_the_plan_that_was_presented(plane, execution, begins) -> None:
     for number in (1, 2):
-        if begins:
-            await execution.begin(plan_of(number), 2)
-        else:
-            await execution.start(plan_of(number))
-        for index in execution.layers:
-            await execution.layer(index, QUERY, KV, KV)
+        await present(execution, begins, number)
+        await run(execution)
     layers = [each.layer for each in plane.requests if each.HasField("layer")]
     assert [layer.plan_number for layer in layers] == [1, 1, 1, 2, 2, 2]
     assert not any(layer.HasField("pass_index") for layer in layers)
-
-
-async def test_a_plan_that_is_answered_as_another_one_has_no_layers(plane, execution) -> None:
-    started = pb.StartPlanResponse(plan_number=7, num_tokens=2)
-    plane.script = on("plan", lambda _: [pb.ExecuteResponse(started=started)])
-    await execution.begin(plan_of(1), 2)
-    with pytest.raises(InternalError, match="plan 1 was started as plan 7"):
-        await execution.layer(0, QUERY, KV, KV)
 
 
 async def test_what_is_begun_has_to_be_a_plan(execution) -> None:
@@ -180,11 +155,11 @@ async def test_what_is_begun_has_to_be_a_plan(execution) -> None:
     assert caught.value.field == "plan.payload"
 
 
-async def test_a_plan_that_was_begun_and_dropped_answers_for_no_other(plane, execution) -> None:
+async def test_a_plan_that_was_begun_and_dropped_answers_for_no_other(execution) -> None:
     await execution.begin(plan_of(1), 2)
     await execution.start(plan_of(2))
     assert execution.num_tokens == 2
-    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    await run(execution, 0)
 
 
 async def test_options_of_attention_travel_with_the_layer(plane, execution) -> None:
@@ -192,8 +167,6 @@ async def test_options_of_attention_travel_with_the_layer(plane, execution) -> N
     options = AttentionOptions(scale=0.5, sliding_window_tokens=4, alibi_slopes=(0.25,))
     await execution.layer(0, QUERY, KV, KV, options=options)
     travelled = plane.requests[-1].layer.options
-    assert (travelled.scale, travelled.sliding_window_tokens) == (0.5, 4)
-    assert list(travelled.alibi_slopes) == [0.25]
     assert AttentionOptions.from_proto(travelled, field="options") == options
 
 
@@ -204,18 +177,13 @@ async def test_a_plan_without_spans_brings_its_receipt_at_once(plane, execution)
     assert execution.receipts == [payload(b"receipt")]
 
 
-async def test_a_stream_that_breaks_before_a_plan_is_opened_again(plane, execution) -> None:
+async def test_a_stream_that_breaks_goes_on_where_it_was(plane, execution) -> None:
     plane.script = on("plan", hang_up)
     await execution.start(plan_of(1))
     assert plane.kinds == ["open", "plan", "open", "plan"]
-
-
-async def test_a_stream_that_breaks_in_a_layer_goes_on_with_that_layer(plane, execution) -> None:
     plane.script = on("layer", hang_up, layer=1)
-    await execution.start(plan_of(1))
-    for index in execution.layers:
-        assert await execution.layer(index, QUERY, KV, KV) == QUERY
-    assert plane.kinds == ["open", "plan", "layer", "layer", "open", "plan", "layer", "layer"]
+    await run(execution)
+    assert plane.kinds[4:] == ["layer", "layer", "open", "plan", "layer", "layer"]
     assert [r.layer.layer for r in plane.requests if r.HasField("layer")] == [0, 1, 1, 2]
     assert execution.receipts == [payload(b"receipt")]
 
@@ -251,8 +219,7 @@ async def test_a_last_layers_lost_answer_is_got_by_the_same_layer(plane, executi
     """The plan has run: the layer, sent again, is answered with its output and the receipt."""
     plane.script = RunsOnce(hang_up)
     await execution.start(plan_of(1))
-    for index in execution.layers:
-        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    await run(execution)
     assert execution.receipts == [payload(b"receipt")]
     assert plane.kinds == ["open", "plan", *["layer"] * 3, "open", "plan", "layer"]
 
@@ -260,71 +227,84 @@ async def test_a_last_layers_lost_answer_is_got_by_the_same_layer(plane, executi
 async def test_every_layer_of_a_plan_that_has_run_can_be_had_again(plane, execution) -> None:
     plane.script = RunsOnce(answer_execution)
     await execution.start(plan_of(1))
-    for index in (*execution.layers, 1, 0, 2):
-        assert await execution.layer(index, QUERY, KV, KV) == QUERY
+    await run(execution, *execution.layers, 1, 0, 2)
     await execution.start(plan_of(1))
     assert execution.receipts == [payload(b"receipt")]
-    assert await execution.layer(1, QUERY, KV, KV) == QUERY
+    await run(execution, 1)
     assert plane.kinds.count("open") == 1
 
 
 async def test_a_layer_that_is_refused_raises_and_can_be_sent_right(plane, execution) -> None:
     error = InvalidRequestError("must be [2, 1, 8]", field="layer.key.shape")
-    plane.script = on("layer", lambda _: [pb.ExecuteResponse(error=to_wire(error))])
+    plane.script = on("layer", refusing(error))
     await execution.start(plan_of(1))
     with pytest.raises(InvalidRequestError) as caught:
         await execution.layer(0, QUERY, KV, KV)
     assert caught.value.field == "layer.key.shape"
-    assert await execution.layer(0, QUERY, KV, KV) == QUERY
+    await run(execution, 0)
     assert plane.kinds.count("open") == 1
 
 
 async def test_a_plan_that_is_refused_is_not_started(plane, execution) -> None:
-    error = StaleEpochError("another process")
-    plane.script = on("plan", lambda _: [pb.ExecuteResponse(error=to_wire(error))])
+    plane.script = on("plan", refusing(StaleEpochError("another process")))
     with pytest.raises(StaleEpochError):
         await execution.start(plan_of(1))
     with pytest.raises(PlanOutOfOrderError):
         await execution.layer(0, QUERY, KV, KV)
 
 
-async def test_a_layer_without_an_answer_ends_at_its_deadline_and_can_be_sent_again(
+async def test_a_layer_without_an_answer_ends_and_does_not_answer_for_the_next(
     plane, execution
 ) -> None:
+    """At its deadline, or when it is cancelled."""
     plane.script = on("layer", never)
     await execution.start(plan_of(1))
     with pytest.raises(DeadlineExceededError):
         await execution.layer(0, QUERY, KV, KV, timeout_s=0.2)
-    assert await execution.layer(0, QUERY, KV, KV) == QUERY
-
-
-async def test_a_cancelled_layer_does_not_answer_for_the_next(plane, execution) -> None:
-    plane.script = on("layer", never)
-    await execution.start(plan_of(1))
-    layer = asyncio.create_task(execution.layer(0, QUERY, KV, KV))
-    while plane.kinds[-1] != "layer":
+    await run(execution, 0)
+    plane.script, num_requests = on("layer", never, layer=1), len(plane.requests)
+    layer = asyncio.create_task(execution.layer(1, QUERY, KV, KV))
+    while len(plane.requests) == num_requests:
         await asyncio.sleep(0.001)
     layer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await layer
-    assert await execution.layer(0, QUERY, KV, KV) == QUERY
-    assert await execution.layer(1, KV, KV, KV) == KV
+    await run(execution, 1)
+    assert await execution.layer(2, KV, KV, KV) == KV
 
 
-async def test_an_answer_for_another_layer_is_not_taken(plane, execution) -> None:
-    output = pb.RunLayerResponse(layer=1, output=QUERY.to_proto())
-    plane.script = on("layer", lambda _: [pb.ExecuteResponse(output=output)])
-    await execution.start(plan_of(1))
-    with pytest.raises(InternalError):
-        await execution.layer(0, QUERY, KV, KV)
+def another_layer(answer: pb.ExecuteResponse) -> None:
+    answer.output.layer = 1
 
 
-async def test_a_malformed_output_is_the_planes_fault(plane, execution) -> None:
-    broken = pb.ExecuteResponse(output=pb.RunLayerResponse(layer=0, output=QUERY.to_proto()))
-    broken.output.output.data = b"short"
-    plane.script = on("layer", lambda _: [broken])
-    await execution.start(plan_of(1))
-    with pytest.raises(InternalError, match=r"output\.data"):
+def another_plan(answer: pb.ExecuteResponse) -> None:
+    answer.started.plan_number = 7
+
+
+def half_an_output(answer: pb.ExecuteResponse) -> None:
+    answer.output.output.data = b"short"
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "text"),
+    [
+        ("layer", another_layer, "layer 0 was answered as 1"),
+        ("layer", half_an_output, r"output\.data"),
+        ("plan", another_plan, "plan 1 was started as plan 7"),
+    ],
+    ids=["another layer", "malformed", "another plan"],
+)
+async def test_what_is_answered_wrongly_is_the_planes_fault(
+    plane, execution, kind, spoil, text
+) -> None:
+    def answer(request: Any) -> Any:
+        (right,) = answer_execution(request)
+        spoil(right)
+        return [right]
+
+    plane.script = on(kind, answer)
+    await execution.begin(plan_of(1), 2)
+    with pytest.raises(InternalError, match=text):
         await execution.layer(0, QUERY, KV, KV)
 
 
@@ -344,11 +324,10 @@ async def test_a_plane_that_keeps_hanging_up_is_unavailable_at_the_deadline(
 
 async def test_an_execution_waits_where_too_many_bytes_wait(plane, execution) -> None:
     """As much as its deadline allows."""
-    error = to_wire(QuotaExceededError("too many bytes", retry_delay_s=0.01))
-    plane.script = on("layer", lambda _: [pb.ExecuteResponse(error=error)])
+    plane.script = on("layer", refusing(QuotaExceededError("too many", retry_delay_s=0.01)))
     await execution.start(plan_of(1))
-    await execution.layer(0, QUERY, KV, KV)
-    error = to_wire(QuotaExceededError("too many bytes", retry_delay_s=10.0))
-    plane.script = on("layer", lambda _: [pb.ExecuteResponse(error=error)], layer=1)
+    await run(execution, 0)
+    error = QuotaExceededError("too many bytes", retry_delay_s=10.0)
+    plane.script = on("layer", refusing(error), layer=1)
     with pytest.raises(QuotaExceededError):
         await execution.layer(1, QUERY, KV, KV, timeout_s=0.5)

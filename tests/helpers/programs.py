@@ -1,0 +1,123 @@
+"""Python programs as processes that need not import torch and transformers each.
+
+They are forked from a process that has imported both, but nothing of this project, nor gRPC.
+Programs are started as users start them in tests/e2e/test_serve_script.py, among others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+_IMPORTED: Final = ("torch", "transformers.models.llama.modeling_llama")
+_FORKS: Final = multiprocessing.get_context("forkserver")
+
+
+class Program:
+    """``python -m module arguments``; the module "-c" runs its first argument, a program's text.
+
+    Methods are those of ``Popen``.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        out: Path,
+        err: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+    ) -> None:
+        """``out`` and ``err`` are files to append to, ``err`` the same one if None. ``env`` is
+        added to this process's environment.
+        """
+        _FORKS.set_forkserver_preload([*_IMPORTED])
+        variables = os.environ | (env or {})
+        self._process = _FORKS.Process(
+            target=_run, args=(module, arguments, out, err or out, variables, cwd), daemon=True
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout_s or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(
+    module: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    timeout_s: float = 120.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, as ``subprocess.run`` does with captured output."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        program = Program(module, *arguments, out=out, err=err, env=env, cwd=cwd)
+        try:
+            code = program.wait(timeout_s)
+        finally:
+            program.kill()
+        printed = out.read_text(), err.read_text()
+        return subprocess.CompletedProcess((module, *arguments), code, *printed)
+
+
+def _run(
+    module: str,
+    arguments: tuple[str, ...],
+    out: Path,
+    err: Path,
+    variables: dict[str, str],
+    cwd: Path,
+) -> None:
+    for stream, path in ((1, out), (2, err)):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(file, stream)
+        os.close(file)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:0] = [str(cwd), str(ROOT)]
+    try:
+        if module == "-c":
+            text, *sys.argv[1:] = arguments
+            exec(text, {"__name__": "__main__"})
+        else:
+            sys.argv[1:] = arguments
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which such a child would not do
