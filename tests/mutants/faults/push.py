@@ -154,7 +154,7 @@ FAULTS = (
     Fault(
         "anybody_pushes",
         RECEIVER,
-        'self._gate.admit(path("PushBlocks"), context)',
+        "self._gate.admit(PUSH_BLOCKS, context)",
         "pass",
         f"{ACCESS}::test_a_ticket_is_of_no_use_to_who_is_no_data_plane",
     ),
