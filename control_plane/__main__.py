@@ -1,4 +1,4 @@
-"""``python -m control_plane``. Exit codes: 0 told to stop, 1 cannot serve, 2 bad settings."""
+"""``python -m control_plane``. Exit codes: 0 stopped by signal, 1 cannot serve, 2 bad settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvplane.serving.event_loop import tune_grpc
 
 
 def main() -> int:
-    """Run the program; returns the exit code."""
+    """Run the control plane until a signal; returns the process's exit code."""
     tune_grpc()
 
     def run_program() -> int:

@@ -20,7 +20,7 @@ def count(value: int, *, field: str) -> None:
 
 
 def token_bytes(value: bytes, *, at_least: int = 0, field: str) -> None:
-    """Check that token ids are whole int32 values. Does not check their signs."""
+    """Check that token ids are ``at_least`` whole int32 values or more, of any sign."""
     if len(value) % 4:
         raise InvalidRequestError("must be a multiple of 4 bytes", field=field)
     if len(value) < 4 * at_least:
@@ -28,7 +28,7 @@ def token_bytes(value: bytes, *, at_least: int = 0, field: str) -> None:
 
 
 def token_ids(value: bytes, *, at_least: int = 0, field: str) -> None:
-    """Check that token ids are whole little-endian int32 values, none of them negative."""
+    """Check that token ids are ``at_least`` little-endian int32 values or more, none negative."""
     token_bytes(value, at_least=at_least, field=field)
     # The sign bit is the top bit of every fourth byte.
     if not value[3::4].isascii():
@@ -36,7 +36,7 @@ def token_ids(value: bytes, *, at_least: int = 0, field: str) -> None:
 
 
 def token_columns(num_tokens: Sequence[int], token_ids: bytes) -> None:
-    """Check that ``num_tokens`` are not negative and add up to the tokens of ``token_ids``."""
+    """Check that ``num_tokens`` are not negative and add up to the tokens in ``token_ids``."""
     for i, num in enumerate(num_tokens):
         if num < 0:
             raise InvalidRequestError("must be at least 0", field=f"num_tokens[{i}]")

@@ -12,7 +12,7 @@ EVICTION_POLICIES: Final = ("lru", "reuse-rate")
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Leases, bounds of a session and a step, and quotas of a tenant over all its sessions."""
+    """The core's settings: leases, bounds of a session and a step, and a tenant's quotas."""
 
     HEADING: ClassVar[str] = "Sessions and quotas"
 

@@ -38,7 +38,7 @@ from control_plane.steps.operations import Step, check_no_plan, read_operations
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
 from control_plane.views import view
-from control_plane.watching import Follower, Followers
+from control_plane.watching import Watcher, Watchers
 from kvplane.errors import (
     InvalidRequestError,
     MissingReceiptError,
@@ -63,7 +63,7 @@ _MAX_CLIENT_NAME: Final = 128
 _CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
 
 _VALIDATED: Final = {"session", "operations", "traceparent", "validate_only"}
-"""A request that only validates has no other fields."""
+"""Fields that a request with ``validate_only`` may have."""
 
 
 class ControlPlane:
@@ -95,13 +95,13 @@ class ControlPlane:
         self.has_announcements, self.announce = registry.has_announcements, registry.announce
         self.take_outgoing, self.take_missed = registry.take_outgoing, registry.take_missed
         self._touch = registry.touched.add
-        self._followers = Followers(lambda: self.incarnation, limits.MAX_FOLLOWERS)
-        self.unfollow, self.holds_key = self._followers.remove, registry.holds_key
+        self._watchers = Watchers(lambda: self.incarnation, limits.MAX_WATCHERS)
+        self.unwatch, self.holds_key = self._watchers.remove, registry.holds_key
         self._requests = Requests(config, self.sessions)
 
     @property
     def incarnation(self) -> int:
-        """The control plane's number, which its sessions have in their names."""
+        """The control plane's incarnation, which is part of each session's reference."""
         return self.sessions.incarnation
 
     @incarnation.setter
@@ -109,9 +109,7 @@ class ControlPlane:
         self.sessions.incarnation = incarnation
 
     def fence_done(self, pool_id: str, shard_index: int, epoch: int, done: rpb.FenceDone) -> None:
-        """Record that a shard has fenced an ended session. Raises PoolNotFoundError,
-        StaleEpochError.
-        """
+        """Record that a shard has fenced a session. Raises PoolNotFoundError, StaleEpochError."""
         if pool_id in self._pools:
             self._pools[pool_id].set_time(self._clock())
         self._registration.fence_done(pool_id, shard_index, epoch, done)
@@ -126,15 +124,17 @@ class ControlPlane:
             admission.serve()
         return is_left
 
-    def take_notices(self) -> list[tuple[int, cpb.News]]:
-        """Return the sessions whose news were not taken yet, and the news; answers carry it too."""
+    def take_news(self) -> list[tuple[int, cpb.News]]:
+        """Return the news of each session that were neither pushed nor answered yet, with the
+        session's id. They stay there for the session's next answer.
+        """
         admissions = self.sessions.admissions()
-        return [notice for each in admissions for notice in each.news.take_notices()]
+        return [unsent for each in admissions for unsent in each.news.take_unsent()]
 
     # Sessions
 
     def open_session(self, request: cpb.OpenSessionRequest, tenant: str) -> cpb.OpenSessionResponse:
-        """Open a session.
+        """Open a session for an engine and return its lease and its grant.
 
         Raises PoolNotFoundError, PoolNotReadyError, LayoutMismatchError, QuotaExceededError,
         InvalidRequestError.
@@ -161,7 +161,7 @@ class ControlPlane:
         )
 
     def renew_session(self, session: tpb.SessionRef, tenant: str) -> float:
-        """Renew a lease; returns how long it now runs, in seconds."""
+        """Renew a session's lease; returns how many seconds it now runs."""
         self._session(session, tenant)
         return self._config.lease_s
 
@@ -172,7 +172,7 @@ class ControlPlane:
             self.sessions.end(self._session(session, tenant), SessionNotFoundError)
 
     def tick(self) -> float:
-        """End the sessions whose leases ran out; returns the seconds until the next call is due, at
+        """End the sessions whose leases ran out. Returns the seconds until the next call is due, at
         most a quarter of a lease.
 
         A call that is late by more than another quarter means that this process slept. Messages
@@ -194,8 +194,8 @@ class ControlPlane:
         return min(self._next_tick_s - now, self._tick_queues(now))
 
     def _tick_queues(self, now_s: float) -> float:
-        """Run the queues of all pools, and end sessions that lack receipts; returns the seconds
-        until the next call is due.
+        """Run the admission queues of all pools, and end sessions that owe receipts; returns the
+        seconds until the next call is due.
         """
         delay_s = math.inf
         for pool in self._pools.values():
@@ -213,7 +213,8 @@ class ControlPlane:
     # Requests with numbers
 
     def step(self, request: cpb.StepRequest, tenant: str) -> cpb.StepResponse:
-        """Apply receipts, then deferred tokens, then each operation; answer with one plan.
+        """Apply a step's receipts, then its deferred tokens, then each operation; return the answer
+        with one plan.
 
         Raises InvalidRequestError, StepOutOfOrderError or StepConflictError when the number is
         refused. When the step fails as a whole, raises what ``take_receipts`` and
@@ -223,12 +224,13 @@ class ControlPlane:
         return cpb.StepResponse.FromString(answer.step)
 
     def abort_plans(self, request: cpb.AbortPlansRequest, tenant: str) -> cpb.AbortPlansResponse:
-        """Abort every plan in flight. Raises PlanReceiptedError, and as ``step``."""
+        """Abort all of a session's plans in flight. Raises PlanReceiptedError, and as ``step``."""
         return cast(cpb.AbortPlansResponse, run_to_end(self.run(request, tenant)))
 
     def run(self, request: Request, tenant: str) -> Slices[Any]:
-        """Run a numbered request in slices. Between them other sessions may make any call, its own
-        none. Returns the answer's message, of a step a StepAnswer.
+        """Run a numbered request (Step or AbortPlans) in slices. Between slices other sessions may
+        make any call, and the request's own session none. Returns the answer's message, which for a
+        Step is a StepAnswer.
         """
         return self._requests.run(self._session(request.session, tenant), request)
 
@@ -237,7 +239,7 @@ class ControlPlane:
     def find_prefix(
         self, request: prefix_pb2.FindPrefixRequest, tenant: str
     ) -> Slices[prefix_pb2.FindPrefixResponse]:
-        """Return how much of a prompt each pool has cached. Between the slices any call may come.
+        """Return how much of a prompt each pool has cached. Any call may come between the slices.
         Raises PoolNotFoundError, and as ``prefixes.find``.
         """
         if not request.pool_ids:
@@ -253,34 +255,34 @@ class ControlPlane:
     def retain_prefix(
         self, request: prefix_pb2.RetainPrefixRequest, tenant: str
     ) -> prefix_pb2.RetainPrefixResponse:
-        """Retain a prompt's cached prefix, or end its retention. Raises PoolNotFoundError, and as
-        ``prefixes.retain``.
+        """Protect a prompt's cached prefix from eviction for some time, or end that. Raises
+        PoolNotFoundError, and as ``prefixes.retain``.
         """
         return prefixes.retain(self._changing(request.pool_id), request, tenant)
 
     def forget_prefixes(
         self, request: prefix_pb2.ForgetPrefixesRequest, tenant: str
     ) -> prefix_pb2.ForgetPrefixesResponse:
-        """Take prefixes out of the index. Raises PoolNotFoundError, and as ``prefixes.forget``."""
+        """Remove prefixes from the index. Raises PoolNotFoundError, and as ``prefixes.forget``."""
         pool = self._changing(request.pool_id)
         response = prefixes.forget(pool, request, tenant)
         self.sessions.admission_of(pool).serve()
         return response
 
-    def follow(
+    def watch(
         self, request: prefix_pb2.WatchPrefixesRequest, tenant: str, wake: Callable[[], None]
-    ) -> Follower:
-        """Follow a pool's prefix index until ``unfollow``; see ``Followers.add``."""
-        return self._followers.add(self._pool(request.pool_id), request, tenant, wake)
+    ) -> Watcher:
+        """Watch the changes of a pool's prefix index until ``unwatch``; see ``Watchers.add``."""
+        return self._watchers.add(self._pool(request.pool_id), request, tenant, wake)
 
     # Queries
 
     def validate(self, request: cpb.StepRequest, tenant: str) -> Slices[cpb.StepResponse]:
-        """Answer each item as if it were the only one of a step made now; an operation whose step
-        would raise TooManyPlansInFlightError fails by that. Renews no lease. Between the slices any
-        call may come but a request of this session that runs in slices. Raises InvalidRequestError
-        as ``step`` and for what such a request may not have, and at any slice why the session is
-        not open.
+        """Answer each item as if it were the only one of a step made now, without changing
+        anything. An operation whose step would raise TooManyPlansInFlightError fails with that.
+        Does not renew the lease. Between the slices any call may come but a request of this session
+        that runs in slices. Raises InvalidRequestError as ``step`` does, and for fields that such a
+        request may not have; at any slice also why the session is not open.
         """
         for field, _ in request.ListFields():
             if field.name not in _VALIDATED:
@@ -310,11 +312,11 @@ class ControlPlane:
     def list_sequences(
         self, request: cpb.ListSequencesRequest, tenant: str
     ) -> cpb.ListSequencesResponse:
-        """List a session's sequences, or describe those that are named. Renews no lease."""
+        """List a session's sequences, or those that are named. Does not renew the lease."""
         return queries.list_sequences(self.sessions.get(request.session, tenant), request)
 
     def pool_ids(self) -> list[str]:
-        """Ids of the pools that have registered, ascending."""
+        """Return the ids of the pools that have registered, in ascending order."""
         return sorted(self._pools)
 
     def list_pools(self, request: ppb.ListPoolsRequest) -> ppb.ListPoolsResponse:
@@ -334,7 +336,7 @@ class ControlPlane:
         return queries.list_sessions(own, request, self._clock())
 
     def view_pools(self, tenant: str) -> list[dict[str, Any]]:
-        """Return the pools as the page shows them to this tenant."""
+        """Return the pools as JSON values for the status page, with this tenant's sessions only."""
         return [view(p, self.sessions.of(p), tenant) for p in self._pools.values()]
 
     def observe_pool(self, pool_id: str) -> PoolObservation:
@@ -343,7 +345,7 @@ class ControlPlane:
         return observe(pool, self.sessions.of(pool), self._clock())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError naming the first broken invariant, if there is one."""
+        """Check all pools' invariants. Raises AssertionError naming the first that is broken."""
         for pool in self._pools.values():
             queries.check_pool(pool, self.sessions.of(pool))
             self.sessions.admission_of(pool).check_integrity()
@@ -361,14 +363,14 @@ class ControlPlane:
         return pool
 
     def _changing(self, pool_id: str) -> Pool:
-        """Return a pool that is about to change, at the present time."""
+        """Return a pool that is about to change, after setting its clock to the present time."""
         pool = self._pool(pool_id)
         self._touch(pool)
         pool.set_time(self._clock())
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
-        """Return the tenant's open session, its lease renewed. Raises why it is not open."""
+        """Return the tenant's open session and renew its lease. Raises why it is not open."""
         session = self.sessions.get(ref, tenant)
         self.sessions.renew(session)
         self._touch(session.pool)

@@ -5,42 +5,42 @@ from __future__ import annotations
 from typing import Final
 
 MAX_POOLS: Final = 64
-"""A pool is a model on a fleet of data planes, and a control plane has a few. A caller that makes
-up names must not fill its memory with empty pools.
+"""Pools that the control plane knows at most. A pool is a model on a fleet of data planes, and a
+control plane has a few. A caller that makes up names must not fill its memory with empty pools.
 """
 
 POOL_EXPIRY_S: Final = 3600.0
-"""How long a pool without data planes is known. Its index survives a restart of its data planes,
-which takes seconds; after an hour they don't come back.
+"""Seconds after which a pool without data planes is forgotten. Its index survives a restart of its
+data planes, which takes seconds; after an hour they will not return.
 """
 
 MAX_UNFENCED_SESSIONS: Final = 4096
-"""Ended sessions of a pool that some data plane has not fenced: four times as many as may be open
-by default. While a data plane is away they become more, and hold their blocks.
+"""Ended sessions of a pool at most that some data plane has not fenced: four times as many as may
+be open by default. While a data plane is away they become more, and hold their blocks.
 """
 
 MAX_TENANT_NAMESPACES: Final = 4096
-"""Namespaces of a tenant in a pool in which something is cached or a session is open. Each takes an
-entry of the index beside its blocks. One for each adapter or group of users fits.
+"""Namespaces of a tenant in a pool, at most, in which something is cached or a session is open.
+Each takes an entry of the index beside its blocks. One for each adapter or group of users fits.
 """
 
-MAX_FOLLOWERS: Final = 64
-"""Streams that follow prefix indexes. A router or loader needs one for each pool, and each change
-is encoded for each stream.
+MAX_WATCHERS: Final = 64
+"""Streams that watch prefix indexes at one time, at most. A router or loader needs one for each
+pool, and each change is encoded for each stream.
 """
 
 NUM_KEPT_CHANGES: Final = 65_536
-"""Changes kept of each prefix index. At 5,000 changes a second a follower may be cut off for 13 s;
+"""Changes kept of each prefix index. At 5,000 changes a second a watcher may be cut off for 13 s;
 one further behind starts again from the whole index.
 """
 
 MAX_WAITING_MESSAGES: Final = 4096
-"""Messages that may wait for a data plane beyond those that it resumes with. A stream so far behind
-hangs or is dead: it is cut, and the data plane resumes when it can.
+"""Messages that may wait for a data plane, beyond those that it resumes with. A stream so far
+behind hangs or is dead: it is closed, and the data plane resumes when it can.
 """
 
 RECEIPT_TIMEOUT_S: Final = 30.0
-"""How long some shards of a pool may lack the receipt of a plan that others have receipted, before
-its session ends; and then how long they may take to fence it, before all sessions of the pool end.
-As long as the default lease, and longer than any plan runs.
+"""Seconds that a shard may lack the receipt of a plan that another has receipted, before the
+session ends; and then seconds that it may take to fence the session, before all sessions of the
+pool end. As long as the default lease, and longer than any plan runs.
 """

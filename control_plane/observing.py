@@ -16,11 +16,11 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """A pool at one moment. ``num_sessions``: open ones. ``num_sequences``: live ones, by tier.
-    ``num_waiting``: admissions and swap-ins in the queue. ``num_missing_receipts``: plans that
-    another shard has receipted and this one has not, by shard index. ``oldest_plan_s``: the age of
-    the plan that waits longest for a receipt, 0 for none. ``oldest_release_s``: for how long the
-    longest retired blocks have been so.
+    """A pool's state at one moment, for metrics. ``num_sessions``: open ones. ``num_sequences``:
+    live ones, by tier. ``num_waiting``: admissions and swap-ins in the queue.
+    ``num_missing_receipts``: plans that another shard has receipted and this one has not, by shard
+    index. ``oldest_plan_s``: the age of the plan that waits longest for a receipt, 0 for none.
+    ``oldest_release_s``: for how long the longest retired blocks have been so.
     """
 
     pool_id: str
@@ -35,13 +35,13 @@ class PoolObservation:
     num_plans_in_flight: int
     oldest_plan_s: float
     oldest_release_s: float
-    num_followers: int
+    num_watchers: int
     block_times: dict[tpb.Tier, BlockTimes]
     statistics: PoolStatistics
 
 
 def observe(pool: Pool, sessions: Collection[Session], now_s: float) -> PoolObservation:
-    """Observe a pool with its open sessions. ``now_s``: monotonic seconds."""
+    """Return a snapshot of a pool and its sessions, for metrics. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
     return PoolObservation(
@@ -57,7 +57,7 @@ def observe(pool: Pool, sessions: Collection[Session], now_s: float) -> PoolObse
         num_plans_in_flight=sum(len(session.plans) for session in sessions),
         oldest_plan_s=now_s - min(made_s, default=now_s),
         oldest_release_s=max(group.oldest_release_s() for group in pool.groups),
-        num_followers=len(pool.followers),
+        num_watchers=len(pool.watchers),
         block_times=pool.block_times(),
         statistics=pool.statistics,
     )

@@ -17,7 +17,7 @@ Id = TypeVar("Id", int, str)
 
 
 class PageRequest(Protocol):
-    """A request for a page."""
+    """A request for one page of a list: its ``page_size`` and ``page_token``."""
 
     page_size: int
     page_token: str
@@ -26,7 +26,7 @@ class PageRequest(Protocol):
 def page_of(
     ids: Sequence[Id], request: PageRequest, *, of: str, parse: Callable[[str], Id]
 ) -> tuple[Sequence[Id], str]:
-    """Return a page of ``ids``, which ascend, and the token of the next page, empty if there is
+    """Return one page of ``ids``, which ascend, and the token of the next page, empty if there is
     none. ``of`` names the list: the token of another list is refused. ``parse`` reads an id, and
     raises ValueError. Raises InvalidRequestError for page_size and page_token.
     """

@@ -1,6 +1,6 @@
 """Cached prefixes of one tenant, found, retained and forgotten without a session.
 
-``watching`` has the followers of an index. Like every message, requests are of the wire.
+``watching`` has the watchers of an index. Like every message, requests are of the wire.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _POOL_BLOCKS: Final = 64
 
 
 def check_namespace(namespace: str) -> None:
-    """Raise InvalidRequestError for a namespace that no session can have."""
+    """Check that a session could have this namespace. Raises InvalidRequestError."""
     checks.short(namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
 
 
 def find(
     pools: Iterable[Pool], request: pb.FindPrefixRequest, tenant: str
 ) -> Slices[pb.FindPrefixResponse]:
-    """Return the longest match in each pool, of which each is as the pool was in one slice; the
-    blocks of a long one are described in the next. Raises InvalidRequestError.
+    """Return the longest cached prefix of a prompt in each pool. Each pool is looked up within one
+    slice, and the blocks of a long prefix are described in the next. Raises InvalidRequestError.
     """
     check_namespace(request.namespace)
     token_ids, hashes = request.token_ids, request.hashes
@@ -104,8 +104,8 @@ def _blocks(pool: Pool, root: bytes, token_ids: bytes, hashes: bytes) -> pb.Pref
 
 
 def retain(pool: Pool, request: pb.RetainPrefixRequest, tenant: str) -> pb.RetainPrefixResponse:
-    """Retain a prompt's cached prefix, or end its retention. Raises InvalidRequestError,
-    PoolNotReadyError, QuotaExceededError.
+    """Protect a prompt's cached prefix from eviction for some time, or end that. Raises
+    InvalidRequestError, PoolNotReadyError, QuotaExceededError.
     """
     check_namespace(request.namespace)
     token_ids = request.token_ids
@@ -141,9 +141,7 @@ def retain(pool: Pool, request: pb.RetainPrefixRequest, tenant: str) -> pb.Retai
 
 
 def forget(pool: Pool, request: pb.ForgetPrefixesRequest, tenant: str) -> pb.ForgetPrefixesResponse:
-    """Take prefixes out of the index. Raises InvalidRequestError, PoolNotReadyError,
-    BlockInUseError.
-    """
+    """Remove cached prefixes. Raises InvalidRequestError, PoolNotReadyError, BlockInUseError."""
     check_namespace(request.namespace)
     scope, native = request.scope, pool.native
     _check_what(request, pool.block_size)

@@ -18,7 +18,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceStates:
-    """Describe these sequences, all live, or all of the session for None."""
+    """Return the states of these sequences, all live, or of all of the session's for None."""
     (
         ids,
         admitted_by,
@@ -78,7 +78,7 @@ def list_sequences(
 
 
 def list_pools(pool_ids: Sequence[str], request: ppb.ListPoolsRequest) -> ppb.ListPoolsResponse:
-    """Return the page of ``pool_ids``, which ascend. Raises InvalidRequestError."""
+    """Describe a page of the pools in ``pool_ids``, which ascend. Raises InvalidRequestError."""
     shown, next_page_token = page_of(pool_ids, request, of="pools", parse=str)
     return ppb.ListPoolsResponse(pool_ids=shown, next_page_token=next_page_token)
 
@@ -86,7 +86,7 @@ def list_pools(pool_ids: Sequence[str], request: ppb.ListPoolsRequest) -> ppb.Li
 def list_sessions(
     sessions: Iterable[Session], request: ppb.ListSessionsRequest, now_s: float
 ) -> ppb.ListSessionsResponse:
-    """List a page of sessions. ``now_s``: monotonic seconds. Raises InvalidRequestError."""
+    """Describe a page of sessions. ``now_s``: monotonic seconds. Raises InvalidRequestError."""
     listed = {each.id: each for each in sessions}
     shown, next_page_token = page_of(
         sorted(listed), request, of=f"sessions of {request.pool_id}", parse=int
@@ -107,9 +107,9 @@ def list_sessions(
 
 
 def check_pool(pool: Pool, sessions: Iterable[Session]) -> None:
-    """Raise AssertionError naming the first invariant of the core that does not hold. ``sessions``:
-    all open ones. The native core counts its blocks again from tables, plans and sessions. Slow, as
-    it scans the pool: for tests.
+    """Check the invariants of one pool. Raises AssertionError naming the first that does not hold.
+    ``sessions``: all open ones. The native core counts its blocks again from tables, plans and
+    sessions. Slow, as it scans the pool: for tests.
     """
     for core in pool.groups:
         core.check_integrity()

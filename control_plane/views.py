@@ -16,7 +16,7 @@ from kvplane.results import sequence_states
 from kvplane.wire.v1 import types_pb2 as tpb
 
 STATES: Final = ("free", "cached", "retired", "pinned", "held")
-"""States of blocks, by the number in their cells."""
+"""Names of the states of blocks; a cell of the page's map holds an index into them."""
 TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 
 # A view counts what exceeds these bounds.
@@ -26,7 +26,7 @@ _MAX_SEQUENCES: Final = 100
 
 
 def view(pool: Pool, sessions: Collection[Session], tenant: str) -> dict[str, Any]:
-    """Return the pool with the tenant's of its open ``sessions``."""
+    """Return the pool as JSON values, with those of its open ``sessions`` that are the tenant's."""
     own = [session for session in sessions if session.tenant == tenant]
     counters = pool.counters()
     return {
@@ -45,7 +45,7 @@ def view(pool: Pool, sessions: Collection[Session], tenant: str) -> dict[str, An
 
 
 def _map(pool: Pool, group: int, tier: tpb.Tier) -> dict[str, Any]:
-    """Return a digit for each cell, the index of its state."""
+    """Return a digit for each cell of the page's map of blocks: an index into ``STATES``."""
     core = pool.groups[group]
     blocks_per_cell, cells = core.block_map(tier, _MAX_CELLS)
     num_blocks, num_free, num_cached, num_held, num_retired = core.usage(tier)

@@ -1,6 +1,6 @@
-"""Followers of a pool's prefix index: a snapshot of one root's blocks, then each change to them.
+"""Watchers of a pool's prefix index: a snapshot of one root's blocks, then each change to them.
 
-A follower has no queue. It keeps its position in the core's log of changes and takes the next ones
+A watcher has no queue. It keeps its position in the core's log of changes and takes the next ones
 when it has sent those before, so a slow one costs nothing. When the log does not reach back to its
 position any more, it has to start again.
 
@@ -23,7 +23,7 @@ from kvplane.wire.v1 import prefix_pb2 as pb
 
 # Blocks or changes of one message.
 _MAX_ELEMENTS: Final = 1024
-# Changes of others after which a follower gets the revision, to resume from it.
+# Changes of others after which a watcher gets the revision, to resume from it.
 _MAX_UNNOTIFIED: Final = 4096
 _END: Final = -1
 _STORED: Final = pb.PREFIX_EVENT_KIND_STORED
@@ -33,8 +33,8 @@ _CLEARED: Final = pb.PREFIX_EVENT_KIND_CLEARED
 _KINDS: Final = {1: _STORED, 2: _REMOVED, 3: _CLEARED}
 
 
-class Follower:
-    """One follower of a tenant's prefixes of one namespace."""
+class Watcher:
+    """Position of one client that watches a tenant's prefixes of one namespace."""
 
     __slots__ = (
         "_cursor",
@@ -79,7 +79,7 @@ class Follower:
         self.wake = wake
 
     def take(self) -> pb.WatchPrefixesResponse | None:
-        """Return the next message, None when there is none now. Raises RevisionTooOldError."""
+        """Return the next message to send, None when there is none. Raises RevisionTooOldError."""
         pool = self.pool
         if self._native is not pool.native:
             self._native = pool.native
@@ -93,7 +93,7 @@ class Follower:
         return self._changes()
 
     def _part(self) -> pb.WatchPrefixesResponse:
-        """Return the next part of the snapshot, which ends with it if it is the only one."""
+        """Return the next part of the snapshot of cached blocks; the only part also ends it."""
         pool, is_first = self.pool, self._cursor == 0
         self._cursor, revision, tiers, hashes, parents, token_ids = pool.primary.snapshot(
             self._root, self._cursor, _MAX_ELEMENTS
@@ -141,34 +141,34 @@ class Follower:
         )
 
 
-class Followers:
-    """All followers of a control plane."""
+class Watchers:
+    """All clients that watch prefix indexes of this control plane."""
 
     def __init__(self, incarnation: Callable[[], int], most: int) -> None:
-        """``most``: how many there may be at one time."""
+        """``most``: how many watchers there may be at one time."""
         self._incarnation = incarnation
         self._most = most
         self._num = 0
 
     def add(
         self, pool: Pool, request: pb.WatchPrefixesRequest, tenant: str, wake: Callable[[], None]
-    ) -> Follower:
-        """Follow a tenant's namespace in a pool's prefix index, until ``remove``.
+    ) -> Watcher:
+        """Watch a tenant's namespace in a pool's prefix index, until ``remove``.
 
         ``wake`` is called when there may be something to take. Raises InvalidRequestError,
         QuotaExceededError, RevisionTooOldError.
         """
         check_namespace(request.namespace)
         if self._num >= self._most:
-            raise QuotaExceededError(f"{self._most} streams follow prefix indexes: end one first")
-        follower = Follower(pool, (tenant, request.namespace), request, self._incarnation(), wake)
-        pool.add_follower(follower)
+            raise QuotaExceededError(f"{self._most} streams watch prefix indexes: end one first")
+        watcher = Watcher(pool, (tenant, request.namespace), request, self._incarnation(), wake)
+        pool.add_watcher(watcher)
         self._num += 1
-        return follower
+        return watcher
 
-    def remove(self, follower: Follower) -> None:
-        """Remove a follower."""
-        follower.pool.followers.remove(follower)
+    def remove(self, watcher: Watcher) -> None:
+        """End what ``add`` began for this watcher."""
+        watcher.pool.watchers.remove(watcher)
         self._num -= 1
 
 
@@ -181,7 +181,7 @@ def _events(
     *,
     block_bytes: int,
 ) -> list[pb.PrefixEvent]:
-    """Return changes from columns: one event for each run of a kind."""
+    """Convert columns of changes to events: one for each run of changes of one kind."""
     events: list[pb.PrefixEvent] = []
     begin = first_stored = 0
     for number, run in groupby(kinds):

@@ -1,4 +1,4 @@
-"""``python -m data_plane``. Exit codes: 0 stopped by a signal, 1 cannot serve, 2 bad settings.
+"""``python -m data_plane``. Exit codes: 0 stopped by signal, 1 cannot serve, 2 bad settings.
 
 1 includes a device that has failed for good, and a later process that has taken over this one's
 shard: the process has to be started again.
@@ -14,7 +14,7 @@ from kvplane.serving.event_loop import tune_grpc
 
 
 def main() -> int:
-    """Run the program, and return its exit code."""
+    """Run the data plane until a signal; returns the process's exit code."""
     tune_grpc()
 
     def run_program() -> int:

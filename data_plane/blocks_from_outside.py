@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class BlocksFromOutside:
-    """The blocks of one data plane, which ``layout`` and ``shard`` describe.
+    """Access to the blocks of one data plane, which ``layout`` and ``shard`` describe.
 
     A ``Lane`` is an open session, and the caller who is charged for its commands' time.
     """
@@ -56,9 +56,9 @@ class BlocksFromOutside:
         serving: ServerSettings,
         peer_tls: Tls | None,
     ) -> None:
-        """``serving``: how the data plane serves, also on any port of a plug-in. ``peer_tls``: how
-        to reach other data planes, with the identity that this one has at the control plane; None
-        for plain text.
+        """``serving``: the data plane's settings for serving, also valid for any port of a plug-in.
+        ``peer_tls``: how to connect to other data planes, with the identity that this one has at
+        the control plane; None for plain text.
         """
         self.layout, self.shard = executor.layout, executor.shard
         self.serving, self.peer_tls = serving, peer_tls
@@ -90,7 +90,7 @@ class BlocksFromOutside:
         return self._submit(command, lane)
 
     def read(self, lane: Lane, blocks: BlockRange) -> Future[memoryview]:
-        """Read blocks of the session that are written, as bytes in the order of
+        """Read written blocks of the session, as bytes in the order of
         ``ReadBlocksResponse.blocks``. Raises as ``Executor.read_blocks``.
         """
 
@@ -137,8 +137,8 @@ class BlocksFromOutside:
 def write_bytes(
     executor: Executor, session_id: int, blocks: BlockRange, data: bytearray, plan_number: int
 ) -> pb.SignedPayload | None:
-    """Write ``data``, whole blocks of the layers that ``blocks`` names. Has to run as a command.
-    Raises as ``Executor.write_blocks``.
+    """Write ``data``, whole blocks of the layers that ``blocks`` names. Has to run on the worker
+    thread as a command. Raises as ``Executor.write_blocks``.
     """
     flat = torch.frombuffer(data, dtype=TORCH_DTYPES[executor.layout.kv_dtype])
     page = executor.pools.tier(tier_key_of(blocks.group, pb.TIER_DEVICE)).shape[2:]
@@ -150,26 +150,27 @@ def write_bytes(
 
 
 class PlugIn(Protocol):
-    """A service that an entry point of the group ``PLUG_INS`` makes from a ``BlocksFromOutside``.
-    Its settings are environment variables. Raises OSError and InvalidRequestError.
+    """A gRPC service that an installed package adds to the data plane. An entry point of the group
+    ``PLUG_INS`` makes it from a ``BlocksFromOutside``; its settings are environment variables.
+    Raises OSError and InvalidRequestError.
     """
 
     service: ServiceDescriptor
-    """Served beside the data plane's own: same address, TLS, roles, limits and metrics."""
+    """The service's descriptor; it shares the data plane's address, TLS, roles and limits."""
     declarations: Sequence[Declaration]
-    """The plug-in's metrics."""
+    """Declarations of the plug-in's metrics."""
 
     def add_to(self, server: Any) -> None:
-        """Add the servicer to a server of ``grpc.aio``."""
+        """Register the servicer with a server of ``grpc.aio``."""
 
     def start(self) -> None:
-        """Begin other work. Called before the server accepts calls."""
+        """Begin background work, if there is any. Called before the server accepts calls."""
 
     def stop(self, grace_s: float) -> None:
-        """End that work within ``grace_s``. Called after the last call, not on the event loop."""
+        """End background work within ``grace_s`` seconds; not called on the event loop."""
 
     def read(self, samples: Samples) -> None:
-        """Add samples of ``declarations``. Called on the thread of a scrape."""
+        """Add the values of the metrics in ``declarations``. Called on the thread of a scrape."""
 
 
 def load_plug_ins(names: str, outside: BlocksFromOutside) -> list[PlugIn]:

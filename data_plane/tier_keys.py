@@ -32,19 +32,19 @@ def tier_of(tier_key: TierKey) -> pb.Tier:
 
 
 def tier_keys_of(layout: Layout) -> list[TierKey]:
-    """Return all keys, group after group."""
+    """Return the tier keys of a layout, group after group."""
     return [tier_key_of(group, tier) for group in range(len(layout.groups)) for tier in TIERS]
 
 
 def in_groups(num_blocks: int | Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """Return the blocks of each layer group; a single number is for each of them."""
+    """Return the number of blocks of each layer group; a single number stands for each of them."""
     if isinstance(num_blocks, int):
         return (num_blocks,) * len(layout.groups)
     return tuple(num_blocks)
 
 
 def check_group(group: int, layout: Layout, field: str) -> int:
-    """Return the layer group if it exists. Raises InvalidRequestError naming ``field`` if not."""
+    """Return the layer group if it exists; raises InvalidRequestError naming ``field`` if not."""
     last = len(layout.groups) - 1
     if not 0 <= group <= last:
         raise InvalidRequestError(no_group(group, last), field=field)

@@ -9,7 +9,7 @@ from kvplane.serving.event_loop import tune_grpc
 
 
 def main() -> int:
-    """Run one command; return its exit code."""
+    """Run the engine's command line; returns its exit code."""
     tune_grpc()
 
     def run() -> int:

@@ -122,8 +122,8 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
 
     @property
     def call_timeout_s(self) -> float:
-        """Timeout of each call to a plane. A call that fails leaves half of ``recovery_timeout_s``
-        to open another session in.
+        """Timeout of each call to a plane in seconds: it leaves half of ``recovery_timeout_s`` to
+        open another session in.
         """
         return min(self.timeout_s, self.recovery_timeout_s / 2 or self.timeout_s)
 
@@ -171,7 +171,7 @@ class GenerateSettings(EngineSettings, LogSettings):
             raise InvalidRequestError(f"{self.prompts_file} is not a file", field="prompts_file")
 
     def prompts(self) -> list[str]:
-        """Return the prompts asked for."""
+        """Return the prompts to answer, from the flags or a file."""
         if self.prompts_file is None:
             return [self.prompt]
         return [line for line in self.prompts_file.read_text().splitlines() if line]

@@ -40,7 +40,8 @@ _log = logging.getLogger("engine")
 
 
 class LLM:
-    """A model that answers prompts, its KV cache behind a control plane and a data plane.
+    """An engine for one model: it answers prompts, and its KV cache is behind a control plane and a
+    data plane.
 
     ``LLM("models/recall").generate(["..."])``; keyword arguments are the fields of
     ``EngineSettings``. Raises UnavailableError when the pool is not ready in time and
@@ -53,7 +54,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineSettings) -> LLM:
-        """Make one from settings that a program parsed."""
+        """Make an engine from settings that a program parsed."""
         llm = cls.__new__(cls)
         llm._connect(config)
         return llm
@@ -121,7 +122,7 @@ class LLM:
         return self._core.add_request(prompt if isinstance(prompt, str) else "", token_ids, params)
 
     def step(self) -> list[Delta]:
-        """Run one step and return what it added to the requests that were submitted."""
+        """Run one step of the engine; returns what it added to the submitted requests."""
         deltas = self._core.step()
         if not self._core.has_work:
             self._core.settle()
@@ -133,17 +134,15 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do."""
+        """Return whether ``step`` has something to do."""
         return self._core.has_work
 
     def take_output(self, request_id: str) -> RequestOutput | None:
-        """Return the answer to a request that is done, once."""
+        """Return the answer to a request that is done, once; None if it is not done."""
         return self._core.take_output(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request with its present output, at the next step. From any thread; unknown ids are
-        ignored.
-        """
+        """End a request with its present output at the next step. Any thread may call it."""
         self._core.abort(request_id)
 
     def give_up(self) -> None:
@@ -152,15 +151,15 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
-        """Totals so far."""
+        """Return the engine's totals so far."""
         return self._core.stats
 
     def get_pool(self) -> PoolInfo:
-        """Ask the control plane for the pool's layout, shards and usage."""
+        """Fetch the pool's layout, shards and usage from the control plane."""
         return self._link.get_pool()
 
     def get_counters(self) -> dict[str, int]:
-        """Ask the control plane for the pool's counters; see ``ControlClient.get_counters``."""
+        """Fetch the pool's counters from the control plane; see ``ControlClient.get_counters``."""
         return self._link.get_counters()
 
     def close(self) -> None:
@@ -215,7 +214,7 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[str]:
-        """Queue all prompts, or none."""
+        """Queue all prompts, or none if one is invalid; returns their requests' ids."""
         if isinstance(prompts, str):
             raise InvalidRequestError("must be a list of prompts", field="prompts")
         params = _params_of_each(sampling_params, len(prompts))
@@ -230,7 +229,7 @@ class LLM:
 
     def _pool_slots(self) -> int:
         """Return the number of tokens that the pool can hold, or could when a session was last
-        open: while the planes are away there is none, and the next step looks for them.
+        open: while the planes are away there is no session, and the next step waits for them.
         """
         with suppress(InternalError, UnavailableError):
             session = self._link.session
@@ -253,7 +252,7 @@ class LLM:
         request_ids: list[str],
         outputs: dict[str, RequestOutput],
     ) -> Iterator[Delta]:
-        """Step until all of ``request_ids`` are in ``outputs``; yield deltas as they come."""
+        """Step until all of ``request_ids`` are in ``outputs``; yields deltas as they come."""
         open_ids = set(request_ids)
         try:
             while open_ids:

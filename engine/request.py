@@ -72,7 +72,7 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """The most sequences that a prompt becomes: continuations, or beams."""
+        """The maximum number of sequences that a prompt becomes: continuations, or beams."""
         return max(self.n, self.num_beams)
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log probability. ``likeliest``: of a token that was generated, the most likely ones
+    """A token with its log probability. ``likeliest``: of a generated token, the most likely ones
     in its place, the most likely first. ``text`` is empty where the model has no tokenizer.
     """
 
@@ -156,8 +156,8 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one continuation: final text, and the token that was sampled, or none
-    when the request was ended. ``logprob``: of that token, if asked for.
+    """What one step added to one continuation: final text, and the sampled token, if there is one.
+    ``logprob``: of that token, if it was asked for.
     """
 
     request_id: str
@@ -171,7 +171,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A prompt in the engine. ``arrival`` rises with every request."""
+    """A prompt in the engine. ``arrival`` is higher than that of every earlier request."""
 
     request_id: str
     arrival: int

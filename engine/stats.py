@@ -10,7 +10,7 @@ MAX_LATENCIES = 100_000
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine was made."""
+    """Counters and totals of an engine since it was made."""
 
     num_requests: int = 0
     num_failed_requests: int = 0
@@ -28,19 +28,17 @@ class EngineStats:
 
     @property
     def num_preemptions(self) -> int:
-        """The number of sequences whose device blocks were taken, by swap or recompute."""
+        """Number of sequences whose device blocks were taken, by swap or recompute."""
         return self.num_swap_preemptions + self.num_recompute_preemptions
 
     def note_step(self, seconds: float, num_tokens: int) -> None:
-        """Note a step that computed ``num_tokens`` tokens in ``seconds``."""
+        """Record a step that computed ``num_tokens`` tokens in ``seconds``."""
         self.num_steps += 1
         self.num_computed_tokens += num_tokens
         self.step_latencies_s.append(seconds)
 
     def step_latency_s(self, quantile: float) -> float:
-        """Return the ``quantile`` (0 to 1) of the steps' latencies, by the nearest rank; 0 when
-        there was no step.
-        """
+        """Return a quantile (0 to 1) of steps' seconds, by the nearest rank; 0 without steps."""
         ordered = sorted(self.step_latencies_s)
         if not ordered:
             return 0.0

@@ -11,12 +11,12 @@ _VARIABLES: Final = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def tune_torch(num_threads: int, *, is_embedded: bool) -> None:
-    """Choose how long torch's ``num_threads`` threads (0: one for each CPU) wait for work before
+    """Choose how long torch's ``num_threads`` threads (0: one for each CPU) poll for work before
     they sleep, unless the environment does. Works before torch is imported.
 
-    By default they wait for milliseconds, which is right for an engine that runs alone: waking them
+    By default they poll for milliseconds, which is right for an engine that runs alone: waking them
     takes longer than a layer's attention (``is_embedded``), and where each thread of torch and each
-    of our own kernels can have a CPU. Where a data plane beside the engine needs a CPU, waiting
+    of our own kernels can have a CPU. Where a data plane beside the engine needs a CPU, polling
     threads would keep it from working.
     """
     num_cpus = len(os.sched_getaffinity(0))

@@ -8,7 +8,7 @@ from kvplane.cli.extras import run_or_explain
 
 
 def main() -> int:
-    """Run the command. Returns its exit code."""
+    """Run the ``kvplane`` command. Returns its exit code."""
 
     def run() -> int:
         from kvplane.cli.program import run

@@ -16,7 +16,7 @@ _OF_HEADS: Final = ("alibi_slopes", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How to attend; see the message of the same name.
+    """Options of one attention call; see the message of the same name.
 
     scale: factor of the dot products of queries and keys; 0 means 1 / sqrt(head_size).
     sliding_window_tokens: a query token sees its last that many positions, itself included; 0
@@ -62,7 +62,7 @@ class AttentionOptions:
         return replace(self, sliding_window_tokens=sliding_window_tokens)
 
     def of_heads(self, heads: Sequence[range]) -> AttentionOptions:
-        """Return the options for these query heads, one range after another."""
+        """Return the options restricted to these ranges of query heads, which are joined."""
         if not (self.alibi_slopes or self.sinks):
             return self
         slopes = tuple(x for each in heads for x in self.alibi_slopes[each.start : each.stop])
@@ -70,7 +70,7 @@ class AttentionOptions:
         return replace(self, alibi_slopes=slopes, sinks=sinks)
 
     def to_proto(self) -> pb.AttentionOptions:
-        """Return the message."""
+        """Convert the options to their message."""
         return pb.AttentionOptions(
             scale=self.scale,
             sliding_window_tokens=self.sliding_window_tokens,
@@ -97,7 +97,7 @@ class AttentionOptions:
 
 
 def _require_few(of_heads: Sized, field: str) -> None:
-    """Limit the length before the values are checked one by one."""
+    """Raise InvalidRequestError for too many values, before each of them is checked."""
     if len(of_heads) > MAX_QUERY_HEADS:
         raise InvalidRequestError(
             f"must be at most {MAX_QUERY_HEADS}, one for each query head, are {len(of_heads)}",
@@ -106,6 +106,6 @@ def _require_few(of_heads: Sized, field: str) -> None:
 
 
 def _require_finite(value: float, field: str, which: str) -> None:
-    """Reject NaN and what overflows float32, in which kernels compute."""
+    """Raise InvalidRequestError for NaN and for what overflows float32, the kernels' type."""
     if not abs(value) <= _MAX_FLOAT32:
         raise InvalidRequestError(f"{which}must be finite in float32, is {value}", field=field)

@@ -60,8 +60,8 @@ from typing import Final
 
 
 class KvplaneError(Exception):
-    """Base class. ``message`` is for people; ``field`` names the request field at fault, dotted,
-    or is empty.
+    """Base class of all errors. ``message`` is for people; ``field`` names the request field at
+    fault, dotted, or is empty.
 
     ``retry_delay_s``: seconds to wait before trying again, None when trying again cannot help.
     ``request_id``: of the call that a server refused, as its log names it; else empty.
@@ -82,7 +82,7 @@ class KvplaneError(Exception):
 
     @property
     def reason(self) -> str:
-        """UPPER_SNAKE of the class name without ``Error``: what travels on the wire."""
+        """The reason on the wire: the class name without ``Error`` in UPPER_SNAKE case."""
         return reason_of(type(self))
 
 
@@ -111,23 +111,23 @@ class SequenceExistsError(KvplaneError):
 
 
 class CapacityError(KvplaneError):
-    """There is no room."""
+    """Base class: there is no room for what was requested."""
 
 
 class PoolFullError(CapacityError):
-    """LATER: no room now."""
+    """LATER: the pool has no room now, but will after receipts, frees or swaps."""
 
 
 class NeverFitsError(CapacityError):
-    """NEVER: larger than the pool."""
+    """NEVER: the request needs more than the whole pool has."""
 
 
 class QuotaExceededError(CapacityError):
-    """A limit on what callers may open, send or hold."""
+    """The caller would exceed a limit on what it may open, send or hold."""
 
 
 class TooManyPlansInFlightError(CapacityError):
-    """Receipts are due before another step."""
+    """The session has too many plans without receipts; submit receipts before the next step."""
 
 
 class StaleError(KvplaneError):
@@ -151,7 +151,7 @@ class StaleIncarnationError(StaleError):
 
 
 class StaleGenerationError(StaleError):
-    """The block has been allocated again since, or taken for another session."""
+    """The block was allocated again since, or taken for another session."""
 
 
 class ConflictError(KvplaneError):
@@ -179,9 +179,7 @@ class PlanConflictError(ConflictError):
 
 
 class PlanOutOfOrderError(ConflictError):
-    """The plan does not follow the one that ran last, or a layer is not of the latest plan and its
-    present pass.
-    """
+    """The plan does not follow the last one, or a layer is of another plan or pass than it."""
 
 
 class PlanReceiptedError(ConflictError):
@@ -225,11 +223,11 @@ class UnauthenticatedError(KvplaneError):
 
 
 class NotPermittedError(KvplaneError):
-    """The caller may not do this."""
+    """The caller lacks the role or the rights for this request."""
 
 
 class UnavailableError(KvplaneError):
-    """Try again a little later."""
+    """Base class: the service is not available now; try again a little later."""
 
 
 class PlaneUnavailableError(UnavailableError):
@@ -241,7 +239,7 @@ class PoolNotReadyError(UnavailableError):
 
 
 class DeadlineExceededError(KvplaneError):
-    """No answer within the deadline."""
+    """No answer came within the deadline."""
 
 
 class CancelledError(KvplaneError):
@@ -249,7 +247,7 @@ class CancelledError(KvplaneError):
 
 
 class IntegrityError(KvplaneError):
-    """Data is not what its author wrote."""
+    """Base class: received data is not what its author wrote."""
 
 
 class BadSignatureError(IntegrityError):
@@ -309,7 +307,7 @@ CODES: Final[dict[type[KvplaneError], str]] = {
 
 
 def reason_of(cls: type[KvplaneError]) -> str:
-    """``PoolFullError`` -> ``POOL_FULL``."""
+    """Return the reason of an error class: ``PoolFullError`` -> ``POOL_FULL``."""
     name = cls.__name__.removesuffix("Error")
     return "".join(f"_{c}" if c.isupper() and i else c for i, c in enumerate(name)).upper()
 

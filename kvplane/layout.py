@@ -25,11 +25,11 @@ from kvplane.wire.v1 import types_pb2 as pb
 BLOCK_SIZES: Final = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_SIZE: Final = 512
 MAX_LATENT_SIZE: Final = 576
-"""Elements of a latent, which all query heads share: DeepSeek's 512, and 64 with positions."""
+"""Largest number of elements of a latent: DeepSeek's 512, and 64 with positions."""
 FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Types of queries, keys and values, with the bytes of an element."""
+"""Types of queries, keys and values, each with the bytes of an element."""
 FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
-"""Types in which only stored keys and values may be; the only ones with scales."""
+"""Types that only stored keys and values may have, with bytes; the only ones with scales."""
 ELEMENT_BYTES: Final = FLOAT_BYTES | FP8_BYTES
 _TO_WIRE: Final = {
     "float32": pb.ELEMENT_TYPE_FLOAT32,
@@ -54,14 +54,14 @@ _SCALES: Final = ("key_scales", "value_scales")
 
 
 def dtype_to_wire(dtype: str) -> pb.ElementType:
-    """``"bfloat16"`` -> ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError for another name."""
+    """Convert ``"bfloat16"`` to ``ELEMENT_TYPE_BFLOAT16``. Raises InvalidRequestError."""
     if dtype not in _TO_WIRE:
         raise InvalidRequestError(f"{dtype!r} is none of {', '.join(_TO_WIRE)}", field="dtype")
     return _TO_WIRE[dtype]
 
 
 def dtype_from_wire(value: pb.ElementType, *, field: str) -> str:
-    """The inverse of ``dtype_to_wire``. Raises InvalidRequestError naming ``field``."""
+    """Convert an ElementType to its name. Raises InvalidRequestError naming ``field``."""
     if value not in _FROM_WIRE:
         raise InvalidRequestError(f"element type {value} is not known", field=field)
     return _FROM_WIRE[value]
@@ -95,12 +95,12 @@ class LayerGroup:
 
     @property
     def value_size(self) -> int:
-        """Elements of one head's value."""
+        """Number of elements of one head's value."""
         return self.value_head_size or self.head_size
 
     @property
     def stored_sizes(self) -> tuple[int, ...]:
-        """Elements of what is stored of one head and token: a key and a value, or a latent."""
+        """Number of elements stored of a head and token: of key and value, or of the latent."""
         if self.cache_kind == LATENT:
             return (self.head_size,)
         return (self.head_size, self.value_size)
@@ -114,9 +114,9 @@ class LayerGroup:
         return (num_kv_heads * block_size_tokens * sum(self.stored_sizes),)
 
     def canonical(self) -> dict[str, Any]:
-        """The fields as they enter the fingerprint: scales as the bits of their float32, because
-        languages print floats in different ways. Scales, cache kind, value head size and page
-        size do not enter it when they are the default.
+        """Return the fields from which the fingerprint is computed. Scales are the bits of their
+        float32, because languages print floats in different ways. Scales, cache kind, value head
+        size and page size are left out when they are the default.
         """
         fields = asdict(self)
         if self.cache_kind == KEYS_AND_VALUES:
@@ -135,7 +135,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A pool's layout; see the message of the same name. Valid by construction."""
+    """The layout of a pool's bytes; see the message of the same name. Valid by construction."""
 
     model_id: str
     block_size_tokens: int
@@ -240,7 +240,7 @@ class Layout:
         return scaled if _unscaled(scaled) == _unscaled(self) else self
 
     def differences(self, other: Layout) -> str:
-        """List each field that differs, with this layout's value and then the other's."""
+        """Return a text with each field that differs: this layout's value, then the other's."""
         mine, others = dict(_flat(asdict(self))), dict(_flat(asdict(other)))
         return ", ".join(
             f"{name} {_shown(mine.get(name))} and not {_shown(others.get(name))}"
@@ -250,18 +250,18 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
-        """Layers over all groups."""
+        """Number of layers over all groups."""
         return sum(len(group.layers) for group in self.groups)
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """Layers that keep latents."""
+        """The layers that keep latents."""
         groups = (group for group in self.groups if group.cache_kind == LATENT)
         return frozenset(layer for group in groups for layer in group.layers)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in the layers of all groups."""
+        """Bytes that one token takes in the layers of all groups."""
         blocks = sum(self.block_bytes(group) for group in range(len(self.groups)))
         return blocks // self.block_size_tokens
 
@@ -272,7 +272,7 @@ class Layout:
         return len(g.layers) * page_elements * ELEMENT_BYTES[self.kv_dtype]
 
     def to_proto(self) -> pb.Layout:
-        """Return the message, fingerprint filled in."""
+        """Convert the layout to its message, with its fingerprint."""
         return pb.Layout(
             model_id=self.model_id,
             block_size_tokens=self.block_size_tokens,
@@ -359,7 +359,7 @@ def _require(ok: bool, field: str, wanted: str) -> None:
 
 
 def _float32(number: Any) -> float:
-    """Return the nearest float32; NaN, which no scale may be, if out of range or no number."""
+    """Round to the nearest float32; NaN, which no scale may be, if out of range or no number."""
     try:
         (rounded,) = struct.unpack("<f", struct.pack("<f", number))
     except (OverflowError, struct.error):

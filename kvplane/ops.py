@@ -23,23 +23,23 @@ class Operation(Protocol):
     """One operation of a step, which callers pass on unread. At run time it is a message."""
 
     def SerializeToString(self) -> bytes:
-        """Return its bytes."""
+        """Encode the operation as bytes."""
         ...
 
 
 class DeferredTokens(Protocol):
-    """Tokens for a step, which callers pass on unread. At run time they are a message."""
+    """Token ids of slots scheduled without them, passed on unread. At run time a message."""
 
     def SerializeToString(self) -> bytes:
-        """Return their bytes."""
+        """Encode the tokens as bytes."""
         ...
 
 
 Column = Iterable[int] | bytes
 Numbers = int | Column
-"""A column, or the one number that it has for each sequence."""
+"""A column of numbers, or one number that holds for each sequence."""
 Tokens = Column
-"""Token ids: an int32 column."""
+"""Token ids as an int32 column."""
 _OVER_INT32: Final = 1 << 31
 _TIERS: Final = {"device": types_pb2.TIER_DEVICE, "host": types_pb2.TIER_HOST}
 
@@ -162,7 +162,8 @@ def deferred_tokens(
     num_tokens: Numbers,
     token_ids: Tokens,
 ) -> DeferredTokens:
-    """Tokens of positions that earlier appends reserved, as those of ``append``.
+    """Give the token ids of positions that earlier appends scheduled without them; columns as in
+    ``append``.
 
     ``admitted_by``: the number of the step that admitted or forked each sequence, which is
     ``Session.last_number`` after that step.
@@ -179,12 +180,12 @@ def deferred_tokens(
 
 
 def pack_tokens(token_ids: Tokens) -> bytes:
-    """Pack ``token_ids`` into a column."""
+    """Pack token ids into an int32 column."""
     return pack(INT32, token_ids, "token_ids")
 
 
 def pack_each(kind: str, values: Numbers, field: str, num: int = 1) -> bytes:
-    """Pack a column; an integer stands for ``num`` elements."""
+    """Pack numbers into a column; a single integer stands for ``num`` equal elements."""
     if isinstance(values, Iterable):
         return pack(kind, values, field)
     return pack(kind, [values], field) * num

@@ -48,19 +48,16 @@ _MAX_TRIES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The tokens of a prompt that are in the pool after ``PrefixLoader.load``, and how many of them
-    came from files.
-    """
+    """Result of ``PrefixLoader.load``: tokens that are in the pool, and those from files."""
 
     num_cached_tokens: int
     num_loaded_tokens: int
 
 
 class PrefixLoader:
-    """Loads prefixes by a session of its own, in their pool and namespace: a session that computes
-    could not continue meanwhile. Loads run one after another. ``control``: finds what is cached.
-
-    ``timeout_s``: for all of a load.
+    """Loads prefixes from data planes' files into their pool, by a session of its own: a session
+    that computes could not continue meanwhile. Loads run one after another. ``control``: finds what
+    is cached. ``timeout_s``: for all of a load.
     """
 
     def __init__(
@@ -115,12 +112,12 @@ class PrefixLoader:
         return Loaded(num_cached, 0)
 
     async def close(self) -> None:
-        """Ends every call. The session stays open."""
+        """End every call of the loader. Its session stays open."""
         if self._execution is not None:
             await self._execution.close()
 
     async def _num_in_files(self, column: bytes) -> int:
-        """Return the number of leading tokens that all shards have in files."""
+        """Return how many leading tokens of a prompt all shards have in files."""
         shards = shards_of(await self._opened())
         found = await all_of([each.find_files(column, self._timeout_s) for each in shards])
         return min(found) * self._session.layout.block_size_tokens
@@ -173,9 +170,7 @@ class PrefixLoader:
         return execution.has_run
 
     async def _free_all(self) -> None:
-        """Free the sequences of a load that was interrupted anywhere. The outcome of its last call
-        may be unknown.
-        """
+        """Free the sequences of an interrupted load, whose last call's outcome may be unknown."""
         aborted = await self._session.abort_plans(whole_tables=True)
         self._session.take_abandoned()  # their plans are aborted, or have run
         assert aborted.plan is not None
@@ -192,5 +187,5 @@ class PrefixLoader:
         await self._session.submit_receipts()
 
     async def _run(self, plan: Signed) -> None:
-        """Run a plan that only drops tables, or names those that are left."""
+        """Run a plan that computes nothing: it drops tables, or names those that are left."""
         await (await self._opened()).start(plan, timeout_s=self._timeout_s)

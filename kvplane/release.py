@@ -14,7 +14,7 @@ COMMIT_FILE = "commit.txt"  # beside this file in wheels and source distribution
 
 @cache
 def release() -> str:
-    """Return the release and its commit; the release alone where the commit is not known."""
+    """Return the version of the release with its commit, or alone if that is not known."""
     from kvplane import __version__  # setup.py runs this file, and cannot import its package
 
     known = commit()
@@ -22,8 +22,8 @@ def release() -> str:
 
 
 def commit() -> str:
-    """Return the commit's first 12 digits: from the file that a build writes, or from git in a
-    checkout; empty if neither is there.
+    """Return 12 digits of the commit, from the file that a build writes or from git in a checkout;
+    empty if neither is there.
     """
     here = Path(__file__).resolve().parent
     if (here / COMMIT_FILE).exists():

@@ -30,7 +30,7 @@ from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 HASH_BYTES: Final = 16
-"""Bytes of a block's chained hash."""
+"""Bytes of a block's hash, which covers all tokens up to the block's end."""
 
 
 class Signed(Protocol):
@@ -39,12 +39,12 @@ class Signed(Protocol):
     """
 
     def SerializeToString(self) -> bytes:
-        """Return its bytes, for ``read_signed`` in another process."""
+        """Encode it as bytes, for ``read_signed`` in another process."""
         ...
 
 
 def read_signed(data: bytes) -> Signed:
-    """Read what ``Signed.SerializeToString`` returned. Raises InvalidRequestError."""
+    """Parse what ``Signed.SerializeToString`` returned. Raises InvalidRequestError."""
     try:
         return SignedPayload.FromString(data)
     except DecodeError as error:
@@ -52,46 +52,46 @@ def read_signed(data: bytes) -> Signed:
 
 
 class StepResult:
-    """Result of a step."""
+    """The control plane's answer to a step."""
 
     __slots__ = ("_earlier", "_message", "_results")
 
     def __init__(self, message: pb.StepResponse, earlier: SessionNews | None = None) -> None:
-        """``earlier``: news that nobody has read."""
+        """``earlier``: news of earlier answers that the caller has not read."""
         self._message = message
         self._earlier = earlier
         self._results: list[OperationResult] | None = None
 
     @property
     def results(self) -> list[OperationResult]:
-        """One for each operation, in order."""
+        """The result of each operation, in order."""
         if self._results is None:
             self._results = [OperationResult(each) for each in self._message.results]
         return self._results
 
     @property
     def plan(self) -> Signed | None:
-        """For the data plane; None when there is nothing to carry out."""
+        """The plan to run on the data planes; None when there is nothing to carry out."""
         return self._message.plan if self._message.HasField("plan") else None
 
     @property
     def usage(self) -> tuple[TierUsage, ...]:
-        """Usage of the pool's blocks after the step, for each tier of each layer group."""
+        """How the pool's blocks are used after the step, for each tier of each layer group."""
         return tier_usages(self._message.usage)
 
     @property
     def revision(self) -> int:
-        """Number of changes to the pool's prefix index so far."""
+        """Revision of the pool's prefix index after the step: its number of changes so far."""
         return self._message.revision
 
     @property
     def has_news(self) -> bool:
-        """Whether ``news`` has any."""
+        """Whether ``news`` has any events."""
         return self._earlier is not None or self._message.HasField("news")
 
     @property
     def news(self) -> SessionNews:
-        """Events that the session did not request."""
+        """Events since the last answer that the session did not request."""
         news = news_of(self._message.news)
         return news if self._earlier is None else self._earlier.then(news)
 
@@ -100,7 +100,7 @@ class StepResult:
         return StepResult(self._message, earlier)
 
     def raise_for_status(self) -> StepResult:
-        """Return the result itself. Raises ``error_of`` the first item that was not done."""
+        """Return the result, or raise ``error_of`` the first item that was not done."""
         for outcome in self._message.results:
             for failure in outcome.failures:
                 raise error_of(failure)
@@ -140,9 +140,7 @@ class ItemFailure:
 
 
 class OperationResult:
-    """What came of one operation. Columns have an element for each item, 0 for those that were not
-    done.
-    """
+    """The result of one operation. Columns have an element for each item, 0 if it failed."""
 
     __slots__ = ("_message",)
 
@@ -166,30 +164,28 @@ class OperationResult:
 
     @property
     def admit(self) -> AdmitResult:
-        """What ``ops.admit`` did; all 0 when it was not done."""
+        """The result of ``ops.admit``; all fields are 0 when it was not done."""
         done = self._message.admit
         return AdmitResult(done.num_cached_tokens, done.num_blocks, done.num_scheduled_tokens)
 
     @property
     def num_table_blocks(self) -> array[int]:
-        """Of ``ops.append`` and ``ops.fork``: blocks in each table."""
+        """Number of blocks in each table after ``ops.append`` or ``ops.fork``."""
         return columns.read(INT32, self._message.num_table_blocks, "num_table_blocks")
 
     @property
     def num_released_blocks(self) -> array[int]:
-        """Of ``ops.free`` and ``ops.truncate``: blocks that no table refers to any more."""
+        """Number of blocks that no table refers to after ``ops.free`` or ``ops.truncate``."""
         return columns.read(INT32, self._message.num_released_blocks, "num_released_blocks")
 
     @property
     def num_swapped_blocks(self) -> int:
-        """Of ``ops.swap``: blocks copied to the other tier."""
+        """Number of blocks that ``ops.swap`` copies to the other tier."""
         return self._message.num_swapped_blocks
 
 
 def total_of(counters: Mapping[str, int], name: str) -> int:
-    """Sum a counter of ``ControlClient.get_counters`` over its labels, such as
-    "evictions_total".
-    """
+    """Sum a counter of ``ControlClient.get_counters``, such as "evictions_total", over labels."""
     return sum(value for sample, value in counters.items() if sample.partition("{")[0] == name)
 
 
@@ -211,7 +207,7 @@ _fields_of_usage: Final = attrgetter(*TierUsage._fields)
 
 
 def tier_usages(messages: Iterable[types_pb2.TierUsage]) -> tuple[TierUsage, ...]:
-    """Read messages."""
+    """Parse messages of tiers' usage."""
     return tuple([TierUsage._make(_fields_of_usage(each)) for each in messages])
 
 
@@ -227,7 +223,7 @@ class ShardInfo:
 
     @classmethod
     def from_proto(cls, message: types_pb2.ShardInfo) -> ShardInfo:
-        """Read a message."""
+        """Parse a message."""
         return cls(
             Shard.from_proto(message.shard),
             message.epoch,
@@ -237,7 +233,7 @@ class ShardInfo:
         )
 
     def to_proto(self) -> types_pb2.ShardInfo:
-        """Return the message."""
+        """Convert the description to its message."""
         return types_pb2.ShardInfo(
             shard=self.shard.to_proto(),
             epoch=self.epoch,
@@ -249,7 +245,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """A pool. ``shards``: those registered, by index. ``ready``: whether sessions can be opened."""
+    """A pool's description. ``shards``: those registered. ``ready``: whether it takes sessions."""
 
     layout: Layout
     shards: tuple[ShardInfo, ...]
@@ -258,7 +254,7 @@ class PoolInfo:
 
     @classmethod
     def from_proto(cls, message: pool_pb2.GetPoolResponse) -> PoolInfo:
-        """Read a message. Raises InvalidRequestError for a layout that cannot be."""
+        """Parse a message. Raises InvalidRequestError for a layout that is not valid."""
         return cls(
             Layout.from_proto(message.layout),
             tuple(map(ShardInfo.from_proto, message.shards)),
@@ -269,9 +265,9 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A plane. ``version``: its release. ``incarnation``: the control plane's run, 0 if a data
-    plane has registered with none. Of a data plane ``pool_id``, ``shard`` and ``device``: its part
-    of a pool, and where its device tier is, "cpu" or "cuda:N".
+    """Description of a plane. ``version``: its release. ``incarnation``: the control plane's run, 0
+    if a data plane has registered with none. Of a data plane ``pool_id``, ``shard`` and ``device``:
+    its part of a pool, and where its device tier is, "cpu" or "cuda:N".
     """
 
     version: str
@@ -283,8 +279,8 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True)
 class SessionSummary:
-    """An open session; the message of the same name. ``time_to_live_s``: how long its lease still
-    runs. ``incarnation``: of the control plane that opened it.
+    """Description of an open session; the message of the same name. ``time_to_live_s``: how long
+    its lease still runs. ``incarnation``: of the control plane that opened it.
     """
 
     incarnation: int
@@ -299,7 +295,7 @@ class SessionSummary:
 
     @classmethod
     def from_proto(cls, message: pool_pb2.SessionSummary) -> SessionSummary:
-        """Read a message."""
+        """Parse a message."""
         return cls(
             message.session.incarnation,
             message.session.session_id,
@@ -318,7 +314,7 @@ _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """A sequence as the control plane sees it; an element of the message SequenceStates.
+    """State of a sequence at the control plane; an element of the message SequenceStates.
 
     ``admitted_by``: the number of the step that admitted or forked it. Of its ``num_tokens`` known
     tokens the first ``num_scheduled_tokens`` were cached or are computed by some plan, and the KV
@@ -336,7 +332,7 @@ class SequenceState:
 
 
 def sequence_states(message: pb.SequenceStates) -> list[SequenceState]:
-    """The elements, ids ascending. Raises InvalidRequestError when columns differ in length."""
+    """Parse sequences' states, ids ascending. Raises InvalidRequestError if columns differ."""
     num_sequences = columns.count(INT64, message.sequence_ids)
     kinds = {"sequence_ids": INT64, "admitted_by": INT64, "tiers": UINT8}
     values = (
@@ -364,7 +360,7 @@ class BlockTable:
 
 
 def block_table(message: types_pb2.Blocks) -> BlockTable:
-    """Read a table. Raises InvalidRequestError when columns differ in length."""
+    """Parse a block table. Raises InvalidRequestError when columns differ in length."""
     indices = columns.read(INT32, message.indices, "indices")
     generations = columns.read(INT64, message.generations, "generations", length=len(indices))
     return BlockTable(message.group, message.tier, indices, generations)
@@ -408,14 +404,14 @@ class PoolMatch:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Leading tokens cached in either tier, whole blocks."""
+        """Number of leading tokens cached in either tier, in whole blocks."""
         return self.num_device_tokens + self.num_host_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetResult:
-    """``num_forgotten_blocks``: taken out of the index. ``num_blocks_in_use``: of these, blocks
-    that sequences still refer to.
+    """Result of ``forget_prefixes``. ``num_forgotten_blocks``: taken out of the index.
+    ``num_blocks_in_use``: of these, blocks that sequences still refer to.
     """
 
     num_forgotten_blocks: int
@@ -423,7 +419,7 @@ class ForgetResult:
 
 
 def pool_match(message: ppb.PoolMatch) -> PoolMatch:
-    """Read a match. Raises InvalidRequestError when columns differ in length."""
+    """Parse a match. Raises InvalidRequestError when columns differ in length."""
     return PoolMatch(
         message.pool_id,
         message.num_device_tokens,
@@ -479,7 +475,7 @@ class SessionNews:
     sequences_asked: tuple[int, ...]
 
     def then(self, later: SessionNews) -> SessionNews:
-        """Return these news followed by later ones."""
+        """Return these news merged with later ones."""
         asked = later if later.num_blocks_asked else self
         return SessionNews(
             (*self.granted, *later.granted),
@@ -519,12 +515,12 @@ class ShardBlocks:
 
 
 def shard_blocks(message: dpb.ReadBlocksResponse) -> ShardBlocks:
-    """Read the blocks of an answer. Raises InternalError for a malformed tensor."""
+    """Parse the blocks of an answer. Raises InternalError for a malformed tensor."""
     return ShardBlocks(answered_tensor(message.blocks, "blocks"), message.layout_fingerprint)
 
 
 def answered_tensor(message: types_pb2.Tensor, field: str) -> Tensor:
-    """Read a data plane's tensor. Raises InternalError when it is malformed."""
+    """Parse a tensor in a data plane's answer. Raises InternalError when it is malformed."""
     try:
         return Tensor.from_proto(message, field=field)
     except InvalidRequestError as error:

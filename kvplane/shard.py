@@ -17,7 +17,8 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One process's part; see the message of the same name. ``whole`` is the usual one.
+    """The part of a pool's layers and KV heads that one process holds; see the message of the same
+    name. ``whole`` is the usual one.
 
     KV heads are counted in the layer group that has most of them; of a group with fewer a shard
     holds the same share.
@@ -33,7 +34,7 @@ class Shard:
 
     @classmethod
     def whole(cls, layout: Layout) -> Shard:
-        """The only shard of an undivided pool."""
+        """Return the only shard of an undivided pool."""
         first = min(group.layers[0] for group in layout.groups)
         num_layers = max(group.layers[-1] for group in layout.groups) + 1 - first
         return cls(0, 1, first, num_layers, 0, most_kv_heads(layout))
@@ -66,12 +67,14 @@ class Shard:
 
     @property
     def part(self) -> tuple[int, int, int, int]:
-        """Identifies the part held: equal for copies of each other, and for no others."""
+        """Return a tuple that identifies the part: equal for copies of each other, and no
+        others.
+        """
         return self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads
 
     def layers(self, layout: Layout) -> tuple[int, ...]:
-        """The model layers held, ascending, over all groups. Raises InvalidRequestError naming a
-        field of ``shard`` when it does not fit the layout.
+        """Return the model's layers that the shard holds, ascending, over all groups. Raises
+        InvalidRequestError naming a field of ``shard`` when it does not fit the layout.
         """
         _require(self.num_shards >= 1 and 0 <= self.index < self.num_shards, "index")
         _require(self.num_layers >= 1, "num_layers")
@@ -93,18 +96,18 @@ class Shard:
         return tuple(sorted(held))
 
     def group_layers(self, layout: Layout, group: int) -> tuple[int, ...]:
-        """The model layers of a group that are held, ascending."""
+        """Return the model's layers of a group that the shard holds, ascending."""
         end = self.first_layer + self.num_layers
         return tuple(x for x in layout.groups[group].layers if self.first_layer <= x < end)
 
     def kv_heads(self, layout: Layout, group: int) -> range:
-        """The KV heads of a group's layers that are held."""
+        """Return the KV heads of a group's layers that the shard holds."""
         num_heads, most = layout.groups[group].num_kv_heads, most_kv_heads(layout)
         end = self.first_kv_head + self.num_kv_heads
         return range(self.first_kv_head * num_heads // most, end * num_heads // most)
 
     def block_bytes(self, layout: Layout, group: int = 0) -> int:
-        """Bytes of one block of a group in this shard: K and V of the layers and heads held."""
+        """Return the bytes of a group's block in this shard: K and V of its layers and heads."""
         num_heads = len(self.kv_heads(layout, group))
         page = layout.groups[group].page_shape(num_heads, layout.block_size_tokens)
         num_layers = len(self.group_layers(layout, group))
@@ -124,7 +127,7 @@ class Shard:
         )
 
     def to_proto(self) -> pb.Shard:
-        """Return the message."""
+        """Convert the shard to its message."""
         return pb.Shard(
             index=self.index,
             num_shards=self.num_shards,
@@ -137,7 +140,7 @@ class Shard:
 
 
 def most_kv_heads(layout: Layout) -> int:
-    """KV heads of the layer group that has most."""
+    """Return the number of KV heads of the layer group that has most."""
     return max(group.num_kv_heads for group in layout.groups)
 
 
@@ -157,7 +160,9 @@ class QueryHeads:
 
     @classmethod
     def of(cls, shard: Shard, shards: Sequence[Shard], layout: Layout, group: int) -> QueryHeads:
-        """Return those of ``shard``, one of a pool's ``shards``, in the layers of a group."""
+        """Return the query heads of ``shard``, one of the pool's ``shards``, in a group's
+        layers.
+        """
         num_copies = sum(other.part == shard.part for other in shards)
         num_kv_heads = layout.groups[group].num_kv_heads
         return cls(shard.kv_heads(layout, group), num_kv_heads, shard.copy, num_copies)

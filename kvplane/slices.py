@@ -12,7 +12,7 @@ Slices = Generator[None, None, T]
 
 
 def run_to_end(slices: Slices[T]) -> T:
-    """Run all slices now; returns the result."""
+    """Run all slices now, without a pause; returns the result."""
     while True:
         try:
             next(slices)
@@ -26,7 +26,7 @@ def guarded(
     lock: AbstractContextManager[object],
     guard: Callable[[], AbstractContextManager[None]],
 ) -> Slices[T]:
-    """Run each slice inside of ``lock`` and ``guard()``."""
+    """Run each slice inside of ``lock`` and of a new context ``guard()``."""
     while True:
         with lock, guard():
             try:
@@ -38,6 +38,6 @@ def guarded(
 
 
 def whole(work: Callable[[], T]) -> Slices[T]:
-    """Run ``work`` as the only slice."""
+    """Wrap a function as work of one slice."""
     yield from ()
     return work()

@@ -21,7 +21,7 @@ from kvplane.wire.v1 import types_pb2 as pb
 MAX_DIMENSIONS: Final = 8
 _NUMPY_DTYPES: Final = ("float32", "float16")
 _CPU: Final = 1
-"""The kind of device, by DLPack."""
+"""Number of the device type "CPU" in DLPack."""
 _VERSION: Final = (1, 0)
 # By code and bits of an element.
 _TYPES: Final = {
@@ -35,7 +35,8 @@ _TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """``data`` holds product(shape) little-endian elements of ``dtype``, row-major.
+    """A tensor in bytes. ``data`` holds product(shape) little-endian elements of ``dtype``,
+    row-major.
 
     Consumers of DLPack, such as torch.from_dlpack, get a copy, which numpy or torch makes. Valid by
     construction: raises InvalidRequestError with field "dtype", "shape" or "data".
@@ -64,7 +65,7 @@ class Tensor:
 
     @classmethod
     def zeros(cls, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of zeros. Raises as the constructor does."""
+        """Make a tensor of zeros. Raises as the constructor does."""
         if dtype not in ELEMENT_BYTES or any(extent < 0 for extent in shape):
             return cls(dtype, shape, b"")  # which raises
         return cls(dtype, shape, bytes(cls.size_bytes(dtype, shape)))
@@ -79,14 +80,14 @@ class Tensor:
         return cls(*_read_array(array))
 
     def numpy(self) -> Any:
-        """Copy to a numpy array. Raises InvalidRequestError for a type that numpy lacks."""
+        """Copy it to a numpy array. Raises InvalidRequestError for a type that numpy lacks."""
         if self.dtype not in _NUMPY_DTYPES:
             raise InvalidRequestError(f"numpy has no {self.dtype}: use torch()", field="dtype")
         numpy = import_module("numpy")
         return numpy.frombuffer(bytearray(self.data), self.dtype).reshape(self.shape)
 
     def torch(self) -> Any:
-        """Copy to a torch tensor on the CPU."""
+        """Copy it to a torch tensor on the CPU."""
         torch = import_module("torch")
         dtype = getattr(torch, self.dtype)
         if not self.num_elements:
@@ -102,12 +103,12 @@ class Tensor:
 
     @staticmethod
     def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor of a known ``dtype`` and ``shape``."""
+        """Return the bytes that a tensor of this ``dtype``, which is known, and ``shape`` takes."""
         return math.prod(shape) * ELEMENT_BYTES[dtype]
 
     @property
     def num_elements(self) -> int:
-        """Product of the extents."""
+        """Number of elements: the product of the extents."""
         return math.prod(self.shape)
 
     @property
@@ -116,7 +117,7 @@ class Tensor:
         return self.size_bytes(self.dtype, self.shape)
 
     def to_proto(self) -> pb.Tensor:
-        """Return a message with a copy of the data."""
+        """Convert the tensor to a message, copying the data."""
         return pb.Tensor(dtype=dtype_to_wire(self.dtype), shape=self.shape, data=bytes(self.data))
 
     @classmethod
@@ -151,8 +152,8 @@ class Tensor:
 
 
 def join_heads(parts: Sequence[tuple[Tensor, Sequence[range]]]) -> Tensor:
-    """Invert ``of_heads``: join tensors [num_tokens, heads of the part, size], given the heads of
-    each. Together they have every head once.
+    """Join tensors [num_tokens, heads of the part, size] by heads, given the heads of each: the
+    inverse of ``of_heads``. Together they have every head once.
     """
     if len(parts) == 1:
         return parts[0][0]
@@ -262,7 +263,7 @@ def _capsule_of(array: Any) -> Any:
 
 
 def _strides(shape: tuple[int, ...], tensor: _DLTensor) -> tuple[int, ...]:
-    """Return a contiguous array's strides; where the extent is 1, the tensor's own, never used."""
+    """Return a contiguous array's strides; where the extent is 1, the tensor's own."""
     return tuple(
         tensor.strides[i] if extent == 1 or 0 in shape else math.prod(shape[i + 1 :])
         for i, extent in enumerate(shape)

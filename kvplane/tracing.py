@@ -67,7 +67,7 @@ def setup(service: str, environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def use_application() -> None:
-    """Switch traces on in a process that has set OpenTelemetry up by itself: spans go to its tracer
+    """Switch traces on in a process that has set OpenTelemetry up itself: spans go to its tracer
     provider. Needs ``opentelemetry-api``.
     """
     global _tracer
@@ -77,14 +77,14 @@ def use_application() -> None:
 
 
 def is_on() -> bool:
-    """Whether spans are made."""
+    """Return whether tracing is switched on."""
     return _tracer is not None
 
 
 def span(
     name: str, parent: str = "", kind: Kind = "INTERNAL", **attributes: Value
 ) -> AbstractContextManager[Any]:
-    """Make a span that lasts as long as the context and is the current one inside. ``parent``: the
+    """Return a context in which a new span is current; the span ends with it. ``parent``: the
     ``traceparent`` of the span above it where none is current.
     """
     if _tracer is None:
@@ -97,7 +97,7 @@ def span(
 
 
 def begin(name: str, parent: str = "", kind: Kind = "INTERNAL", **attributes: Value) -> Span | None:
-    """Begin a span that ``end`` ends, on any thread. Returns None while traces are off."""
+    """Start a span that ``end`` ends, on any thread. Returns None while traces are off."""
     if _tracer is None:
         return None
     from opentelemetry.trace import SpanKind
@@ -108,7 +108,7 @@ def begin(name: str, parent: str = "", kind: Kind = "INTERNAL", **attributes: Va
 
 
 def inside(span: Span | None) -> AbstractContextManager[Any]:
-    """A context in which ``span`` is the current one. Does not end it."""
+    """Return a context in which ``span`` is the current one. Does not end it."""
     if span is None:
         return _NOTHING
     from opentelemetry.trace import use_span
@@ -140,7 +140,7 @@ def traceparent() -> str:
 
 
 def checked(traceparent: str) -> str:
-    """Return it if well-formed, else empty: by W3C a malformed parent starts a new trace."""
+    """Return ``traceparent`` if well-formed, else empty, which by W3C starts a new trace."""
     return traceparent if traceparent and _TRACEPARENT.fullmatch(traceparent) else ""
 
 
@@ -165,7 +165,7 @@ def _ours(attributes: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _above(parent: str) -> Context | None:
-    """Return the context for a new span: that of ``parent``, unless a span is current."""
+    """Return the OpenTelemetry context of ``parent`` for a new span, or the current span's."""
     from opentelemetry.trace import get_current_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -83,12 +83,12 @@ class Cache:
     def follow(self) -> None:
         """Begin to collect the index's changes for ``changes``."""
         request = ppb.WatchPrefixesRequest(pool_id=POOL)
-        self._follower = self._core.follow(request, _TENANT, lambda: None)
+        self._watcher = self._core.watch(request, _TENANT, lambda: None)
 
     def changes(self) -> list[PrefixEvent]:
         """Return the changes that followers of the pool were sent since the last call."""
         events: list[PrefixEvent] = []
-        while (message := self._follower.take()) is not None:
+        while (message := self._watcher.take()) is not None:
             events += read_events(message)
         return events
 

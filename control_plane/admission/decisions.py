@@ -13,23 +13,33 @@ from typing import Protocol
 
 
 class PoolView(Protocol):
-    """The device blocks of a pool. A physical block counts once, however many tables share it."""
+    """How many device blocks of a pool are free, held or coming back, as the admission queue sees
+    them. A physical block counts once, however many tables share it.
+    """
 
     @property
     def num_blocks(self) -> int:
-        """All device blocks."""
+        """Count all device blocks of the pool, whatever their state."""
 
     def num_obtainable(self, session: int) -> int:
-        """Blocks that the session could allocate now: free, evictable, its own retired ones."""
+        """Count the blocks that the session could allocate now: free, evictable, its own
+        retired.
+        """
 
     def num_pending(self, session: int) -> int:
-        """Other blocks that receipts and fences will bring back."""
+        """Count the blocks that the session cannot allocate yet, but that will be free once
+        outstanding receipts and fences arrive.
+        """
 
     def num_held(self, session: int, sequence: int) -> int:
-        """Blocks that the sequence and its forks refer to. It may be too high, never too low."""
+        """Count the blocks that a sequence and its forks refer to; perhaps too high,
+        never too low.
+        """
 
     def num_held_by(self, session: int) -> int:
-        """Blocks that all its live sequences refer to. It may be too high, never too low."""
+        """Count the blocks that a session's live sequences refer to; perhaps too high, never too
+        low.
+        """
 
     def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
         """Return when the sequence or a fork of it last made progress (something was scheduled or
@@ -37,12 +47,14 @@ class PoolView(Protocol):
         """
 
     def retired_since(self, session: int) -> float | None:
-        """Return when the oldest block that waits for the session's receipts was retired."""
+        """Return when the oldest block was retired that waits for this session's receipts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
-    """``turn_s``: how long a sequence may stay while others wait; it must be long enough for the
+    """Settings of the admission queue.
+
+    ``turn_s``: how long a sequence may stay while others wait; it must be long enough for the
     longest prefill. ``max_doublings``: how often a session's turn can double. ``idle_s``: how long
     a sequence that no plan in flight computes may stay without progress while others wait.
     ``grace_s``: how long a session waits before a sequence is asked to yield, and how long that
@@ -60,7 +72,7 @@ class AdmissionConfig:
 
 
 class Reason(enum.Enum):
-    """Why a sequence has to wait, or to yield."""
+    """Why a sequence has to wait for blocks, or has to give its blocks up."""
 
     QUEUE = enum.auto()  # others stand in front of it, or its session waits for another sequence
     GROWTH = enum.auto()  # sequences that are live already need the blocks
@@ -71,8 +83,9 @@ class Reason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class MustWait:
-    """An admission has to wait. ``position``: its position in the queue at most, 0 when it has
-    none. ``sequence``: the one that the session is queued for, if any.
+    """Decision that an admission has to wait. ``position``: how many places from the front of the
+    queue it is at most, 0 when it is not queued. ``sequence``: the sequence that the session has
+    queued, if any.
     """
 
     reason: Reason
@@ -82,7 +95,7 @@ class MustWait:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A live sequence whose growth was blocked gets blocks now: allocate them to it."""
+    """Decision that a live sequence whose growth was blocked gets its blocks now."""
 
     session: int
     sequence: int
@@ -91,7 +104,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The head of the queue can be admitted now, if it needs no more than ``num_blocks``."""
+    """Decision that the head of the queue may be admitted if it needs at most ``num_blocks``."""
 
     session: int
     sequence: int
@@ -100,7 +113,9 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Pressure:
-    """The sequence will be cut at ``deadline_s`` unless it leaves, or nobody needs its blocks."""
+    """Warning that a sequence will be cut at ``deadline_s``, unless it ends before or nobody needs
+    its blocks any more.
+    """
 
     session: int
     sequence: int
@@ -111,7 +126,7 @@ class Pressure:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The sequence loses its device blocks now. For the queue it has ended already."""
+    """Decision that a sequence loses its device blocks now. The queue has already removed it."""
 
     session: int
     sequence: int
@@ -120,7 +135,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class EndSession:
-    """The session's missing receipts keep blocks from others: end it, so that it is fenced."""
+    """Decision to end, and so fence, a session: others wait for blocks that lack its receipts."""
 
     session: int
 

@@ -64,7 +64,9 @@ from control_plane.admission.victims import QueueEntry, decide
 
 
 class AdmissionQueue:
-    """Decides who gets a pool's blocks next. A session id that is not open raises KeyError."""
+    """Decides which session gets a pool's blocks next. Raises KeyError for an unknown
+    session id.
+    """
 
     def __init__(self, pool: PoolView, config: AdmissionConfig | None = None) -> None:
         self._pool = pool
@@ -75,27 +77,29 @@ class AdmissionQueue:
 
     @property
     def is_growth_blocked(self) -> bool:
-        """Return whether some live sequence waits for blocks."""
+        """Return whether some live sequence waits for blocks to grow."""
         return self._turns.num_blocked > 0
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nobody waits: any caller may then take free blocks."""
+        """Return whether nobody waits for blocks: any caller may then take free ones."""
         return not self._entries and not self._turns.num_blocked
 
     # Sessions
 
     def open(self, session: int) -> None:
-        """Add a session, the most junior."""
+        """Add a session, as the most junior one."""
         self._turns.open(session)
 
     def close(self, session: int) -> None:
-        """Remove a session, its place and all its sequences."""
+        """Remove a session, its entry in the queue and all its sequences."""
         self._entries.pop(session, None)
         self._turns.close(session)
 
     def set_busy(self, session: int, is_busy: bool) -> None:
-        """Mark a session as busy or not. A busy one is neither granted anything nor cut."""
+        """Mark a session as busy, which means that a request of it is paused between two slices. A
+        busy session is neither granted blocks nor cut.
+        """
         self._turns.sessions[session].is_busy = is_busy
 
     # Admissions
@@ -103,11 +107,12 @@ class AdmissionQueue:
     def admit(
         self, session: int, sequence: int, num_needed: int, now_s: float, *, wait: bool
     ) -> MustWait | None:
-        """Return None when the sequence may be admitted now: do it, and call ``started``.
+        """Return None when the sequence may be admitted now: the caller then admits it and calls
+        ``started``. Otherwise return why it has to wait.
 
         ``num_needed``: obtainable blocks that it would take, at most all of the pool's. With
-        ``wait`` it takes the session's place in the queue, if that is free. Asking again keeps the
-        place and updates the number.
+        ``wait`` it enters the queue, if its session has no entry there yet. Asking again keeps the
+        position and updates the number.
         """
         must_wait = self.check_admission(session, sequence, num_needed, now_s, wait=wait)
         entry = self._entries.get(session)
@@ -121,7 +126,7 @@ class AdmissionQueue:
     def check_admission(
         self, session: int, sequence: int, num_needed: int, now_s: float, *, wait: bool
     ) -> MustWait | None:
-        """Return what ``admit`` would, and change nothing."""
+        """Return what ``admit`` would return, without changing the queue."""
         assert num_needed <= self._pool.num_blocks, "never fits"
         entry, blocked = self._entries.get(session), self._turns.num_blocked > 0
         if entry is not None and entry.sequence != sequence:
@@ -136,7 +141,7 @@ class AdmissionQueue:
         return MustWait(reason, self._position(ticket), sequence)
 
     def withdraw(self, session: int, sequence: int) -> None:
-        """Give up the place of a sequence that need not be admitted any more."""
+        """Remove a sequence's entry from the queue, as it need not be admitted any more."""
         entry = self._entries.get(session)
         if entry is not None and entry.sequence == sequence:
             del self._entries[session]
@@ -149,7 +154,7 @@ class AdmissionQueue:
         self._turns.start(session, sequence, now_s)
 
     def ended(self, session: int, sequence: int) -> None:
-        """Remove a sequence that is gone with all its forks. Not for one that the queue has cut."""
+        """Remove a sequence that has ended with its forks; not for one that the queue has cut."""
         self._leave(session, sequence, done=True)
 
     def swapped_out(self, session: int, sequence: int) -> None:
@@ -157,10 +162,11 @@ class AdmissionQueue:
         self._leave(session, sequence, done=False)
 
     def may_grow(self, session: int, sequence: int, num_needed: int, now_s: float) -> bool:
-        """Return whether a live sequence may take so many blocks now; the caller then does.
+        """Return whether a live sequence may take ``num_needed`` blocks now; the caller then
+        allocates them.
 
-        If not, it waits until it is granted them, asks for another number or leaves. It does not
-        wait for more than the pool could give to this sequence alone.
+        If not, the sequence waits until it is granted the blocks, asks for another number or
+        leaves. It does not wait for more than the pool could give to this sequence alone.
         """
         turns, pool = self._turns, self._pool
         growing = turns.sessions[session].sequences[sequence]
@@ -172,14 +178,14 @@ class AdmissionQueue:
         return may_grow
 
     def check_growth(self, session: int, sequence: int, num_needed: int) -> bool:
-        """Return what ``may_grow`` would, and change nothing."""
+        """Return what ``may_grow`` would return, without changing the queue."""
         rank = self._turns.sessions[session].sequences[sequence].rank
         oldest = self._turns.oldest_blocked()
         is_oldest = oldest is None or rank <= oldest.rank
         return is_oldest and num_needed <= self._pool.num_obtainable(session)
 
     def live(self, session: int) -> set[int]:
-        """Return the sequences that have a turn."""
+        """Return the session's sequences that hold device blocks, and so have a turn."""
         return set(self._turns.sessions[session].sequences)
 
     def is_busy(self, session: int) -> bool:
@@ -189,10 +195,11 @@ class AdmissionQueue:
     # Grants when blocks come back, and decisions when they do not
 
     def next_grant(self, now_s: float) -> Grant | None:
-        """Return who gets blocks now. Call it until it returns None, whenever blocks came back.
+        """Return which admission or growth gets blocks now. Call it until it returns None, whenever
+        blocks came back.
 
-        A Growth that is returned no longer waits. After an Admission, before the next call: call
-        ``started`` once it is done, or ``admit`` again if it now needs more.
+        A sequence whose Growth is returned no longer waits. After an Admission, before the next
+        call: call ``started`` once it is done, or ``admit`` again if it now needs more.
         """
         oldest = self._turns.oldest_blocked()
         if oldest is not None:
@@ -209,7 +216,8 @@ class AdmissionQueue:
         return Admission(head.session.id, head.sequence, head.num_needed)
 
     def tick(self, now_s: float) -> list[Decision]:
-        """Decide who must yield, is cut or ended. Call it about four times in a grace period.
+        """Decide which sequences are asked to yield or are cut, and which sessions are ended. Call
+        it about four times in a grace period.
 
         Each sequence of a Cut has left the queue; call ``close`` for each EndSession.
         """
@@ -237,13 +245,15 @@ class AdmissionQueue:
             self._to_the_back(entry)
 
     def _find_head(self, now_s: float) -> QueueEntry | None:
-        """Return the first entry that need not let others pass; the first if all have to."""
+        """Return the first entry that need not let others pass, or the first if all have to."""
         entries = self._entries.values()
         ready = (e for e in entries if e.is_chosen or not e.session.is_passed_over(now_s))
         return next(ready, next(iter(entries), None))
 
     def _take_head(self, now_s: float) -> QueueEntry | None:
-        """Return the head, which stays so, with those that let it pass at the back."""
+        """Return the first entry that need not let others pass; those before it move to
+        the back.
+        """
         head = self._find_head(now_s)
         if head is None:
             return None
@@ -260,8 +270,8 @@ class AdmissionQueue:
         return num_needed + self.num_headroom() <= self._pool.num_obtainable(session)
 
     def num_headroom(self) -> int:
-        """Blocks that admissions leave free: none in an empty pool, or a prompt of nearly its size
-        would never be admitted.
+        """Return how many blocks admissions leave free for growth. None in an empty pool, or a
+        prompt of nearly its size would never be admitted.
         """
         return int(self._config.headroom * self._pool.num_blocks) if self._turns.num_live else 0
 

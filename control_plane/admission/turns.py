@@ -14,8 +14,8 @@ from control_plane.admission.decisions import Reason
 
 
 class Claimant:
-    """A session: ``num_doublings`` of its turn, and its live sequences, oldest first. ``is_busy``:
-    whether a request of it is between two slices.
+    """A session in the queue's view. ``num_doublings``: how often its turn was doubled. Its live
+    sequences come oldest first. ``is_busy``: whether a request of it is paused between two slices.
     """
 
     __slots__ = ("id", "is_busy", "num_doublings", "penalty_until_s", "seniority", "sequences")
@@ -29,12 +29,14 @@ class Claimant:
         self.sequences: dict[int, Claim] = {}
 
     def is_passed_over(self, now_s: float) -> bool:
-        """Whether others are admitted before it, though it stands in front of them."""
+        """Whether others are admitted before this session, although it is in front of them."""
         return self.penalty_until_s > now_s or (self.num_doublings > 0 and len(self.sequences) > 0)
 
 
 class Claim:
-    """A live sequence. ``num_blocked``: blocks of growth that it waits for since ``blocked_s``."""
+    """A live sequence in the queue's view. ``num_blocked``: how many blocks of growth it has waited
+    for since ``blocked_s``.
+    """
 
     __slots__ = (
         "blocked_s",
@@ -67,7 +69,7 @@ class Claim:
 
 
 class Turns:
-    """All sessions of a pool and their live sequences."""
+    """All sessions of a pool and their live sequences, with the clock of each sequence's turn."""
 
     def __init__(self, turn_s: float, max_doublings: int) -> None:
         self.sessions: dict[int, Claimant] = {}
@@ -81,7 +83,7 @@ class Turns:
         self._next_seniority = 0
 
     def open(self, session: int) -> None:
-        """Add a session, the most junior."""
+        """Add a session, as the most junior one."""
         self.sessions[session] = Claimant(session, 0)
         self._make_junior(self.sessions[session])
 
@@ -103,7 +105,7 @@ class Turns:
 
     def end(self, sequence: Claim, *, reason: Reason | None, done: bool) -> None:
         """Remove a sequence that holds no device blocks any more. ``reason``: why it was made to
-        yield; None when its session released it. ``done``: it is not expected back; without a
+        yield; None when its session released it. ``done``: whether it will not come back; without a
         reason, its turn was then long enough.
         """
         session = sequence.session
@@ -120,23 +122,25 @@ class Turns:
             self._make_junior(session)
 
     def length_s(self, sequence: Claim) -> float:
-        """Return how long the sequence's turn is."""
+        """Return the length of the sequence's turn in seconds."""
         return self._turn_s * (1 << sequence.num_doublings)
 
     # Blocked growth
 
     def blocked(self) -> list[Claim]:
-        """All sequences whose growth is blocked."""
+        """Return all sequences whose growth is blocked."""
         return [sequence for _, sequence in self._heap if sequence.num_blocked]
 
     def oldest_blocked(self) -> Claim | None:
-        """The oldest sequence whose growth is blocked."""
+        """Return the oldest sequence whose growth is blocked, None if there is none."""
         while self._heap and not self._heap[0][1].num_blocked:
             heapq.heappop(self._heap)[1].in_heap = False
         return self._heap[0][1] if self._heap else None
 
     def block(self, sequence: Claim, num_blocks: int, now_s: float) -> None:
-        """Have the sequence wait for growth; a later number replaces an earlier one."""
+        """Record that the sequence waits for ``num_blocks`` blocks to grow, which stops its turn's
+        clock; a later number replaces an earlier one.
+        """
         if not sequence.num_blocked:
             sequence.blocked_s = now_s
             if not sequence.in_heap:
@@ -146,7 +150,7 @@ class Turns:
         sequence.num_blocked = num_blocks
 
     def unblock(self, sequence: Claim, now_s: float) -> None:
-        """End the sequence's wait for growth, if it waits: its clock resumes."""
+        """Record that the sequence waits for growth no more, which resumes its turn's clock."""
         if sequence.num_blocked:
             self.num_blocked -= sequence.num_blocked
             sequence.num_blocked = 0

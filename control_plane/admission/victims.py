@@ -19,7 +19,7 @@ from control_plane.admission.turns import Claim, Claimant, Turns
 
 
 class QueueEntry:
-    """An admission in the queue, since ``since_s``."""
+    """An admission that has waited in the queue since ``since_s``."""
 
     __slots__ = ("is_chosen", "num_needed", "sequence", "session", "since_s", "ticket")
 
@@ -43,7 +43,7 @@ def decide(
     num_headroom: int,
     now_s: float,
 ) -> list[Decision]:
-    """Return the decisions of a tick. The caller carries out the cuts."""
+    """Return which sequences are asked to yield or are cut now, and which sessions end."""
     long_ago_s = now_s - config.grace_s
     blocked = [s for s in turns.blocked() if s.blocked_s <= long_ago_s]
     waiting = {s.session for s in blocked}
@@ -80,7 +80,7 @@ def decide(
 def _num_lacking(
     turns: Turns, head: QueueEntry | None, pool: PoolView, num_headroom: int
 ) -> tuple[int, int]:
-    """Return the blocks lacking for blocked growth, and for that and the head of the queue."""
+    """Return how many blocks are lacking for blocked growth, and for that and the queue's head."""
     oldest = turns.oldest_blocked()
     if oldest is not None:
         first = oldest.session.id
@@ -139,7 +139,9 @@ def _past_turn(
 
 
 def _over_fair_share(session: Claimant, queue: Mapping[int, QueueEntry], pool: PoolView) -> float:
-    """Return its blocks by a quarter of the pool, or by twice its fair share if that is more."""
+    """Return how many times its allowance a session holds. The allowance is a quarter of the pool,
+    or twice the session's fair share if that is more.
+    """
     most = max(0.25, 2 / _num_sharing(session, queue))
     return pool.num_held_by(session.id) / (most * pool.num_blocks)
 
@@ -150,7 +152,9 @@ def _num_sharing(session: Claimant, queue: Mapping[int, QueueEntry]) -> int:
 
 
 def _is_idle(pool: PoolView, sequence: Claim, idle_s: float, now_s: float) -> bool:
-    """Return whether it is idle. Asks the pool once in ``idle_s`` while it makes progress."""
+    """Return whether the sequence has made no progress for ``idle_s``. Asks the pool only once in
+    ``idle_s`` while it makes progress.
+    """
     if sequence.idles_s < now_s:
         progress_s, is_computed = pool.last_progress(sequence.session.id, sequence.id)
         sequence.idles_s = (now_s if is_computed else progress_s) + idle_s
@@ -166,8 +170,9 @@ def _penalty_s(
     idle_s: float,
     now_s: float,
 ) -> float:
-    """Return a turn for each fair share of the pool that the sequence held. A first turn too short
-    for a sequence that makes progress costs nothing, unless its session holds much.
+    """Return for how long the session of a cut sequence lets others pass: a turn for each fair
+    share of the pool that the sequence held. A first turn too short for a sequence that makes
+    progress costs nothing, unless its session holds much.
     """
     if reason is Reason.GROWTH:
         return 0.0

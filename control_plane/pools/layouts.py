@@ -13,8 +13,8 @@ MAX_GROUPS: Final = 64
 
 
 def served_layout(message: tpb.Layout, *, field: str) -> Layout:
-    """Read a layout that was sent whole. Raises InvalidRequestError naming a field under ``field``
-    when it is malformed, or not served here.
+    """Parse a layout that was sent whole. Raises InvalidRequestError naming a field under ``field``
+    when it is malformed, or of a kind that this control plane does not serve.
     """
     if len(message.groups) > MAX_GROUPS:
         raise InvalidRequestError(
@@ -28,7 +28,7 @@ def served_layout(message: tpb.Layout, *, field: str) -> Layout:
 
 
 def mismatch(message: tpb.Layout, layout: Layout, pool_id: str) -> LayoutMismatchError:
-    """Return the error for a caller's layout whose fingerprint is not that of the pool's."""
+    """Return the error for a caller whose layout has another fingerprint than the pool's."""
     text = "its fingerprint is another; send the whole layout to see the difference"
     if message.groups:
         text = f"it has {Layout.from_proto(message).differences(layout)}"
@@ -36,7 +36,7 @@ def mismatch(message: tpb.Layout, layout: Layout, pool_id: str) -> LayoutMismatc
 
 
 def layout_fingerprint(message: tpb.Layout, *, field: str) -> bytes:
-    """Return the fingerprint of a layout that is sent whole or by its fingerprint alone. Raises as
+    """Return the fingerprint of a layout, sent whole or as fingerprint. Raises as
     ``served_layout``.
     """
     if message.model_id or message.groups or message.block_size_tokens:

@@ -18,7 +18,7 @@ from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 
 @dataclass(frozen=True)
 class _Plane:
-    """A plane of a pool: "control plane" or "data plane", its release, and what it knows."""
+    """A plane ("control plane" or "data plane"), its release and the payload versions it knows."""
 
     kind: str
     release: str

@@ -52,23 +52,25 @@ _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")  # does not add up
 _OF_TOKENS: Final = [i for i, name in enumerate(_COUNTERS) if name.endswith("_tokens")]
 
 
-class Follower(Protocol):
-    """Follows the prefix index."""
+class Watcher(Protocol):
+    """A stream that is sent the changes of the prefix index."""
 
     wake: Callable[[], None]
-    """Is called when the index has changed."""
+    """Called when the index has changed."""
 
 
 class Pool:
-    """State of one pool; registration, steps and publication are in other modules."""
+    """State of one pool: its shards and the native core that keeps its blocks. Registration, steps
+    and publication are in other modules.
+    """
 
     groups: list[LayerGroup]
-    """The core of each layer group."""
+    """The native core of each layer group."""
     native: NativePool
-    """Runs operations in all groups."""
+    """The native core that runs operations in all layer groups together."""
     primary: LayerGroup
-    """The group that tells, outside of sessions, whether a prefix is cached: the first without an
-    attention window, in which a prefix is whole.
+    """The layer group that decides, outside of sessions, whether a prefix is cached: the first
+    without an attention window, in which a prefix is whole.
     """
 
     def __init__(self, pool_id: str, shards: PoolShards, config: CoreConfig) -> None:
@@ -84,13 +86,13 @@ class Pool:
         self._owners: dict[str, int] = {}
         self._roots: dict[str, set[bytes]] = {}  # by tenant; some may not be in use any more
         self.releasing: deque[EndedSession] = deque()  # ended sessions that still have sequences
-        self.followers: set[Follower] = set()
+        self.watchers: set[Watcher] = set()
         self._keeps_changes = False
         self._followed_revision = 0
         self._has_forgotten = False  # blocks, which the shards are to withdraw
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_times: list[float] = []
-        self._earlier_revision = 1  # followers say 0 where they have none
+        self._earlier_revision = 1  # watchers say 0 where they have none
         self._usage: list[tpb.TierUsage] = []
         self._counted: dict[int, tuple[int, ...]] = {}
         self.groups = []
@@ -98,7 +100,7 @@ class Pool:
 
     @property
     def key(self) -> bytes:
-        """Signs the pool's plans, grants and receipts."""
+        """The key that signs the pool's plans, grants and receipts."""
         return self.shards.key
 
     @property
@@ -113,17 +115,17 @@ class Pool:
 
     @property
     def block_size(self) -> int:
-        """Token slots of a block."""
+        """Number of token slots in a block."""
         return self.layout.block_size_tokens
 
     @property
     def ready(self) -> bool:
-        """Return whether sessions can be opened."""
+        """Whether sessions can be opened."""
         return self.built and self.shards.are_connected and not self.silent_shards
 
     @property
     def silent_shards(self) -> set[int]:
-        """Shards that have not receipted a plan in time, and since then not fenced its session."""
+        """Indices of shards that neither receipted a plan in time nor fenced its session since."""
         last_s = self.now_s - limits.RECEIPT_TIMEOUT_S
         return {
             shard
@@ -134,8 +136,8 @@ class Pool:
 
     @property
     def has_work(self) -> bool:
-        """Return whether the pool is being built, or has forgotten entries to free or sequences of
-        ended sessions to release.
+        """Return whether ``work`` has something to do: building the pool, freeing forgotten
+        entries, or releasing sequences of ended sessions.
         """
         return self.is_building or self.is_forgetting or bool(self.releasing)
 
@@ -145,31 +147,31 @@ class Pool:
         return self._has_forgotten or any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
-        """Blocks of a tier, of the smallest group; 0 while the pool is not built."""
+        """Return a tier's number of blocks in the smallest layer group; 0 while not built."""
         return self.native.usage(tier)[0]
 
     # Builds
 
     def close(self) -> None:
-        """Forget all blocks until the pool is built again. Its sessions have ended."""
+        """Drop all metadata until the pool is built again. Its sessions have ended."""
         self.built = self.is_building = False
         self._earlier_revision += 1
         self.set_tiers(*(dict.fromkeys(TIERS, 0) for _ in self.layout.groups))
 
     def set_tiers(self, *num_blocks: dict[tpb.Tier, int]) -> None:
-        """Start over with these numbers of blocks, by layer group and tier. All are free, at the
-        generations known.
+        """Start with an empty pool that has the shards' numbers of blocks for each layer group and
+        tier. All blocks are free, and keep their known generations.
         """
         self._adopt(self._made(num_blocks))
 
     def begin_build(self) -> None:
-        """Begin to build the pool from its shards' reports."""
+        """Begin to build the native cores from the reports of all shards."""
         self.is_building = True
         for group, rebuild in enumerate(self.shards.reports.rebuilds):
             rebuild.begin(*self._settings(group), now_s=self.now_s)
 
     def end_build(self) -> None:
-        """Switch to the cores that were built."""
+        """Replace the native cores by those that were built from reports."""
         self._adopt(self.shards.reports.take())
         self.is_building, self.built = False, True
 
@@ -181,9 +183,9 @@ class Pool:
         ]
 
     def _settings(self, group: int) -> tuple[bytes, bytes, str, int, int, int, int]:
-        """Return the settings of a core that continues the present one's generations, including
-        those of blocks that a smaller shard lacks: a shard that kept running must not see them
-        again.
+        """Return the settings of a core that continues the generations of the present one,
+        including those of blocks that a smaller shard lacks: a shard that kept running must never
+        see a generation again.
         """
         config, present = self._config, self.groups[group : group + 1]
         device, host = (b"".join(core.generations(tier) for core in present) for tier in TIERS)
@@ -211,7 +213,7 @@ class Pool:
         for root in self.roots():
             self._roots.setdefault(owner_of(root)[0], set()).add(root)
         self._keeps_changes = False
-        if self.followers:
+        if self.watchers:
             self.keep_changes()
         self.set_time(self.now_s)
 
@@ -226,7 +228,9 @@ class Pool:
         ]
 
     def _count(self) -> list[int]:
-        """Sum the counters of all cores so far. Tokens are counted in the first group alone."""
+        """Return the sums of all cores' counters. Tokens are counted in the first layer group
+        alone.
+        """
         counted = list(self._earlier_counters)
         for group, core in enumerate(self.groups):
             for i, value in enumerate(core.counters()):
@@ -237,13 +241,13 @@ class Pool:
         return counted
 
     def roots(self) -> list[bytes]:
-        """Return the roots that have cached blocks or open sessions."""
+        """Return the roots (tenant and namespace) that have cached blocks or open sessions."""
         if len(self.groups) == 1:
             return self.groups[0].roots()
         return list(dict.fromkeys(root for core in self.groups for root in core.roots()))
 
     def set_time(self, now_s: float) -> None:
-        """Set the time of the pool and its cores. ``now_s``: monotonic seconds."""
+        """Set the clock of the pool and its cores. ``now_s``: monotonic seconds."""
         self.now_s = now_s
         for core in self.groups:
             core.set_time(now_s)
@@ -251,7 +255,7 @@ class Pool:
     # Room
 
     def num_retainable_blocks(self) -> int:
-        """Return how many device blocks a tenant may retain."""
+        """Return how many device blocks a tenant may retain, that is protect from eviction."""
         return int(self._config.max_retained_share * self.num_blocks(_DEVICE))
 
     # Sessions
@@ -284,7 +288,7 @@ class Pool:
             )
 
     def owner(self, tenant: str) -> int:
-        """Return the tenant's number, which the cores count by. Raises QuotaExceededError."""
+        """Return the number by which the cores know the tenant. Raises QuotaExceededError."""
         owner = self._owners.setdefault(tenant, len(self._owners))
         if owner >= _MAX_TENANTS:
             del self._owners[tenant]
@@ -294,7 +298,7 @@ class Pool:
     # Publications
 
     def announce(self) -> None:
-        """Queue publications and withdrawals for the shards, a few milliseconds' worth."""
+        """Queue publications and withdrawals for the shards, for a few milliseconds at most."""
         for group, core in enumerate(self.groups):
             if published := core.take_publications(MAX_PUBLICATIONS):
                 self.shards.send([publish_message(run, group) for run in published])
@@ -309,12 +313,12 @@ class Pool:
             self.shards.withdrawn()
 
     def forget_some(self) -> None:
-        """Free forgotten entries, for a few milliseconds."""
+        """Free index entries of forgotten prefixes, for a few milliseconds at most."""
         self._has_forgotten = True
         self.is_forgetting = any(core.forget_some(_SLICE_ENTRIES) for core in self.groups)
         if not self.is_forgetting:  # they may wait for it
-            for follower in self.followers:
-                follower.wake()
+            for watcher in self.watchers:
+                watcher.wake()
 
     def missed(self, group: int, first_block: int) -> tuple[list[rpb.RegisterResponse], int]:
         """Return messages that a resumed shard may have missed about the group's device blocks from
@@ -333,42 +337,40 @@ class Pool:
     # Descriptions
 
     def revision(self) -> int:
-        """Return the number of changes to the prefix index so far, plus 1."""
+        """Return the revision of the prefix index: the number of changes to it so far, plus 1."""
         return self._earlier_revision + self.primary.revision
 
     def revision_of(self, native_revision: int) -> int:
-        """Convert a revision of the present core to the pool's."""
+        """Convert a revision of the present native core to the pool's."""
         return self._earlier_revision + native_revision
 
     def native_revision_of(self, revision: int) -> int:
         """Convert a pool's revision to the present core's; negative for one of an earlier core."""
         return revision - self._earlier_revision
 
-    def add_follower(self, follower: Follower) -> None:
-        """Add a follower, which takes what there is at once: only later changes wake it."""
-        if not self.followers:
+    def add_watcher(self, watcher: Watcher) -> None:
+        """Register a watcher, which takes the present contents itself; later changes wake it."""
+        if not self.watchers:
             self._followed_revision = self.revision()
-        self.followers.add(follower)
+        self.watchers.add(watcher)
         self.keep_changes()
 
     def keep_changes(self) -> None:
-        """Keep the changes of the index from now on, for followers."""
+        """Start to log the changes of the index, which watchers read."""
         if not self._keeps_changes:
             self.primary.watch_enable(limits.NUM_KEPT_CHANGES)
             self._keeps_changes = True
 
-    def wake_followers(self) -> None:
-        """Wake the followers if the index has changed since the last call."""
+    def wake_watchers(self) -> None:
+        """Wake all watchers if the index has changed since the last call."""
         revision = self.revision()
         if revision != self._followed_revision:
             self._followed_revision = revision
-            for follower in self.followers:
-                follower.wake()
+            for watcher in self.watchers:
+                watcher.wake()
 
     def usage(self) -> list[tpb.TierUsage]:
-        """Return how the blocks of each tier and layer group are used. The next call changes the
-        messages.
-        """
+        """Return how many blocks of each tier and group are in each state; messages are reused."""
         for i, message in enumerate(self._usage):
             counted = self.groups[message.group].usage(message.tier)
             if self._counted.get(i) != counted:
@@ -383,11 +385,11 @@ class Pool:
         return self._usage
 
     def counters(self) -> PoolCounters:
-        """Return what the pool has done since it registered."""
+        """Return the counters of what the pool has done since it registered."""
         return PoolCounters(*self._count())
 
     def block_times(self) -> dict[tpb.Tier, BlockTimes]:
-        """Return how long blocks lived and waited, since the pool registered."""
+        """Return, by tier, how long blocks were cached and waited since the pool registered."""
         return read_block_times(self._block_times())
 
     def _block_times(self) -> list[float]:
@@ -397,7 +399,7 @@ class Pool:
         return [sum(values) for values in zip(*times, strict=True)]
 
     def info(self) -> ppb.GetPoolResponse:
-        """Describe the pool."""
+        """Return the pool's description for GetPool."""
         return ppb.GetPoolResponse(
             layout=self.layout.to_proto(),
             shards=self.shards.infos(),

@@ -45,7 +45,7 @@ def owner_of(root: bytes) -> tuple[str, str]:
 
 
 def publish_message(run: Run, group: int = 0) -> rpb.RegisterResponse:
-    """Return the message that announces published blocks of one root and layer group."""
+    """Return the message that announces published blocks of one root and layer group to shards."""
     root, indices, generations, parent_indices, parent_generations, hashes, token_ids = run
     tenant, namespace = owner_of(root)
     publications = plan_pb2.Publications(
@@ -64,8 +64,8 @@ def publish_message(run: Run, group: int = 0) -> rpb.RegisterResponse:
 
 
 def withdraw_message(indices: bytes, generations: bytes, group: int = 0) -> rpb.RegisterResponse:
-    """Return the message that withdraws publications of a group's device blocks of these
-    generations.
+    """Return the message that tells data planes that these device blocks of a layer group, at these
+    generations, are not published any more.
     """
     return rpb.RegisterResponse(
         withdraw=rpb.WithdrawBlocks(indices=indices, generations=generations, group=group)
@@ -73,8 +73,8 @@ def withdraw_message(indices: bytes, generations: bytes, group: int = 0) -> rpb.
 
 
 def reported_root(message: plan_pb2.Publications, *, fingerprint: bytes, num_blocks: int) -> bytes:
-    """Return the root of reported publications of a device tier of ``num_blocks``; reads none of
-    their columns. Raises InvalidRequestError naming a field of the message.
+    """Return the root of publications that a shard reported from a device tier of ``num_blocks``.
+    Reads none of their columns. Raises InvalidRequestError naming a field of the message.
     """
     algorithm = message.hash_algorithm
     _require(algorithm == HASH_ALGORITHM, "hash_algorithm", f"must be {HASH_ALGORITHM!r}")

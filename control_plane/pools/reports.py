@@ -19,7 +19,7 @@ TIERS: Final = (tpb.TIER_DEVICE, tpb.TIER_HOST)
 
 
 class Reports:
-    """The reports of all shards so far, from which the pool is built."""
+    """Collects the block reports of all shards, from which the pool's metadata is rebuilt."""
 
     __slots__ = ("_fingerprint", "rebuilds")
 
@@ -29,12 +29,14 @@ class Reports:
         self._fingerprint = layout.fingerprint
 
     def start(self, shard_index: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:
-        """Begin a shard's report and drop its earlier one. ``num_blocks``: of each layer group."""
+        """Begin a shard's report, and drop its earlier one. ``num_blocks``: the shard's blocks of
+        each layer group and tier.
+        """
         for rebuild, of_group in zip(self.rebuilds, num_blocks, strict=True):
             rebuild.start_shard(shard_index, *(of_group[tier] for tier in TIERS))
 
     def take(self) -> list[LayerGroup]:
-        """Return the pools that were built, by layer group. No report is left then."""
+        """Return the native core of each layer group, built from the reports, which are dropped."""
         return [rebuild.take() for rebuild in self.rebuilds]
 
     def add(
@@ -43,7 +45,7 @@ class Reports:
         num_blocks: Sequence[dict[tpb.Tier, int]],
         part: rpb.BlockReport,
     ) -> None:
-        """Add a part of a shard's report. Raises InvalidRequestError naming a field of it; the
+        """Add a part of a shard's report. Raises InvalidRequestError naming a field of the part;
         messages before the faulty one are added then.
         """
         at = "report"
@@ -88,7 +90,7 @@ def _check_group(group: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:
 
 
 def _check_blocks(message: tpb.Blocks, num_blocks: dict[tpb.Tier, int]) -> None:
-    """Check a message before its columns are read."""
+    """Check the blocks of a report's message before its columns are read."""
     if message.tier not in TIERS:
         raise InvalidRequestError(
             f"must be TIER_DEVICE or TIER_HOST, not {message.tier}", field="tier"

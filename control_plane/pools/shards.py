@@ -32,9 +32,9 @@ MAX_WAITING: Final = 1024
 
 @dataclass(eq=False, slots=True)
 class EndedSession:
-    """A session that has ended, until its blocks are free: all that it held is released, and every
-    shard has fenced it. ``handle``: of the native core, None if the pool was built again since.
-    ``lacks_receipt``: it ended because a shard had not receipted a plan in time.
+    """A session that has ended and still holds blocks. They are free once all that it held is
+    released and every shard has fenced it. ``handle``: of the native core, None if the pool was
+    built again since. ``lacks_receipt``: it ended because a shard had not receipted a plan in time.
     """
 
     ref: tpb.SessionRef
@@ -47,12 +47,12 @@ class EndedSession:
     lacks_receipt: bool
 
     def fence(self) -> rpb.RegisterResponse:
-        """Return the message that asks a shard to fence it."""
+        """Return the message that asks a shard to fence this session."""
         return rpb.RegisterResponse(fence=rpb.Fence(session=self.ref, ordinal=self.ordinal))
 
 
 class ShardState:
-    """One registered data plane."""
+    """State of one data plane: its connection, its report and the messages queued for it."""
 
     __slots__ = (
         "_has_begun",
@@ -81,14 +81,14 @@ class ShardState:
         self.resends_from: tuple[int, int] | None = None
 
     def ask_again(self, reports: Reports) -> None:
-        """Ask for another report, after the messages queued so far."""
+        """Request another block report from the shard, after the messages queued so far."""
         self._reports = reports
         self.complete = self.asked = self._has_begun = False
         self.outgoing.append(rpb.RegisterResponse(report_request=rpb.ReportRequest()))
 
     def add_report(self, part: rpb.BlockReport) -> None:
-        """Add a part of a report. Raises InvalidRequestError naming a field of ``report``; if the
-        part is at fault, the next one begins a new report.
+        """Add a part of the shard's report. Raises InvalidRequestError naming a field of
+        ``report``; if the part is at fault, the next one begins a new report.
         """
         if self.complete:
             raise InvalidRequestError("is complete: report again when asked to", field="report")
@@ -103,7 +103,9 @@ class ShardState:
             self.complete = self.welcomed = True
 
     def take_outgoing(self) -> list[rpb.RegisterResponse]:
-        """Return the messages to send, in order; none before its first report is complete."""
+        """Return the messages to send to the shard, in order, and empty the queue. There are none
+        before its first report is complete.
+        """
         if not self.welcomed:
             return []
         outgoing = list(self.outgoing)
@@ -112,15 +114,15 @@ class ShardState:
         return outgoing
 
     def disconnect(self) -> None:
-        """Mark it as disconnected. What it misses is sent again when it comes back."""
+        """Mark the shard as disconnected. Messages that it misses are sent when it comes back."""
         self.connected = False
         self.resends_from = None
         self.outgoing.clear()
         self.asked = False
 
     def reconnect(self, hello: rpb.Hello, missed: list[rpb.RegisterResponse]) -> None:
-        """Resume it on another stream. ``hello`` may bring a new address. Queues ``missed``, then
-        all publications again.
+        """Mark the shard as connected again, on another stream. ``hello`` may bring a new address.
+        Queues ``missed``, then all publications again.
         """
         self.hello, self.connected = hello, True
         self.outgoing = deque(missed)
@@ -129,7 +131,7 @@ class ShardState:
             self.ask_again(self._reports)
 
     def info(self) -> tpb.ShardInfo:
-        """Return its description for clients."""
+        """Return the shard's description for clients."""
         hello = self.hello
         return tpb.ShardInfo(
             shard=hello.shard,
@@ -144,7 +146,7 @@ class FileForgets:
     """Prefixes of one pool whose files data planes are to delete, until each has confirmed it. The
     pool bounds the number of tenants.
 
-        Forget ──► told at once ──► (blocks withdrawn) ──► told again ──► FilesForgotten ──► done
+        Forget ──► sent at once ──► (blocks withdrawn) ──► sent again ──► FilesForgotten ──► done
 
     The second message counts: until blocks are withdrawn, an earlier plan may have them written
     again. It is repeated to a shard that comes back, also as another process, because files outlive
@@ -153,19 +155,19 @@ class FileForgets:
 
     def __init__(self) -> None:
         self._last_id = 0
-        self._shards: frozenset[int] = frozenset()  # when last told
-        self._early: dict[str, list[rpb.ForgetFiles]] = {}  # told once, by tenant
+        self._shards: frozenset[int] = frozenset()  # at the last call of second_notices
+        self._early: dict[str, list[rpb.ForgetFiles]] = {}  # sent once, by tenant
         self._waiting: dict[int, tuple[set[int], rpb.ForgetFiles]] = {}
         self._ids: dict[str, set[int]] = {}  # of these, by tenant
         self._sizes: dict[str, int] = {}  # of a tenant's messages, early ones too
 
     @property
     def has_early(self) -> bool:
-        """Return whether messages are to be sent again once their blocks are withdrawn."""
+        """Whether messages wait to be sent a second time, once their blocks are withdrawn."""
         return bool(self._early)
 
     def add(self, message: rpb.ForgetFiles) -> list[rpb.RegisterResponse]:
-        """Add a message; returns what to send shards with files at once."""
+        """Add a request to delete files; returns what to send at once to shards that keep files."""
         tenant = message.tenant
         held = self._sizes.get(tenant, 0)
         if held and held + _size(message) > MAX_WAITING:
@@ -179,7 +181,7 @@ class FileForgets:
         return [_response(message)]
 
     def second_notices(self, shards: Iterable[int]) -> list[rpb.RegisterResponse]:
-        """Return what to send shards with files once blocks have been withdrawn."""
+        """Return what to send to shards that keep files, once blocks have been withdrawn."""
         of_shards = frozenset(shards)
         if of_shards != self._shards:  # the pool may now be divided in another way
             self._shards = of_shards
@@ -197,13 +199,13 @@ class FileForgets:
         return [_response(message) for message in messages]
 
     def done(self, forget_id: int, shard_index: int) -> None:
-        """Record that a shard has deleted the files."""
+        """Record that a shard has confirmed the deletion ``forget_id``."""
         if forget_id in self._waiting:
             self._waiting[forget_id][0].discard(shard_index)
             self._drop_if_done(forget_id)
 
     def of_shard(self, shard_index: int) -> list[rpb.RegisterResponse]:
-        """Return the messages that a shard has not confirmed."""
+        """Return the deletions that a shard has not confirmed."""
         return [
             _response(message)
             for waiting, message in self._waiting.values()
@@ -211,7 +213,7 @@ class FileForgets:
         ]
 
     def _kept(self, message: rpb.ForgetFiles) -> rpb.ForgetFiles:
-        """Return the message to repeat to shards that come back."""
+        """Return the form of the message that is repeated to shards that come back."""
         if _size(message) <= MAX_WAITING:
             return message
         kept = rpb.ForgetFiles(
@@ -243,7 +245,7 @@ def _response(message: rpb.ForgetFiles) -> rpb.RegisterResponse:
 
 
 class PoolShards:
-    """Holds the state of a pool's data planes, and the key that they share."""
+    """The state of each data plane of a pool, and the key that they share."""
 
     def __init__(
         self, num_shards: int, layout: Layout, new_key: Callable[[], bytes] = signing.new_key
@@ -261,7 +263,7 @@ class PoolShards:
         self.file_forgets = FileForgets()
 
     def add(self, hello: rpb.Hello) -> ShardState:
-        """Add a shard, which is to report next."""
+        """Register a shard, whose block report is expected next."""
         state = self.states[hello.shard.index] = ShardState(hello, self.reports)
         state.outgoing.extend(self.fences_for(hello.shard.index))
         state.outgoing.extend(self.forgets_for(hello))
@@ -274,13 +276,13 @@ class PoolShards:
         self._was_notified = True
 
     def reconnect(self, hello: rpb.Hello) -> None:
-        """Resume a shard on another stream."""
+        """Mark a shard as connected again, on another registration stream."""
         index = hello.shard.index
         self.states[index].reconnect(hello, self.fences_for(index))
         self._was_notified = True
 
     def ask_again(self, *, but: int) -> None:
-        """Ask all shards but one to report again; drops their earlier reports."""
+        """Request new reports from all shards except one, and drop their earlier reports."""
         self.reports = Reports(self.layout, self.num_shards)
         self._was_notified = True
         for i, state in self.states.items():
@@ -291,7 +293,7 @@ class PoolShards:
 
     @property
     def are_complete(self) -> bool:
-        """Return whether the shards hold each KV head of each layer, and all have reported."""
+        """Return whether all shards have reported and together hold each KV head of each layer."""
         return self._hold_everything() and all(state.complete for state in self.states.values())
 
     @property
@@ -315,12 +317,12 @@ class PoolShards:
 
     @property
     def epochs(self) -> list[int]:
-        """The shards' epochs, by shard index. All have registered."""
+        """Return the epoch of each shard, by shard index. All have registered."""
         return [self.states[i].hello.epoch for i in range(self.num_shards)]
 
     @property
     def payload_version(self) -> int:
-        """The newest payload version that they and this control plane know."""
+        """The newest payload version that all shards and this control plane know."""
         return payload_version(state.hello for state in self.states.values())
 
     def infos(self) -> list[tpb.ShardInfo]:
@@ -328,7 +330,7 @@ class PoolShards:
         return [self.states[i].info() for i in sorted(self.states)]
 
     def what_is_missing(self) -> str:
-        """Return why sessions cannot be opened."""
+        """Return a text that says why sessions cannot be opened."""
         missing = [str(i) for i in range(self.num_shards) if i not in self.states]
         lost = [str(i) for i, state in sorted(self.states.items()) if not state.connected]
         silent = [str(i) for i, state in sorted(self.states.items()) if not state.complete]
@@ -346,8 +348,8 @@ class PoolShards:
         return f"shards {', '.join(map(str, unfenced))} have not stopped sessions that ended yet"
 
     def overlapping(self, shard: tpb.Shard) -> list[int]:
-        """Return the indices of the other shards that hold a part of what this one would, and are
-        not copies of it.
+        """Return the indices of other shards that hold some of the layers and heads that this one
+        would, without being copies of it.
         """
         new = Shard.from_proto(shard)
         return [
@@ -359,14 +361,14 @@ class PoolShards:
     # Messages
 
     def take_notified(self) -> list[int]:
-        """Return the shards that have messages, if any were queued since the last call."""
+        """Return the shards that have queued messages, if any were queued since the last call."""
         if not self._was_notified:
             return []
         self._was_notified = False
         return [i for i, state in self.states.items() if state.outgoing]
 
     def send(self, messages: list[rpb.RegisterResponse]) -> None:
-        """Queue messages for every connected shard; the others get all they missed on resuming."""
+        """Queue messages for all connected shards. Others get what they missed on resuming."""
         self._was_notified = True
         for state in self.states.values():
             if state.connected:
@@ -374,17 +376,17 @@ class PoolShards:
 
     @property
     def file_tiers(self) -> list[int]:
-        """The shards that keep blocks in files."""
+        """The indices of the shards that keep blocks in files."""
         return [i for i, state in self.states.items() if state.hello.has_file_tier]
 
     def forget_files(self, message: rpb.ForgetFiles) -> None:
-        """Have files deleted, now and when ``withdrawn`` is called."""
+        """Have shards delete forgotten prefixes' files, now and when ``withdrawn`` is called."""
         if self.file_tiers:
             self._send_to_files(self.file_forgets.add(message))
 
     def withdrawn(self) -> None:
-        """Send file forgets again, after all forgotten blocks were withdrawn. A shard that still
-        resumes gets them after its withdrawals, by ``forgets_for``.
+        """Send the pending deletions of files a second time, after all forgotten blocks were
+        withdrawn. A shard that still resumes gets them after its withdrawals, by ``forgets_for``.
         """
         if self.file_forgets.has_early:
             messages = self.file_forgets.second_notices(self.file_tiers)
@@ -401,22 +403,22 @@ class PoolShards:
                 self.states[i].outgoing.extend(messages)
 
     def forgets_for(self, hello: rpb.Hello) -> list[rpb.RegisterResponse]:
-        """Return the files that a shard is to delete, after its withdrawals."""
+        """Return the deletions of files to send to a resumed shard, after its withdrawals."""
         return self.file_forgets.of_shard(hello.shard.index) if hello.has_file_tier else []
 
     def fences_for(self, index: int) -> list[rpb.RegisterResponse]:
-        """Return the fences that a shard has not carried out yet."""
+        """Return the fence messages of sessions that a shard has not fenced yet."""
         return [ended.fence() for ended in self.ended.values() if index in ended.unfenced_shards]
 
     # Sessions
 
     def next_ordinal(self) -> int:
-        """Return the ordinal of a new session: its number, from 1, since the key was made."""
+        """Return the ordinal of a new session, counted from 1 since the pool's key was made."""
         self._num_sessions += 1
         return self._num_sessions
 
     def start_over(self, num_shards: int, layout: Layout) -> None:
-        """Forget all shards and their unfinished fences, and begin with a new key."""
+        """Forget all shards and their unfinished fences, and make a new key."""
         self.num_shards, self.layout = num_shards, layout
         self.key = self._new_key()
         self.states.clear()
@@ -441,7 +443,7 @@ class PoolShards:
         return num_held == num_layers * most_kv_heads(self.layout)
 
     def _layers(self, shard: Shard) -> set[int]:
-        """Return the model layers that a shard holds."""
+        """Return the indices of the model's layers that a shard holds."""
         held = range(shard.first_layer, shard.first_layer + shard.num_layers)
         return {x for group in self.layout.groups for x in group.layers if x in held}
 
@@ -455,7 +457,7 @@ class PoolShards:
 
 
 def num_blocks_of(hello: rpb.Hello) -> list[dict[tpb.Tier, int]]:
-    """Return the blocks of each tier of a shard, by layer group."""
+    """Return how many blocks a shard has, for each layer group by tier."""
     return [
         {tpb.TIER_DEVICE: group.num_device_blocks, tpb.TIER_HOST: group.num_host_blocks}
         for group in (hello.groups or [hello])
@@ -463,5 +465,5 @@ def num_blocks_of(hello: rpb.Hello) -> list[dict[tpb.Tier, int]]:
 
 
 def total_blocks(hello: rpb.Hello) -> int:
-    """Count the blocks of a shard, of all layer groups and both tiers."""
+    """Return how many blocks a shard has, summed over layer groups and tiers."""
     return sum(sum(of_group.values()) for of_group in num_blocks_of(hello))

@@ -27,8 +27,8 @@ _TIMES: Final = ("lifetime", "idle", "reuse_gap")
 
 
 class PoolCounters(NamedTuple):
-    """Counts of a pool's native cores since the pool registered, in their order. The fields are
-    explained where they are declared as metrics (``control_plane/server/metrics.py``).
+    """Counters of a pool's native cores since the pool registered, in the cores' order. The fields
+    are explained where they are declared as metrics (``control_plane/server/metrics.py``).
     """
 
     num_lookup_tokens: int
@@ -46,10 +46,10 @@ class PoolCounters(NamedTuple):
 
 @dataclass(slots=True)
 class PoolStatistics:
-    """Counts since the pool registered first. ``reclaimed_blocks``: of ended sessions, by why they
-    ended. ``allocation_s``: by operation. ``fence_s``: from a session's end until it is fenced.
-    ``wait_s``: of admissions in the queue until they are granted. ``reread_*``: tokens looked up
-    and found by admissions of sequences that had been cut.
+    """Counters and histograms of a pool since it registered first. ``reclaimed_blocks``: of ended
+    sessions, by why they ended. ``allocation_s``: by operation. ``fence_s``: from a session's end
+    until it is fenced. ``wait_s``: of admissions in the queue until they are granted. ``reread_*``:
+    tokens looked up and found by admissions of sequences that had been cut.
     """
 
     num_expired_sessions: int = 0
@@ -70,8 +70,8 @@ class PoolStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
-    """Evictions and times of one tier's blocks. ``num_evictions``: by reason. ``lifetime``,
-    ``idle``, ``reuse_gap``: in seconds; see ``csrc/blocks/memory/block_times.h``.
+    """Evictions of one tier's blocks, and histograms of their times. ``num_evictions``: by reason.
+    ``lifetime``, ``idle``, ``reuse_gap``: in seconds; see ``csrc/blocks/memory/block_times.h``.
     """
 
     num_evictions: dict[str, int]
@@ -81,7 +81,7 @@ class BlockTimes:
 
 
 def read_block_times(values: list[float]) -> dict[tpb.Tier, BlockTimes]:
-    """Read the native core's ``block_times``, or sums of several, by tier."""
+    """Convert ``block_times`` of the native core, or sums of several, to BlockTimes by tier."""
     numbers = iter(values)
     times = {}
     for tier in TIERS:

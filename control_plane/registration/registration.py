@@ -5,7 +5,7 @@ registered one is refused. A process that returns is resumed when nothing that b
 changed. Otherwise all sessions of the pool end, every other shard fences them and reports again,
 and the pool is built again.
 
-Metadata is soft state: whoever holds the memory holds its metadata too. So a pool is built from
+Metadata is soft state: the process with the memory has its metadata too. So a pool is built from
 reports of which block holds which prefix; the native core does it, a slice at a time
 (``csrc/blocks/recovery/rebuild.h``).
 
@@ -60,7 +60,7 @@ _SMALL_BLOCKS: Final = 4096
 
 
 class Registration:
-    """Handles the messages of data planes, for all pools."""
+    """Handles the registration messages of data planes, for all pools."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class Registration:
         self._announcing: set[Pool] = set()  # have something to announce
 
     def register(self, hello: rpb.Hello) -> rpb.Welcome:
-        """Register a shard, or resume it. Unless it is resumed, it must report next.
+        """Register a shard, or resume it if its process was registered before. A shard that is not
+        resumed must report next.
 
         Raises InvalidRequestError, LayoutMismatchError, ProtocolMismatchError,
         StaleIncarnationError (it has seen a later control plane than this one), StaleEpochError (a
@@ -136,7 +137,7 @@ class Registration:
             )
 
     def holds_key(self, hello: rpb.Hello) -> bool:
-        """Return whether the process proves, by its epoch and key, that it is registered."""
+        """Return whether a Hello proves, by its epoch and key, that its process is registered."""
         pool = self._pools.get(hello.pool_id)
         state = None if pool is None else pool.shards.states.get(hello.shard.index)
         return (
@@ -164,12 +165,12 @@ class Registration:
             state.disconnect()
 
     def forget_lost_pools(self, now_s: float) -> list[str]:
-        """Forget the pools that have had no connected data plane, open session or follower for
+        """Forget the pools that have had no connected data plane, open session or watcher for
         ``POOL_EXPIRY_S``; returns their ids. ``now_s``: monotonic seconds.
         """
         forgotten = []
         for pool in [*self._pools.values()]:
-            if self._sessions.of(pool) or pool.followers or pool.shards.has_connected:
+            if self._sessions.of(pool) or pool.watchers or pool.shards.has_connected:
                 pool.abandoned_s = None
             elif pool.abandoned_s is None:
                 pool.abandoned_s = now_s
@@ -197,15 +198,13 @@ class Registration:
         pool.shards.file_forgets.done(done.forget_id, shard_index)
 
     def take_notified(self) -> list[tuple[str, int]]:
-        """Return the shards (pool, index) that have messages, of the pools touched since the last
-        call.
-        """
+        """Return the shards (pool, index) with messages, of pools touched since the last call."""
         notified = []
         for pool in self.touched:
             if pool.has_announcements:
                 self._announcing.add(pool)
-            if pool.followers:
-                pool.wake_followers()
+            if pool.watchers:
+                pool.wake_watchers()
             if pool.has_work:
                 self._working.add(pool)
             notified += [(pool.id, i) for i in pool.shards.take_notified()]
@@ -217,8 +216,8 @@ class Registration:
         return bool(self._announcing)
 
     def announce(self) -> None:
-        """Queue publications and withdrawals for shards, for a few milliseconds. No step waits for
-        this, and the publications of many steps go together.
+        """Queue publications and withdrawals for shards, for a few milliseconds at most. No step
+        waits for this, and the publications of many steps are sent together.
         """
         for pool in [*self._announcing]:
             self.touched.add(pool)
@@ -248,7 +247,7 @@ class Registration:
         return self.has_work()
 
     def take_outgoing(self, pool_id: str, shard_index: int) -> list[rpb.RegisterResponse]:
-        """Return the messages to send to a shard, in order, each once; see ``take_missed``."""
+        """Return the queued messages for a shard, in order, each once; see ``take_missed``."""
         pool = self._pools.get(pool_id)
         if pool is None:
             return []
@@ -258,7 +257,8 @@ class Registration:
 
     def take_missed(self, pool_id: str, shard_index: int) -> list[rpb.RegisterResponse] | None:
         """Return what ``take_outgoing`` does, and then messages that a resumed shard may have
-        missed, of a megabyte at most. Call it again when they were sent; None when none are left.
+        missed, at most a megabyte. Call it again when they were sent; returns None when none are
+        left.
         """
         pool = self._pools.get(pool_id)
         state = None if pool is None else pool.shards.states.get(shard_index)
@@ -285,7 +285,7 @@ class Registration:
         return pool, state
 
     def _can_resume(self, pool: Pool, hello: rpb.Hello) -> bool:
-        """Return whether the same process registered and reported before, and nothing changed."""
+        """Return whether the same process had registered and reported, and nothing has changed."""
         state = pool.shards.states.get(hello.shard.index)
         if state is None or not state.welcomed:
             return False
@@ -320,12 +320,12 @@ class Registration:
 
 
 def _holds(hello: rpb.Hello, pool: Pool) -> bool:
-    """Return whether the process proves that it holds the pool's key."""
+    """Return whether the Hello proves that its process holds the pool's key."""
     return hmac.compare_digest(hello.key_id, signing.key_id(pool.key))
 
 
 def _is_same_run(hello: rpb.Hello, known: rpb.Hello) -> bool:
-    """Return whether both are of one process that holds the same part of the same pool."""
+    """Return whether both Hellos are of one process that holds the same part of the same pool."""
     return (
         hello.epoch == known.epoch
         and hello.shard == known.shard
@@ -337,7 +337,8 @@ def _is_same_run(hello: rpb.Hello, known: rpb.Hello) -> bool:
 
 
 def _reshapes(pool: Pool, hello: rpb.Hello, layout: Layout) -> bool:
-    """Return whether the shard divides the pool otherwise, or holds other data, than those before.
+    """Return whether the shard divides the pool into other parts, or holds other data, than the
+    shards before.
 
     Raises InvalidRequestError or LayoutMismatchError when it does, and another shard is connected;
     then also ProtocolMismatchError, when their releases have no payload version in common.

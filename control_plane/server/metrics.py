@@ -80,7 +80,7 @@ _OLDEST_RETIRED: Final = _gauge(
     "oldest_retired_age_seconds",
     "For how long the longest retired blocks have been retired; 0 for none.",
 )
-_FOLLOWERS: Final = _gauge("followers", "Streams that follow the prefix index.")
+_WATCHERS: Final = _gauge("followers", "Streams that watch the prefix index.")
 
 _OPERATIONS: Final = Declaration(
     "counter",
@@ -205,7 +205,7 @@ _STATISTICS: Final = (
 )
 
 Observed = tuple[list[PoolObservation], Mapping[tuple[str, int], float]]
-"""The pools, and the age in seconds of each shard's last message, by pool and shard index."""
+"""The pools' snapshots, and seconds since each shard's last message, by pool and index."""
 
 
 class ControlPlaneMetrics(PlaneMetrics):
@@ -222,7 +222,7 @@ class ControlPlaneMetrics(PlaneMetrics):
         self._observe: Callable[[], Observed] = lambda: ([], {})
 
     def count_step(self, answer: StepAnswer, duration_s: float) -> None:
-        """Count a step that was answered, its operations and its plan."""
+        """Count an answered step, its operations, their refused items and its plan."""
         self._step_duration.add(duration_s)
         self.num_plans += answer.has_plan
         for (operation, message), result in zip(answer.operations, answer.results, strict=True):
@@ -236,13 +236,15 @@ class ControlPlaneMetrics(PlaneMetrics):
                 self.operations.inc(kind, "ok", by=num_done)
 
     def read_pools(self, observe: Callable[[], Observed]) -> None:
-        """Export what ``observe`` says of the pools at each scrape."""
+        """Register ``observe``, which is called at each scrape and whose snapshots are exported."""
         self._observe = observe
 
     def read_pools_on(
         self, loop: asyncio.AbstractEventLoop, observe: Callable[[], Observed]
     ) -> None:
-        """Export what ``observe`` says, run on ``loop``: scrapes come on another thread."""
+        """Register ``observe`` as ``read_pools`` does, but run it on the event loop ``loop``:
+        scrapes come on another thread.
+        """
 
         async def read() -> Observed:
             return observe()
@@ -268,7 +270,7 @@ class ControlPlaneMetrics(PlaneMetrics):
 
 
 def counters_of(pool: PoolObservation) -> dict[str, int]:
-    """Return the pool's gauges and counters of whole numbers, by their samples at /metrics: without
+    """Return the pool's gauges and whole-number counters, named as at /metrics but without
     "kvplane_" and the label of the pool.
     """
     samples = Samples(DECLARATIONS, {})
@@ -308,7 +310,7 @@ def _add_gauges(samples: Samples, pool: PoolObservation) -> None:
         (_SHARDS, pool.num_shards),
         (_REGISTERED, sum(shard.connected for shard in description.shards)),
         (_PLANS_IN_FLIGHT, pool.num_plans_in_flight),
-        (_FOLLOWERS, pool.num_followers),
+        (_WATCHERS, pool.num_watchers),
     ):
         samples.add(declaration, value, pool_id)
     for shard, num_missing in enumerate(pool.num_missing_receipts):

@@ -19,7 +19,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PoolService(pool_pb2_grpc.PoolServiceServicer):
-    """Serves one core."""
+    """The gRPC service that lists pools and sessions of one core."""
 
     def __init__(self, core: ControlPlane) -> None:
         self._core = core

@@ -22,14 +22,14 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
-    """Serves the prefix indexes of one core.
+    """The gRPC service that finds, retains, forgets and watches the cached prefixes of one core.
 
-    A follower of an index is woken when it has changed, and takes the changes when its stream has
+    A watcher of an index is woken when it has changed, and takes the changes when its stream has
     room again; see ``control_plane.watching``.
     """
 
     def __init__(self, core: ControlPlane, flush: Callable[[], None]) -> None:
-        """``flush`` sends what the core has for data planes and sessions."""
+        """``flush`` sends the messages that the core has queued for data planes and sessions."""
         self._core = core
         self._flush = flush
         self._wakes: set[asyncio.Event] = set()
@@ -37,7 +37,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
         self._searching = asyncio.Lock()  # one at a time, or many would leave others little
 
     def stop(self) -> None:
-        """End all streams; followers come back to the next control plane."""
+        """End all watchers' streams; their clients reconnect to the next control plane."""
         self._stopping = True
         for changed in self._wakes:
             changed.set()
@@ -71,19 +71,19 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
     async def WatchPrefixes(
         self, request: pb.WatchPrefixesRequest, context: _Context
     ) -> AsyncIterator[pb.WatchPrefixesResponse]:
-        """Serve one follower until it leaves. Raises what ``ControlPlane.follow`` and
-        ``Follower.take`` raise, and PlaneUnavailableError when the control plane stops.
+        """Serve one watcher until it leaves. Raises what ``ControlPlane.watch`` and
+        ``Watcher.take`` raise, and PlaneUnavailableError when the control plane stops.
         """
         changed = asyncio.Event()
-        follower = self._core.follow(request, caller().tenant, changed.set)
+        watcher = self._core.watch(request, caller().tenant, changed.set)
         self._wakes.add(changed)
         try:
             while not self._stopping:
                 changed.clear()
-                while (response := follower.take()) is not None:
+                while (response := watcher.take()) is not None:
                     yield response
                 await changed.wait()
             raise stopping_error("control plane")
         finally:
             self._wakes.remove(changed)
-            self._core.unfollow(follower)
+            self._core.unwatch(watcher)

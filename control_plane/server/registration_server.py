@@ -51,7 +51,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
-    """Serves all registration streams of this control plane."""
+    """The gRPC service that data planes register with: it serves all their streams."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
         heartbeat_s: float,
         max_waiting_messages: int = MAX_WAITING_MESSAGES,
     ) -> None:
-        """``max_waiting_messages``: of one stream, beyond those that it begins with."""
+        """``max_waiting_messages``: for one stream, beyond those that it begins with."""
         self._core = core
         self._max_waiting = max_waiting_messages
         self._heartbeat_s = heartbeat_s
@@ -78,7 +78,7 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
     async def serve(
         self, requests: AsyncIterator[rpb.RegisterRequest], caller: Caller
     ) -> AsyncIterator[rpb.RegisterResponse]:
-        """Answer one stream until either side ends it.
+        """Serve one registration stream until either side ends it.
 
         Raises what the core raises for the Hello or the report; NotPermittedError when the caller
         may not register for the pool; DeadlineExceededError when heartbeats stop; StaleEpochError
@@ -112,14 +112,12 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
             self._close(stream)
 
     def heartbeat_ages(self) -> dict[tuple[str, int], float]:
-        """Return the seconds since the last message of each registered data plane, by pool and
-        shard index.
-        """
+        """Return the seconds since each registered shard's last message, by pool and index."""
         now_s = time.monotonic()
         return {key: now_s - stream.heard_s for key, stream in self._streams.items()}
 
     def flush(self) -> None:
-        """Move the messages that the core has queued to their streams."""
+        """Move the messages that the core has queued to the data planes' streams."""
         for key in self._core.take_notified():
             stream = self._streams.get(key)
             if stream is not None and (outgoing := self._core.take_outgoing(*key)):
@@ -136,8 +134,8 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
         self.flush()
 
     def _send(self, stream: _Stream, messages: list[rpb.RegisterResponse]) -> None:
-        """Queue messages, or cut the stream of a data plane that does not read: it gets the
-        messages that it missed when it comes back.
+        """Queue messages for a stream. If its data plane does not read, end the stream instead: the
+        data plane gets what it missed when it comes back.
         """
         stream.outbox.extend(messages)
         stream.changed.set()
@@ -191,8 +189,8 @@ class Registrar(registration_pb2_grpc.RegistrationServiceServicer):
         return stream
 
     def _require_free(self, hello: rpb.Hello) -> None:
-        """Raise PoolNotReadyError while another process holds the shard and sends messages: epochs
-        are public, so a higher one does not prove that this is its successor.
+        """Raise PoolNotReadyError while another process holds the shard and still sends messages.
+        Epochs are public, so a higher one does not prove that this process succeeds that one.
         """
         old = self._streams.get((hello.pool_id, hello.shard.index))
         if old is None or hello.epoch < old.epoch or self._core.holds_key(hello):

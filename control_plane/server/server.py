@@ -57,8 +57,8 @@ _OF_MAX_OPERATIONS: Final = (
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run with the settings of ``argv`` and ``environ``; returns the exit code, or exits for bad
-    settings.
+    """Run the control plane's program with the settings of ``argv`` and ``environ``; returns the
+    exit code, or exits for bad settings.
     """
     config = parse(ControlPlaneSettings, PROGRAM, argv, environ)
     logs.setup(config.log_level, config.log_format)
@@ -82,27 +82,26 @@ async def _serve(config: ControlPlaneSettings) -> None:
 
 
 def _reduce_garbage_collection() -> None:
-    """Collect garbage cycles rarely: a full collection visits every entry of every index, and a
-    step waits for it.
-    """
+    """Make full garbage collections rare: each visits all index entries while a step waits."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 1_000)
 
 
 class ControlPlaneServer(PlaneServer):
-    """A control plane that serves. Made by ``start``, ended by ``run_until_signal`` or ``stop``.
+    """A control plane with its gRPC server, metrics and status page. Made by ``start``, ended by
+    ``run_until_signal`` or ``stop``.
 
     With an election it stands by until it leads: its health is NOT_SERVING, and calls are refused.
     """
 
     leading: asyncio.Task[None] | None = None
-    """Set if there is an election: ends with PlaneUnavailableError."""
+    """The task of the election, if there is one. Ends with PlaneUnavailableError."""
     ticks: asyncio.Task[None]
     work: asyncio.Task[None]
 
     def __init__(self, config: ControlPlaneSettings) -> None:
-        """Bind, but accept no calls yet; see ``start``."""
+        """Bind the addresses, but accept no calls yet; see ``start``."""
         incarnation = config.incarnation or time.time_ns()
         self.core = core = ControlPlane(
             incarnation=incarnation,
@@ -150,8 +149,8 @@ class ControlPlaneServer(PlaneServer):
 
     @classmethod
     async def start(cls, config: ControlPlaneSettings) -> ControlPlaneServer:
-        """Serve as ``config`` says, on the running event loop. Raises OSError when an address can
-        not be bound or the port file not be written.
+        """Start a control plane with these settings on the running event loop. Raises OSError when
+        an address cannot be bound or the port file not be written.
         """
         self = cls(config)
         if config.page_port >= 0:
@@ -177,7 +176,7 @@ class ControlPlaneServer(PlaneServer):
 
     @property
     def page_address(self) -> str:
-        """Where the page is, "host:port"; port 0 when it is off."""
+        """Address of the status page, "host:port"; the port is 0 when it is off."""
         return f"{self._server.host}:{self._page.port}"
 
     async def run_until_signal(self) -> None:
@@ -195,7 +194,7 @@ class ControlPlaneServer(PlaneServer):
             task.result()
 
     async def stop(self) -> None:
-        """Let another lead, then stop as every plane does."""
+        """Give up the leadership, then stop as every plane does."""
         if self.leading is not None:
             self.leading.cancel()
             await asyncio.gather(self.leading, return_exceptions=True)
@@ -205,7 +204,7 @@ class ControlPlaneServer(PlaneServer):
         return pool_pb2.GetServerInfoResponse(version=release(), incarnation=self.core.incarnation)
 
     async def _lead(self, elector: Elector) -> None:
-        """Stand by, lead, and stand by again at the end."""
+        """Stand by until elected, serve while leading, and refuse calls again at the end."""
         async with elector.lead() as incarnation:
             try:
                 self.core.incarnation = self.metrics.incarnation = incarnation
@@ -226,7 +225,7 @@ class ControlPlaneServer(PlaneServer):
 
 
 async def _tick(core: ControlPlane, service: SessionService) -> None:
-    """End expired leases, and cut sequences whose blocks others wait for, until cancelled."""
+    """Until cancelled, end expired leases and cut sequences whose blocks others wait for."""
     while True:
         delay_s = _LONGEST_TICK_S
         try:
@@ -238,9 +237,9 @@ async def _tick(core: ControlPlane, service: SessionService) -> None:
 
 
 def elector_of(election: str, address: str, *, ttl_s: int) -> Elector:
-    """Return the elector that the settings name. ``election``: "file:/path",
-    "kubernetes://namespace/name", or of a scheme that an installed package knows. ``address``: of
-    this process. Raises InvalidRequestError for the field "election".
+    """Return the elector for an election's URL. ``election``: "file:/path",
+    "kubernetes://namespace/name", or of a scheme that an installed package provides. ``address``:
+    of this process. Raises InvalidRequestError for the field "election".
     """
     parts = urlsplit(election)
     name = parts.path.strip("/")

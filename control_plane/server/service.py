@@ -44,15 +44,16 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 LARGE_REQUEST_BYTES: Final = 1 << 20
-"""A request of more than this begins only after the long requests before it."""
+"""Size in bytes above which a request begins only after the long requests before it."""
 TURNS_OF_A_CALL: Final = 2
-"""Turns of the event loop that a call takes from its arrival to its answer."""
+"""Number of turns of the event loop that a call takes from its arrival to its answer."""
 
 
 class LongRequests:
-    """Runs requests of several slices in the order in which they came: a slice of the first, then
-    ``TURNS_OF_A_CALL`` turns of the event loop. A request that has begun runs to its end, even if
-    its caller leaves; others are dropped with their caller, or a caller could pile up many.
+    """Runs requests of several slices one at a time, in the order in which they came. After each
+    slice, other calls get ``TURNS_OF_A_CALL`` turns of the event loop. A request that has begun
+    runs to its end, even if its caller leaves; others are dropped with their caller, or a caller
+    could pile up many.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -63,17 +64,17 @@ class LongRequests:
         self._begun: int | None = None  # the session whose request has the lane
 
     def is_running(self, session_id: int) -> bool:
-        """Return whether the session has such a request."""
+        """Return whether a request of the session waits or runs here."""
         return session_id in self._running
 
     async def wait(self, session_id: int) -> None:
-        """Wait until the session has no such request: its requests run one after another."""
+        """Wait until the session has no request here: its requests run one after another."""
         while (task := self._running.get(session_id)) is not None:
             await asyncio.wait([task])
 
     async def run(self, session_id: int, slices: Slices[Any], *, has_begun: bool) -> Any:
-        """Return or raise what the slices do. The session must have no other such request.
-        ``has_begun``: whether a slice of it has run.
+        """Run the remaining slices of a request; returns or raises what they do. The session must
+        have no other such request. ``has_begun``: whether a slice of it has run.
         """
         task = self._running[session_id] = asyncio.create_task(self._run(session_id, slices))
         # Not at the end of the task: one that is cancelled at once does not even begin.
@@ -111,7 +112,7 @@ async def _run_all(slices: Slices[Any]) -> Any:
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
-    """Serves one core."""
+    """The gRPC service of engines: sessions, steps and aborts of one core."""
 
     def __init__(
         self, core: ControlPlane, registrar: Registrar, metrics: ControlPlaneMetrics
@@ -132,9 +133,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._streams.stop()
 
     def flush(self) -> None:
-        """Send what the core has for data planes, and push news to sessions."""
+        """Send the messages that the core has queued for data planes, and push news to sessions."""
         self._registrar.flush()
-        for session_id, news in self._core.take_notices():
+        for session_id, news in self._core.take_news():
             stream = self._step_streams.get(session_id)
             if stream is not None:
                 pushed = pb.StreamStepsResponse(news=news)
@@ -157,7 +158,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             self._metrics.count_step(answer, duration_s)
 
     async def work(self) -> None:
-        """Do the core's long work, in slices between requests. Runs until cancelled."""
+        """Do the core's long work in slices, between requests. Runs until cancelled."""
         while True:
             await self._registrar.has_work.wait()
             self._registrar.has_work.clear()
@@ -259,7 +260,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return self._core.list_sequences(request, caller().tenant)
 
     async def _validate(self, request: pb.StepRequest, tenant: str) -> pb.StepResponse:
-        """Answer what a step would be answered now, by itself."""
+        """Return what a step would be answered now, without changing anything."""
         slices = self._core.validate(request, tenant)
         session_id = request.session.session_id
         await self._long.wait(session_id)
@@ -284,7 +285,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def _step(
         self, request: pb.StepRequest, tenant: str, num_bytes: int | None = None
     ) -> StepAnswer:
-        """Return the answer of a step that ran. ``num_bytes``: of the request, if known."""
+        """Run a step and return its answer. ``num_bytes``: of the request, if known."""
         begin = time.perf_counter()
         with tracing.span(
             "kvplane.control_plane.step",
@@ -298,8 +299,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return answer
 
     async def _run(self, request: Request, tenant: str, num_bytes: int | None = None) -> Any:
-        """Return the core's answer to a request that has a number, after its session's earlier
-        requests. ``num_bytes``: of the request, if known.
+        """Run a numbered request after its session's earlier ones; returns the core's answer.
+        ``num_bytes``: of the request, if known.
         """
         if num_bytes is None:
             num_bytes = request.ByteSize()  # protobuf encodes the request to find it
@@ -320,7 +321,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
 
 class _StepStream:
-    """A StreamSteps stream, to which answers are written and news are pushed."""
+    """A StreamSteps stream, on which answers are written and news are pushed."""
 
     def __init__(self, context: _Context) -> None:
         self.session_ids: set[int] = set()
@@ -328,7 +329,7 @@ class _StepStream:
         self._lock = asyncio.Lock()
 
     async def write(self, response: pb.StreamStepsResponse | bytes) -> None:
-        """Write a message, or an encoded one, after earlier ones."""
+        """Write a message, encoded or not, after those that are being written."""
         await self._lock.acquire()  # `async with` would make two coroutines more for each answer
         try:
             await self._context.write(response)
@@ -336,6 +337,6 @@ class _StepStream:
             self._lock.release()
 
     async def push(self, news: pb.StreamStepsResponse) -> None:
-        """Write news, a hint that may be lost with the stream."""
+        """Push a session's news on its stream, as a hint that may be lost with the stream."""
         with contextlib.suppress(Exception):
             await self.write(news)

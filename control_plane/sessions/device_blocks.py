@@ -12,7 +12,9 @@ _DEVICE = tpb.TIER_DEVICE
 
 
 class DeviceBlocks:
-    """Implements ``admission.decisions.PoolView``. Its sequences are the core's families."""
+    """Counts a pool's device blocks for the admission queue, as its ``PoolView``. What the queue
+    calls a sequence is a family of the core: a sequence with its forks.
+    """
 
     def __init__(self, pool: Pool, sessions: Mapping[int, Session]) -> None:
         self._pool = pool

@@ -15,34 +15,36 @@ _GRANTS: Final = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_
 
 
 class PoolNews:
-    """The news of one pool's sessions: each session has its own, until an answer takes them."""
+    """Collects the news of a pool's sessions; each session keeps its own for its next answer."""
 
     def __init__(self) -> None:
-        self._untold: set[Session] = set()
+        self._unsent: set[Session] = set()
 
-    def take_notices(self) -> list[tuple[int, cpb.News]]:
-        """Return the sessions with news that neither this call nor an answer has taken."""
-        notices = [(session.id, session.news) for session in self._untold]
-        self._untold.clear()
-        return [(i, news) for i, news in notices if news is not None]
+    def take_unsent(self) -> list[tuple[int, cpb.News]]:
+        """Return the news that neither this method nor an answer has taken, with their sessions'
+        ids. The sessions keep them.
+        """
+        unsent = [(session.id, session.news) for session in self._unsent]
+        self._unsent.clear()
+        return [(i, news) for i, news in unsent if news is not None]
 
     def take(self, session: Session) -> cpb.News | None:
         """Return a session's news for its next answer, and clear them."""
         news, session.news = session.news, None
-        self._untold.discard(session)
+        self._unsent.discard(session)
         return news
 
     def granted(
         self, session: Session, message: cpb.Admit, num_cached: int, num_blocks: int
     ) -> None:
-        """Add that the admission that waited was granted."""
+        """Add to a session's news that its queued admission was granted."""
         news = self._of(session)
         news.granted_sequence_ids += columns.pack(INT64, [message.sequence_id])
         news.granted_num_cached_tokens += columns.pack(INT32, [num_cached])
         news.granted_num_blocks += columns.pack(INT32, [num_blocks])
 
     def drop_grants(self, session: Session) -> None:
-        """Drop the news of grants, which say what sequences were before an abort."""
+        """Remove grants from a session's news, which after an abort are no longer true."""
         if session.news is not None:
             for field in _GRANTS:
                 session.news.ClearField(field)
@@ -50,7 +52,7 @@ class PoolNews:
                 self.take(session)
 
     def cut(self, session: Session, sequence_id: int, reason: cpb.CutReason) -> None:
-        """Add that a sequence was cut, and remember it."""
+        """Add to a session's news that a sequence was cut, and remember that it was."""
         news = self._of(session)
         news.cut_sequence_ids += columns.pack(INT64, [sequence_id])
         news.cut_reasons += columns.pack(UINT8, [reason])
@@ -62,7 +64,9 @@ class PoolNews:
     def asked(
         self, session: Session, sequence_ids: bytes, num_blocks: int, time_left_s: float
     ) -> None:
-        """Add that the session is asked to release what these sequences hold."""
+        """Add to a session's news a request to release these sequences' blocks. ``num_blocks``: how
+        many it should release. ``time_left_s``: until a sequence is cut.
+        """
         news = self._of(session)
         news.num_blocks_asked += num_blocks
         news.asked_sequence_ids += sequence_ids
@@ -72,5 +76,5 @@ class PoolNews:
     def _of(self, session: Session) -> cpb.News:
         if session.news is None:
             session.news = cpb.News()
-        self._untold.add(session)
+        self._unsent.add(session)
         return session.news

@@ -30,12 +30,12 @@ _METHODS: Final[dict[type[Message], bytes]] = {
 
 
 class Answer:
-    """The answer to a number: a message, or why the request failed as a whole."""
+    """The answer that a number got: a message, or why its request failed as a whole."""
 
     __slots__ = ("_content", "_error", "_message", "_request")
 
     def __init__(self, request: Any, message: Any, error: KvplaneError | None) -> None:
-        """``message``: a message or a StepAnswer."""
+        """``message``: a protobuf message or a StepAnswer."""
         self._request = request
         self._content = b""
         self._message = message
@@ -43,13 +43,13 @@ class Answer:
         self._error = None if error is None else _copy(error)
 
     def content(self) -> bytes:
-        """Return ``content_of`` the request, which is kept until this is first called."""
+        """Return the digest of the request (``content_of``), computed by the first call."""
         if self._request is not None:
             self._content, self._request = content_of(self._request), None
         return self._content
 
     def result(self) -> Any:
-        """Return the message, or the StepAnswer. Raises the error instead when there is one."""
+        """Return the message, or the StepAnswer. Raises the error if the request failed."""
         if self._error is not None:
             raise _copy(self._error)
         return self._message
@@ -67,7 +67,8 @@ class Numbering:
         self._latest: Answer | None = None
 
     def repeated(self, request: Any) -> Answer | None:
-        """Return the answer that the request's number got, or None when it is the next one.
+        """Return the answer that this request's number got before, or None if the number is the
+        next one.
 
         Raises InvalidRequestError, StepOutOfOrderError, StepConflictError; none uses a number.
         """
@@ -91,7 +92,7 @@ class Numbering:
         return answer
 
     def use(self) -> None:
-        """Use up the next number."""
+        """Use up the next number, whether or not its request succeeds."""
         self.last += 1
 
     def remember(self, request: Any, message: Any, error: KvplaneError | None = None) -> None:
@@ -102,8 +103,8 @@ class Numbering:
             self._answers.popitem(last=False)
 
     def settle(self) -> None:
-        """Let go of the last request, of which a digest is enough. It is taken here so that the
-        answer need not wait for it.
+        """Replace the last request by its digest, which is enough to recognise a repeat. Called
+        after the answer is sent, which need not wait for it.
         """
         if self._latest is not None:
             self._latest.content()

@@ -38,7 +38,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 _DEVICE: Final = tpb.TIER_DEVICE
 LATER: Final = (_native.LATER, _native.LATER_HEADROOM)
-"""The core has no room now, so that the queue decides."""
+"""Code of the native core for an item that has no room now, on which the queue decides."""
 _QUOTA: Final = (_native.LATER_QUOTA, _native.NEVER_QUOTA)
 # A headroom larger than any pool: the core refuses, and says how many blocks are needed.
 _PROBE: Final = 2**40
@@ -55,7 +55,7 @@ _REASONS: Final = {
 
 
 class PoolAdmission:
-    """The sessions of one pool, and their queue."""
+    """Shares a pool's blocks among its sessions, by the admission queue."""
 
     def __init__(
         self,
@@ -71,20 +71,20 @@ class PoolAdmission:
     # Sessions
 
     def open(self, session: Session) -> None:
-        """Add a session."""
+        """Add an open session to the queue's sessions."""
         self.sessions[session.id] = session
         self._queue.open(session.id)
 
     def close(self, session: Session) -> None:
-        """Remove a session that ends."""
+        """Remove a session that ends, with its entry in the queue."""
         self._queue.close(session.id)
         del self.sessions[session.id]
         self.news.take(session)
 
     def set_busy(self, session_id: int, is_busy: bool) -> None:
-        """Set whether a request of the session is paused between two slices. Until it has ended the
-        session is neither granted anything nor cut. Grants and cuts that fall due meanwhile are
-        made when it ends, even if the session's next request begins at once.
+        """Set whether a request of the session is paused between two slices. Meanwhile the session
+        is neither granted blocks nor cut. Grants and cuts that fall due are made when the request
+        ends, even if the session's next request begins at once.
         """
         if session_id in self.sessions:  # it may have ended
             self._queue.set_busy(session_id, is_busy)
@@ -92,7 +92,7 @@ class PoolAdmission:
                 self.tick()  # sessions that it finds to be ended, the next tick finds again
 
     def num_headroom(self) -> int:
-        """Return how many device blocks admissions leave free."""
+        """Return how many device blocks admissions have to leave free."""
         return self._queue.num_headroom()
 
     # Operations of a step, which call the core. Unless ``check_as`` is 0, as for ``Step``, nothing
@@ -104,8 +104,8 @@ class PoolAdmission:
         return self._queue.is_growth_blocked
 
     def asking_headroom(self) -> int:
-        """Return the headroom to ask the core with at first. While somebody waits the core refuses,
-        and says how many blocks are needed.
+        """Return the headroom for the first call of the core. While somebody waits it is so large
+        that the core refuses, and returns how many blocks are needed.
         """
         return self.num_headroom() if self._queue.is_idle else _PROBE
 
@@ -127,7 +127,9 @@ class PoolAdmission:
     def decide_swap_in(
         self, session: Session, sequence_id: int, num_needed: int, check_as: int
     ) -> MustWait | None:
-        """Decide, as on an admission, on a swap-in that the core has refused for now."""
+        """Decide on a swap-in that the core refused, as ``decide_admission`` does on an
+        admission.
+        """
         family = session.native.family_of(session.handle, sequence_id)
         if session.native.family_on_device(session.handle, family):
             return None
@@ -138,7 +140,7 @@ class PoolAdmission:
         return must_wait
 
     def may_grow(self, session: Session, sequence_id: int, num_needed: int, check_as: int) -> bool:
-        """Return whether a sequence may take so many blocks now. If not it waits for them."""
+        """Return whether a sequence may take so many blocks now; otherwise it waits for them."""
         family = session.native.family_of(session.handle, sequence_id)
         if check_as:
             return self._queue.check_growth(session.id, family, num_needed)
@@ -149,8 +151,9 @@ class PoolAdmission:
         return False
 
     def apply(self, session: Session) -> None:
-        """Tell the queue what became of the session's families in the core's last call. Not needed
-        after calls that neither start nor end sequences nor move them to another tier.
+        """Report to the queue how the session's families of sequences changed in the core's last
+        call. Not needed after calls that neither start nor end sequences nor move them to another
+        tier.
         """
         for change, family in session.native.take_family_events(session.handle):
             if change == _native.FAMILY_STARTED:
@@ -189,7 +192,7 @@ class PoolAdmission:
     # Grants and cuts outside of sessions' steps
 
     def serve(self) -> None:
-        """Grant blocks to those that wait. Call it whenever blocks may have come back."""
+        """Grant blocks to sequences that wait. Call it whenever blocks may have come back."""
         if self._queue.is_idle:
             return
         while (grant := self._queue.next_grant(self.pool.now_s)) is not None:
@@ -199,8 +202,8 @@ class PoolAdmission:
                 return
 
     def tick(self) -> tuple[float, list[Session]]:
-        """Cut sequences that have to yield. Returns the seconds until the next call is due, and the
-        sessions to end because their missing receipts keep blocks from others.
+        """Cut sequences that are past their deadline to yield. Returns the seconds until the next
+        call is due, and the sessions to end because their missing receipts keep blocks from others.
         """
         now_s, ended = self.pool.now_s, list[Session]()
         if self._queue.is_idle:
@@ -226,8 +229,8 @@ class PoolAdmission:
         return self._config.grace_s / 4, ended
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the queue has the families that hold device blocks. Those of
-        a busy session are settled when its request ends.
+        """Check that the queue knows the families that hold device blocks. Raises AssertionError
+        otherwise. The families of a busy session are compared when its request ends.
         """
         for session in self.sessions.values():
             if self._queue.is_busy(session.id):
@@ -241,7 +244,7 @@ class PoolAdmission:
     # Helpers
 
     def _withdraw(self, session: Session) -> None:
-        """Take a session out of the queue."""
+        """Remove a session's entry from the queue."""
         assert session.queued is not None
         self._queue.withdraw(session.id, session.queued.key)
         session.queued = None
@@ -257,7 +260,7 @@ class PoolAdmission:
         return must_wait
 
     def _grow(self, session: Session, grant: Growth) -> None:
-        """Give a blocked sequence the blocks that it asked for, ahead of its next append."""
+        """Allocate the blocks that a blocked sequence asked for, ahead of its next append."""
         native, handle = session.native, session.handle
         sequence_id = session.wanted.pop(grant.sequence, 0)
         if native.has_sequence(handle, sequence_id):
@@ -265,7 +268,7 @@ class PoolAdmission:
             session.is_drafted = True
 
     def _grant(self, session: Session, grant: Admission) -> bool:
-        """Admit the head of the queue; returns whether the next can be served now."""
+        """Admit the head of the queue; returns whether the next entry can be served now."""
         waiting = session.queued
         assert waiting is not None, "the queue has a place that its session does not know of"
         message = waiting.message

@@ -1,5 +1,5 @@
 """One engine's session: its lease on a pool, its numbers, its plans in flight, what it waits for,
-and what it is to be told.
+and its news.
 
 Its sequences, their tables and the draft of its next plan are in the native core, under ``handle``.
 Invariant: a plan is in ``plans`` until it is receipted or aborted.
@@ -24,7 +24,7 @@ _MAX_VOIDED: Final = 1024
 
 
 class PlanRecord(NamedTuple):
-    """A plan in flight: its SHA-256, when it was made, and the receipts that are expected of it."""
+    """A plan in flight: its SHA-256, when it was made, and the receipt expected of each shard."""
 
     digest: bytes
     made_s: float
@@ -48,7 +48,7 @@ def forks_of(message: cpb.Admit) -> Sequence[int]:
 class QueuedAdmission:
     """A session's entry in the queue: an admission of step ``number``, or without a message a
     swap-in of the family ``key``. ``since_s``: when it was queued. ``lapses_s``: when a swap-in at
-    the head of the queue loses its place.
+    the head of the queue is removed from it.
     """
 
     key: int
@@ -58,14 +58,14 @@ class QueuedAdmission:
     lapses_s: float | None = None
 
     def names(self, sequence_id: int) -> bool:
-        """Return whether the id is one of those that the admission is to start."""
+        """Return whether the admission would start this id, as its sequence or as a fork."""
         message = self.message
         return message is not None and (
             sequence_id == message.sequence_id or sequence_id in forks_of(message)
         )
 
     def is_of(self, sequence_id: int) -> bool:
-        """Return whether it is the admission of this sequence."""
+        """Return whether this is the admission of the sequence with this id."""
         return self.message is not None and self.message.sequence_id == sequence_id
 
 
@@ -73,9 +73,9 @@ class Session:
     """State of an open session; steps, receipts, aborts and the queue's decisions change it.
 
     ``queued``: its entry in the queue. ``wanted``: for each family whose growth is blocked, the
-    sequence that asked. ``revoked``: sequences that were cut, which it may not know yet. ``news``:
-    for its next answer, None when nothing happened. ``is_drafted``: whether its next plan carries
-    what happened outside of its steps.
+    sequence that asked. ``revoked``: sequences that were cut, which the engine may not know yet.
+    ``news``: for the next answer, None when there are none. ``is_drafted``: whether changes made
+    outside of its steps wait for its next plan.
     """
 
     __slots__ = (
@@ -120,8 +120,8 @@ class Session:
         root: bytes,
         num_answers: int,
     ) -> None:
-        """Open it in the pool. ``root``: of the prefixes that it shares. ``num_answers``: how many
-        answers are remembered. Raises QuotaExceededError.
+        """Open the session in the pool. ``root``: of the prefixes that it shares. ``num_answers``:
+        how many answers are remembered. Raises QuotaExceededError.
         """
         self.ref = ref
         self.id = ref.session_id
@@ -166,15 +166,15 @@ class Session:
 
     @property
     def resync_due(self) -> bool:
-        """Return whether the next plan says what all tables are."""
+        """Return whether the next plan has to state all tables, and not only changes."""
         return self.native.resync_due(self.handle)
 
     def num_held(self) -> int:
-        """Count the blocks in its tables, of all layer groups and both tiers."""
+        """Count the blocks in the session's tables, of all layer groups and both tiers."""
         return sum(group.num_blocks_held(self.handle) for group in self.pool.groups)
 
     def may_forget(self, sequence_id: int) -> bool:
-        """Return whether an admission that waits has the id, or a sequence that was cut."""
+        """Return whether the id is that of a queued admission, or of a sequence that was cut."""
         waits = self.queued is not None and self.queued.names(sequence_id)
         return waits or sequence_id in self.revoked
 
@@ -187,8 +187,8 @@ class Session:
         return None
 
     def settle(self) -> None:
-        """Do what the last answer need not wait for: let go of its request, and expect the receipts
-        of its plan, so that those are known when they come.
+        """Do what the last answer need not wait for: replace its request by a digest, and compute
+        which receipts its plan will get.
         """
         self.numbers.settle()
         number = self.last_plan
@@ -203,13 +203,13 @@ class Session:
         self.plans[number] = record._replace(receipts=receipts)
 
     def drop_plans(self, numbers: Sequence[int]) -> None:
-        """Forget plans in flight that have run or were aborted."""
+        """Remove plans that have run or were aborted from those in flight."""
         for number in numbers:
             for payload in self.plans.pop(number).receipts:
                 del self.expected[payload]
 
     def void(self, number: int) -> None:
-        """Remember that the plan is aborted, so that aborting it again changes nothing."""
+        """Remember that the plan was aborted, so that aborting it again changes nothing."""
         self._voided.append(number)
 
     def is_voided(self, number: int) -> bool:

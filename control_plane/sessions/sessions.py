@@ -38,7 +38,7 @@ END_CAUSES: Final[dict[type[KvplaneError], str]] = {
     StaleEpochError: "epoch",
     MissingReceiptError: "receipt",
 }
-"""Why sessions end, for metrics, by the error that their callers then get."""
+"""The causes of sessions' ends in metrics, by the error that callers then get."""
 _WHY_ENDED: Final[dict[type[KvplaneError], str]] = {
     SessionExpiredError: "ended when nothing had renewed its lease in time",
     SessionNotFoundError: "is not open: it was closed, or never opened by this tenant",
@@ -56,7 +56,9 @@ def random_session_id() -> int:
 
 
 class Sessions:
-    """``by_id``: the open sessions. ``incarnation``: of the control plane, which names them."""
+    """All sessions of the control plane. ``by_id``: the open ones. ``incarnation``: the control
+    plane's, which is part of their references.
+    """
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Sessions:
     # By pool
 
     def admission_of(self, pool: Pool) -> PoolAdmission:
-        """Return the queue of a pool's sessions."""
+        """Return the object that shares a pool's blocks among its sessions, made at first use."""
         admission = self._admissions.get(pool.id)
         if admission is None:
             config = AdmissionConfig(headroom=self._config.watermark)
@@ -88,7 +90,7 @@ class Sessions:
         return admission
 
     def admissions(self) -> Collection[PoolAdmission]:
-        """Return the queues of all pools that have had sessions."""
+        """Return the PoolAdmission of each pool that has had sessions."""
         return self._admissions.values()
 
     def of(self, pool: Pool) -> Collection[Session]:
@@ -96,7 +98,7 @@ class Sessions:
         return self.admission_of(pool).sessions.values()
 
     def forget(self, pool_id: str) -> None:
-        """Forget a pool, which has no open session."""
+        """Drop the state kept for a pool, which has no open session."""
         self._admissions.pop(pool_id, None)
 
     # Open sessions
@@ -122,8 +124,8 @@ class Sessions:
         return session
 
     def get(self, ref: tpb.SessionRef, tenant: str) -> Session:
-        """Return the tenant's open session, its pool at the present time. Raises
-        StaleIncarnationError, or why it is not open.
+        """Return the tenant's open session, after setting its pool's clock. Raises
+        StaleIncarnationError, or the error that says why it is not open.
         """
         self.check_incarnation(ref)
         session = self.by_id.get(ref.session_id)
@@ -141,19 +143,19 @@ class Sessions:
             )
 
     def require_open(self, session: Session) -> None:
-        """Raise why a session has ended, if it has."""
+        """Raise the error that says why a session has ended, if it has."""
         if self.by_id.get(session.id) is not session:
             raise self.error(session.id, session.tenant)
 
     def renew(self, session: Session) -> None:
-        """Let a session's lease run from now."""
+        """Restart a session's lease from now."""
         session.expires_at_s = self._clock() + self._config.lease_s
 
     # Their end
 
     def end(self, session: Session, reason: type[KvplaneError]) -> None:
-        """End a session, whose calls raise ``reason`` from now on. All that it held is released,
-        many sequences in slices, and retired until every shard has fenced it.
+        """End a session, whose calls raise ``reason`` from now on. Its blocks are released, many
+        sequences in slices, and stay retired until every shard has fenced it.
         """
         pool, admission = session.pool, self.admission_of(session.pool)
         admission.close(session)
@@ -181,7 +183,7 @@ class Sessions:
         admission.serve()
 
     def end_all(self, pool: Pool) -> None:
-        """End the sessions of a pool, of which a shard has restarted."""
+        """End all sessions of a pool, because a shard of it has restarted."""
         for session in [*self.of(pool)]:
             self.end(session, StaleEpochError)
 
@@ -195,8 +197,8 @@ class Sessions:
                 break
 
     def fenced(self, pool: Pool, shard_index: int, session_ids: Iterable[int]) -> None:
-        """Record that the shard will never again run a plan of these sessions, if they have ended:
-        it has fenced them, or the process that was to do so is gone.
+        """Record that the shard will never again run a plan of these ended sessions: it has fenced
+        them, or the process that was to do so is gone.
         """
         for session_id in session_ids:
             ended = pool.shards.ended.get(session_id)
@@ -205,7 +207,7 @@ class Sessions:
                 self._free_if_done(pool, ended)
 
     def release_some(self, pool: Pool) -> None:
-        """Release what ended sessions of a pool still hold, for a few milliseconds."""
+        """Release sequences that a pool's ended sessions still hold, for a few milliseconds."""
         if pool.releasing:
             ended = pool.releasing[0]
             assert ended.handle is not None
@@ -240,7 +242,7 @@ class Sessions:
     # Helpers
 
     def _require_room(self, tenant: str) -> None:
-        """Raise QuotaExceededError if the tenant can open no session."""
+        """Raise QuotaExceededError if the tenant may open no further session."""
         most = self._config.max_sessions
         if len(self.by_id) >= most:
             raise QuotaExceededError(f"{most} sessions are open: close one first")

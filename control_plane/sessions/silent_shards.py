@@ -28,7 +28,7 @@ def num_missing_receipts(num_shards: int, sessions: Sequence[Session]) -> list[i
 
 
 def lost_sessions(pool: Pool, sessions: Sequence[Session], timeout_s: float) -> list[Session]:
-    """Return a pool's sessions that end because of a silent shard, at the pool's time."""
+    """Return the pool's sessions that have to end because a shard is silent, at the pool's time."""
     if pool.shards.num_shards == 1:
         return []
     if pool.silent_shards:
@@ -37,7 +37,7 @@ def lost_sessions(pool: Pool, sessions: Sequence[Session], timeout_s: float) -> 
 
 
 def _is_late(session: Session, since_s: float) -> bool:
-    """Whether a plan that was made before ``since_s`` was receipted by some shards and not all."""
+    """Return whether a plan made before ``since_s`` has receipts of some shards, but not all."""
     oldest = next(iter(session.plans), None)
     if oldest is None or oldest > max(session.receipted):
         return False

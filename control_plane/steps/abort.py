@@ -17,8 +17,9 @@ from kvplane.wire.v1 import session_pb2 as cpb
 
 
 def abort_plans(session: Session, request: cpb.AbortPlansRequest) -> Slices[None]:
-    """Cut every sequence to its written tokens, some blocks at a time. The next plan says what all
-    tables are; with ``whole_tables`` it is this request's, and contains all of them whole.
+    """Abort all plans in flight, by cutting every sequence to its written tokens, some blocks in
+    each slice. The next plan states all tables; with ``whole_tables`` it is this request's plan,
+    and contains each table whole.
 
     Raises PlanReceiptedError when the plan that the request names has run, InvalidRequestError when
     no plan has that number.

@@ -15,17 +15,17 @@ from kvplane.wire.v1 import session_pb2 as cpb
 
 
 class SignedPlan(NamedTuple):
-    """A plan of a step: its bytes, and their signature."""
+    """A step's plan: its encoded bytes, and their signature."""
 
     payload: bytes
     signature: bytes
 
 
 class StepAnswer(NamedTuple):
-    """``encoded``: a StreamStepsResponse, with a StepResponse from ``step_at`` to its end.
-    ``operations``: those that it answers, and ``results``: theirs; neither has any in an answer
-    that is given again. ``has_plan``: whether a plan was made for it. ``settle`` does what can wait
-    until the answer is sent.
+    """The answer to a step. ``encoded``: a StreamStepsResponse, with a StepResponse from
+    ``step_at`` to its end. ``operations``: those that it answers, and ``results``: theirs; both are
+    empty in a repeated answer. ``has_plan``: whether a plan was made for it. ``settle`` does what
+    can wait until the answer is sent.
     """
 
     encoded: bytes
@@ -37,7 +37,7 @@ class StepAnswer(NamedTuple):
 
     @property
     def step(self) -> bytes:
-        """The encoded StepResponse."""
+        """The encoded StepResponse, without the StreamStepsResponse around it."""
         return self.encoded[self.step_at :]
 
 
@@ -49,8 +49,8 @@ def step_answer(
     plan: SignedPlan | None,
     news: cpb.News | None,
 ) -> StepAnswer:
-    """Answer a step, with the pool's usage and revision as they are now. ``result``: the results of
-    the operations alone.
+    """Build the answer to a step, with the pool's usage and revision as they are now. ``result``:
+    the results of the operations alone.
     """
     pool = session.pool
     payload, signature = plan or (b"", b"")

@@ -21,7 +21,8 @@ from kvplane.wire.v1 import session_pb2 as cpb
 
 
 def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_items: int) -> None:
-    """Add the tokens to their sequences; those known already are skipped.
+    """Add token ids to sequences whose slots were scheduled without them; ids that are known
+    already are skipped.
 
     Raises InvalidRequestError or SequenceNotFoundError naming a column of ``deferred_tokens``; then
     none is added.
@@ -60,8 +61,8 @@ def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_item
 def _without(
     message: cpb.DeferredTokens, revoked: Container[int]
 ) -> tuple[cpb.DeferredTokens, Sequence[int]]:
-    """Return the message without the tokens of cut sequences, and the items that are left: the
-    session may not know of the cut yet. Columns that cannot be read are left as they are.
+    """Return the message without the tokens of cut sequences, which the engine may not know of yet,
+    and the indices of the items that are left. Columns that cannot be read are left as they are.
     """
     ids = columns.read(INT64, message.sequence_ids, "deferred_tokens.sequence_ids")
     kept = [i for i, sequence_id in enumerate(ids) if sequence_id not in revoked]

@@ -48,8 +48,8 @@ def add_failures(
     operation: Refusable,
     failures: list[Failure],
 ) -> None:
-    """Add the items that the core did not do. ``at``: the operation's field in the request, such as
-    "operations[2].append".
+    """Add to ``result`` the items that the core refused. ``at``: the operation's field in the
+    request, such as "operations[2].append".
     """
     for failure in failures:
         item = 0 if operation.is_one_item else failure[0]
@@ -64,7 +64,7 @@ def add_failures(
 
 
 def add_error(result: cpb.OperationResult, at: str, error: KvplaneError) -> None:
-    """Add why none of an operation was done; the error's field is relative to the operation."""
+    """Add to ``result`` that a whole operation failed; the error's field is relative to it."""
     _add(result, 0, error, f"{at}.{error.field}" if error.field else at)
 
 
@@ -75,7 +75,7 @@ def error_of_columns(error: ColumnError, *, at: str = "") -> InvalidRequestError
 
 
 def shortage_status(failure: Failure) -> cpb.ItemStatus | None:
-    """Return LATER or NEVER; None when the item is wrong."""
+    """Return LATER or NEVER for an item that lacks room; None for an item that is wrong."""
     if failure[1] in _NEVER:
         return cpb.ITEM_STATUS_NEVER
     return cpb.ITEM_STATUS_LATER if failure[1] in _REASONS else None
@@ -87,8 +87,8 @@ def shortage_of(
     must_wait: MustWait | None = None,
     num_headroom: int = 0,
 ) -> cpb.Shortage:
-    """Describe the lack of room. ``must_wait``: why the queue has the operation wait, if so.
-    ``num_headroom``: blocks that it then has to leave free.
+    """Describe which blocks an item lacks. ``must_wait``: why the queue has the operation wait, if
+    so. ``num_headroom``: blocks that the operation then has to leave free.
     """
     _, code, num_needed, num_available, tier = failure
     shortage = cpb.Shortage(
@@ -118,7 +118,7 @@ def shortage_of(
 
 
 def error_of(session: Session, operation: Refusable, failure: Failure) -> KvplaneError:
-    """Return why an item is wrong; the field is a column of the operation."""
+    """Return the error that says why an item is wrong; its field is a column of the operation."""
     _, code, a, b, c = failure
     ids, parents = operation.id_field, operation.parent_field
     match code:

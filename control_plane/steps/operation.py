@@ -13,25 +13,25 @@ from kvplane.wire.v1 import session_pb2 as cpb
 _ID_BYTES: Final = 8
 
 Failure = tuple[int, int, int, int, int]
-"""Item, code, and three numbers that depend on the code; see ``kvplane_blocks._native``."""
+"""A refused item: its index, a code, and three numbers that depend on the code."""
 Failures = list[Failure] | None
-"""The items that were refused; None for none."""
+"""The refused items of an operation; None if there are none."""
 
 
 class Refusable:
-    """Says how the items of a kind of request are named in the errors that refuse them."""
+    """Base class that says how errors name the items of one kind of request."""
 
     name = ""
     is_one_item = False
-    """It succeeds or fails as a whole; otherwise each sequence that it names is an item."""
+    """Whether it succeeds or fails as a whole; otherwise each sequence is an item."""
     id_field = "sequence_ids"
-    """The field that names its sequences."""
+    """Name of the field that holds the ids of the sequences."""
     parent_field = "sequence_ids"
-    """The field that names the sequences that have to be live."""
+    """Name of the field that holds the ids of sequences that have to be live."""
     names_each_once = False
-    """An id that it names twice is refused as such."""
+    """Whether an id that occurs twice is refused as such."""
     computes = False
-    """The plan computes tokens of sequences that were live before it."""
+    """Whether the plan computes tokens of sequences that were live before it."""
 
     def located(self, field: str, failure: Failure) -> tuple[str, int | None]:
         """Return the column at fault in an item, and the index in it. ``field``: its error's."""
@@ -41,30 +41,32 @@ class Refusable:
 
 
 class Operation(Refusable, ABC):
-    """One kind of operation."""
+    """Base class of one kind of operation, such as an append: how it is counted and run."""
 
     is_checked_with_answer = False
-    """A check of it returns, besides any failures, the answer that running it would give."""
+    """Whether checking it returns the answer that running it would give, besides any failures."""
 
     def may_plan(self, message: Any) -> bool:
-        """Return whether it may need a plan."""
+        """Return whether the operation may need a plan."""
         return True
 
     def num_items(self, message: Any) -> int:
-        """Count the items of its answer."""
+        """Return how many items the operation's answer has."""
         return 1 if self.is_one_item else columns.count(INT64, message.sequence_ids)
 
     def num_changes(self, message: Any) -> int:
-        """Count the sequences that it changes, at least 1, for a step's limit. Reads no column."""
+        """Return how many sequences it changes, at least 1, for a step's limit. Reads no column."""
         return max(1, len(message.sequence_ids) // _ID_BYTES)
 
     @abstractmethod
     def run(self, step: Any, message: Any, result: cpb.OperationResult) -> Slices[Failures]:
-        """Do the items that can be done. Raises KvplaneError or ColumnError when none can."""
+        """Do the items that can be done, in slices; returns those that were refused. Raises
+        KvplaneError or ColumnError when none can be done.
+        """
 
 
 class OneSlice(Operation):
-    """An operation that runs in one slice."""
+    """Base class of an operation that runs in one slice."""
 
     def run(self, step: Any, message: Any, result: cpb.OperationResult) -> Slices[Failures]:
         yield from ()
@@ -72,8 +74,8 @@ class OneSlice(Operation):
 
     @abstractmethod
     def do(self, step: Any, message: Any, result: cpb.OperationResult) -> Failures:
-        """Do what ``run`` does, at once."""
+        """Run the operation at once, as ``run`` does in slices."""
 
 
 Named = tuple[Operation, Any]
-"""An operation and its message."""
+"""An operation's kind and its message."""

@@ -54,13 +54,13 @@ _TOKEN_BYTES: Final = 4
 
 
 class Step:
-    """The state that the operations of one step use; the session's draft must be begun."""
+    """State that the operations of one step share. The next plan's draft must be begun."""
 
     __slots__ = ("admission", "check_as", "handle", "native", "num_taken_tokens", "pool", "session")
 
     def __init__(self, session: Session, admission: PoolAdmission, *, check_as: int = 0) -> None:
-        """``check_as``: if not 0, operations change nothing, and answer each item as the only one
-        of the step with that number.
+        """``check_as``: 0 to run operations. Otherwise they change nothing, and each item is
+        answered as the only one of the step with this number.
         """
         self.session = session
         self.admission = admission
@@ -73,7 +73,9 @@ class Step:
         """
 
     def run(self, index: int, named: Named, result: cpb.OperationResult) -> Slices[None]:
-        """Do the items of an operation that can be done. ``index``: its position in the request."""
+        """Do the items of an operation that can be done, and add the others to ``result``.
+        ``index``: the operation's position in the request.
+        """
         operation, message = named
         others_s, begin_s = 0.0, time.perf_counter()
         slices, failures = operation.run(self, message, result), None
@@ -98,8 +100,8 @@ class Step:
     def refuse(
         self, result: cpb.OperationResult, failure: Failure, must_wait: MustWait | None
     ) -> Failures:
-        """Return the failure of an operation of one item; if the queue has it wait, add why to
-        ``result`` instead.
+        """Return the failure of an operation of one item. If the queue has the operation wait, add
+        the reason to ``result`` instead.
         """
         if must_wait is None:
             return [failure]
@@ -110,12 +112,12 @@ class Step:
 
 
 def _at(index: int, operation: Operation) -> str:
-    """Return the field of an operation in its request, such as "operations[2].append"."""
+    """Return the path of an operation in its request, such as "operations[2].append"."""
     return f"operations[{index}].{operation.name}" if operation.name else f"operations[{index}]"
 
 
 class Admit(OneSlice):
-    """Starts a sequence of a prompt, and forks of it."""
+    """Starts a sequence from a prompt, and forks of it."""
 
     name = "admit"
     is_one_item = True
@@ -174,7 +176,7 @@ class Admit(OneSlice):
 
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
-    """Raise SequenceExistsError if the message has an id of the admission that waits."""
+    """Raise SequenceExistsError if the message has an id that the waiting admission will start."""
     for i, sequence_id in enumerate([message.sequence_id, *forks_of(message)]):
         if waiting.names(sequence_id):
             field = f"fork_sequence_ids[{i - 1}]" if i else "sequence_id"
@@ -182,7 +184,7 @@ def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
 
 
 class Append(Operation):
-    """Extends live sequences by tokens, and has slots of them computed."""
+    """Extends live sequences by tokens, and schedules the computation of slots."""
 
     name = "append"
     computes = True
@@ -214,7 +216,7 @@ class Append(Operation):
 
 
 def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
-    """Extend sequences; no growth passes an older one that waits for blocks."""
+    """Extend sequences. While an older sequence waits for blocks, no other grows."""
     native, handle = step.native, step.handle
     ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
     given = message.num_tokens, message.token_ids
@@ -232,7 +234,7 @@ def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
 
 
 def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
-    """Extend sequences item by item: no growth passes an older one that is blocked."""
+    """Extend sequences item by item: none grows while an older one waits for blocks."""
     native, handle = step.native, step.handle
     num = columns.count(INT64, message.sequence_ids)
     given = columns.read(INT32, message.num_tokens, "num_tokens", length=num)
@@ -298,7 +300,7 @@ class Fork(OneSlice):
 
 
 def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tuple[bytes, Failures]:
-    """Fork, without the items that name an id of the admission that waits."""
+    """Fork, but refuse the items that name an id which the waiting admission will start."""
     ids = columns.read(INT64, message.sequence_ids, "sequence_ids")
     parents = columns.read(
         INT64, message.parent_sequence_ids, "parent_sequence_ids", length=len(ids)
@@ -319,10 +321,10 @@ def _fork_beside(waiting: QueuedAdmission, step: Step, message: cpb.Fork) -> tup
 
 
 class _OfMany(Operation):
-    """Does the same to each of many sequences, one after another."""
+    """Base class of an operation that does the same to each of many sequences."""
 
     columns: ClassVar[Mapping[str, str]] = {"sequence_ids": INT64}
-    """The columns of its message, each with the type of its elements."""
+    """The columns of the operation's message, each with the type of its elements."""
 
     @abstractmethod
     def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
@@ -359,13 +361,13 @@ class _OfMany(Operation):
         return failures or None
 
     def _fit(self, given: Sequence[bytes], num_items: int) -> bool:
-        """Return whether each column has ``num_items``; one that has not is refused as such."""
+        """Return whether each column has ``num_items`` elements, without which it is refused."""
         sizes = [columns.size_bytes(kind) * num_items for kind in self.columns.values()]
         return [len(column) for column in given] == sizes
 
 
 class Free(_OfMany):
-    """Ends sequences."""
+    """Ends sequences and releases their blocks."""
 
     name = "free"
 
@@ -385,7 +387,7 @@ class Free(_OfMany):
 
 
 class Truncate(_OfMany):
-    """Shortens sequences."""
+    """Shortens sequences to fewer tokens."""
 
     name = "truncate"
     columns: ClassVar = {"sequence_ids": INT64, "num_tokens": INT32}
@@ -396,7 +398,7 @@ class Truncate(_OfMany):
 
 
 class Swap(Operation):
-    """Moves sequences to the other tier."""
+    """Moves sequences between the device and the host tier."""
 
     name = "swap"
     is_one_item = True
@@ -410,7 +412,9 @@ class Swap(Operation):
             raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
 
         def begin(headroom: int) -> int | Failure:
-            """Allocate all blocks that the swap needs, and move nothing yet."""
+            """Allocate all blocks that the swap needs in the other tier, before any is moved.
+            Returns how many have to be moved, or why the swap is refused.
+            """
             return step.native.swap(step.handle, ids, message.tier, headroom, 0, step.check_as)
 
         admission, session, must_wait = step.admission, step.session, None
@@ -432,7 +436,7 @@ class Swap(Operation):
         return None
 
     def move(self, step: Step, num_blocks: int) -> Slices[None]:
-        """Move the blocks of the swap that was begun."""
+        """Move the blocks of the swap that was begun, ``SLICE_BLOCKS`` at a time."""
         if num_blocks > SLICE_BLOCKS:
             yield
         while step.native.swap_some(step.handle, SLICE_BLOCKS):
@@ -441,15 +445,15 @@ class Swap(Operation):
 
 
 class _DeferredTokens(Refusable):
-    """The tokens of slots that appends scheduled without them: no operation, but its items are
-    refused as those of one.
+    """Tokens of slots that appends scheduled without them. They are no operation, but their items
+    are refused as an operation's are.
     """
 
     name = "deferred_tokens"
 
 
 class _Unknown(OneSlice):
-    """An operation of a later release, one that this release does not serve, or none at all."""
+    """Answers an operation that this release does not know or serve, or an empty one."""
 
     is_one_item = True
 
@@ -471,14 +475,14 @@ OPERATIONS: Final[dict[str, Operation]] = {
         Swap(),
     )
 }
-"""Every operation, by its field in ``kvplane.v1.Operation``."""
+"""Each operation that the control plane serves, by its field in ``kvplane.v1.Operation``."""
 DEFERRED_TOKENS: Final = _DeferredTokens()
 _UNKNOWN: Final = _Unknown()
 
 
 def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Named]:
-    """Return the operations of a request. Raises InvalidRequestError when they change more than
-    ``most`` sequences in all, each counted as one at least.
+    """Parse the operations of a request. Raises InvalidRequestError when they change more than
+    ``most`` sequences in all, each operation counted as one at least.
     """
     named: list[Named] = []
     num_items = len(operations)
@@ -500,7 +504,7 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
 
 
 def check_no_plan(session: Session, operations: Sequence[Named]) -> None:
-    """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made now."""
+    """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made."""
     may_plan = any(operation.may_plan(message) for operation, message in operations)
     if session.resync_due or session.is_drafted or may_plan:
         raise TooManyPlansInFlightError(

@@ -14,8 +14,9 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def finish_plan(session: Session, number: int, traceparent: str = "") -> Slices[SignedPlan | None]:
-    """End the step that was begun. Returns its plan, which is in flight from now on; None if there
-    is nothing to carry out. ``traceparent``: for data planes' spans; ignored if malformed.
+    """Finish the step that was begun and return its signed plan, which is in flight from now on;
+    None if there is nothing to carry out. ``traceparent``: for data planes' spans; ignored if
+    malformed.
     """
     while session.native.prepare(session.handle, SLICE_ENTRIES):
         yield

@@ -28,9 +28,9 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 
 def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Slices[None]:
-    """Check all receipts, then let the plans that every shard has run take effect.
+    """Verify all receipts of a request, then apply the plans that every shard has run.
 
-    Those of plans receipted or aborted before are skipped. Raises BadSignatureError,
+    Receipts of plans receipted or aborted before are skipped. Raises BadSignatureError,
     InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
     ``receipts[i]``; then none is applied.
     """
@@ -61,7 +61,7 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
 
 
 def _checked(session: Session, signed: tpb.SignedPayload, at: str) -> tuple[int, int]:
-    """Return the plan and the shard of a receipt that is not an expected one."""
+    """Verify a receipt other than those expected; returns its plan's and its shard's number."""
     payload = signed.payload
     signing.verify(
         session.pool.key, signing.RECEIPT, signed.type, payload, signed.signature, field=at

@@ -35,7 +35,7 @@ Request = cpb.StepRequest | cpb.AbortPlansRequest
 
 
 class _Step(NamedTuple):
-    """The outcome of a step. ``result``: the results of its operations alone."""
+    """The outcome of a step: ``result`` has the results of its operations alone."""
 
     operations: Sequence[Named]
     result: cpb.StepResponse
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 
 
 class Requests:
-    """Runs the numbered requests of all sessions."""
+    """Runs the numbered requests of all sessions, Step and AbortPlans."""
 
     def __init__(
         self,
@@ -58,9 +58,10 @@ class Requests:
         }
 
     def run(self, session: Session, request: Request) -> Slices[Any]:
-        """Run a request under its number, or repeat its answer. Returns the answer's message,
-        of a step a StepAnswer. Raises why the request failed as a whole, and at any slice why
-        the session has ended, with the number that the session's next request must have.
+        """Run a request under its number, or return the answer that the number got before. Returns
+        the answer's message, which for a Step is a StepAnswer. Raises why the request failed as a
+        whole, and at any slice why the session has ended, with the number that the session's next
+        request must have.
         """
         self._sessions.require_open(session)
         admission, numbers = self._sessions.admission_of(session.pool), session.numbers

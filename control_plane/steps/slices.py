@@ -17,25 +17,25 @@ from kvplane.wire.columns import INT32
 from kvplane.wire.v1 import session_pb2 as cpb
 
 SLICE_TOKENS: Final = 65_536
-"""Tokens that are appended: a millisecond or two."""
+"""Tokens that a slice appends: a millisecond or two."""
 SLICE_BLOCKS: Final = 16_384
-"""Blocks that are published, or swapped: a millisecond or two."""
+"""Blocks that a slice publishes or swaps: a millisecond or two."""
 SLICE_ENTRIES: Final = 65_536
-"""Entries of whole tables that are written to a plan: half a millisecond. A turn of the event loop
-between two slices takes a tenth of that.
+"""Entries of whole tables that a slice writes to a plan: half a millisecond. A turn of the event
+loop between two slices takes a tenth of that.
 """
 SLICE_SEQUENCES: Final = 4096
-"""Sequences that are described: a millisecond."""
+"""Sequences that a slice describes: a millisecond."""
 SLICE_BYTES: Final = 1 << 21
-"""Bytes of a plan that are hashed: a millisecond."""
+"""Bytes of a plan that a slice hashes: a millisecond."""
 SLICE_RECEIPTS: Final = 256
-"""Receipts that are verified: two milliseconds."""
+"""Receipts that a slice verifies: two milliseconds."""
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
 
 
 def digest_of(payload: bytes) -> Slices[bytes]:
-    """Return ``signing.digest`` of the payload, hashed in slices."""
+    """Return ``signing.digest`` of the payload, hashed ``SLICE_BYTES`` at a time."""
     digest, view = hashlib.sha256(), memoryview(payload)
     for begin in range(0, len(payload), SLICE_BYTES):
         yield
@@ -44,9 +44,9 @@ def digest_of(payload: bytes) -> Slices[bytes]:
 
 
 def parts_of(message: cpb.Append, token_ids: bytes) -> Iterator[tuple[int, cpb.Append]]:
-    """Divide an append into parts of about ``SLICE_TOKENS``, each with the index of its first item.
-    An append whose columns do not fit together stays whole, to be refused as such. ``token_ids``:
-    those of the message.
+    """Divide an append into parts of about ``SLICE_TOKENS``; yields each with the index of its
+    first item. An append whose columns do not fit together stays whole, to be refused as such.
+    ``token_ids``: those of the message.
     """
     if len(token_ids) <= _TOKEN_BYTES * SLICE_TOKENS:
         yield 0, message
@@ -88,7 +88,7 @@ def parts_of(message: cpb.Append, token_ids: bytes) -> Iterator[tuple[int, cpb.A
 
 
 def _fit(message: cpb.Append, num: int) -> bool:
-    """Return whether all columns but those of tokens have ``num`` items."""
+    """Return whether all columns have ``num`` items, except those of tokens."""
     return (
         num > 0
         and len(message.sequence_ids) == 8 * num

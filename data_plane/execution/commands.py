@@ -12,12 +12,13 @@ from data_plane.kernels.device.device_watch import DeviceWatch
 from kvplane.errors import InternalError, KvplaneError
 
 Observer = Callable[[str, float], None]
-"""Called with each command's name and its duration in seconds."""
+"""Function that is called with each command's name and its duration in seconds."""
 
 
 class Commands:
-    """Makes commands: ``with commands.lock, commands(name):``. Commands may be nested. The lock is
-    separate, so that Python itself releases it wherever Ctrl-C comes.
+    """Makes contexts that time a command and count its rejection: ``with commands.lock,
+    commands(name):``. Commands may be nested. The lock is separate, so that Python itself releases
+    it wherever Ctrl-C comes.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Commands:
 
 
 class Command:
-    """A context, used once. Not a generator: each layer of a step is a command."""
+    """The context of one command, used once. Not a generator: each layer is a command."""
 
     __slots__ = ("_began_s", "_commands", "_depth", "_name")
 

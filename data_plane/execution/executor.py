@@ -121,47 +121,51 @@ class Executor:
 
     @property
     def pool_id(self) -> str:
-        """The pool that this is a shard of."""
+        """Id of the pool that this executor is a shard of."""
         return self._verifier.pool_id
 
     @property
     def epoch(self) -> int:
-        """The number of this run; a later run of the shard has a higher one."""
+        """Number of this run; a later run of the shard has a higher one."""
         return self._verifier.epoch
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the control plane registered with; 0 before the first."""
+        """Incarnation of the control plane registered with; 0 before the first registration."""
         return self._verifier.incarnation
 
     @property
     def key_id(self) -> bytes:
-        """Identifies the pool's key; empty before there is one."""
+        """Identifier of the pool's key; empty before there is one."""
         return self._verifier.key_id
 
     @property
     def num_sessions(self) -> int:
-        """Open sessions."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def num_sequences(self) -> int:
-        """Block tables of all sessions."""
+        """Number of sequences with block tables, of all sessions."""
         return self._tables.num_sequences
 
     def use_own_stream(self) -> None:
-        """Give the calling thread a stream of its own, beside other work on the device."""
+        """Give the calling thread its own stream, whose work runs beside the device's
+        other work.
+        """
         self.kernels.streams.use_own_stream()
 
     def finish(self, *, raises: bool = False) -> None:
-        """Wait until the device has finished all work queued on it. If it failed, running plans
-        have failed too. ``raises``: raise InternalError then, for callers whose plan has run.
+        """Wait until the device has finished all work queued on it. If the device failed, running
+        plans have failed too. ``raises``: whether to raise InternalError then, for callers whose
+        plan has run.
         """
         with self._command.lock, self._command("finish"):
             self._plans.quiesce(raises=raises)
 
     def install(self, incarnation: int, key: bytes) -> None:
-        """Begin to serve a control plane: take its key, end every session and remove every table.
+        """Begin to serve a control plane: install its key, end every session and remove every
+        table.
 
         Generations and publications stay, because the data does. Raises StaleIncarnationError when
         a higher incarnation was seen, and InvalidRequestError for a key of the wrong length.
@@ -173,15 +177,15 @@ class Executor:
             self._tables.drop_all()
 
     def report(self, blocks_per_part: int = 2048) -> Parts:
-        """Return the ``block_report`` of all blocks that were ever allocated."""
+        """Return the ``block_report`` of all blocks that were ever allocated, in parts."""
         with self._command.lock, self._command("report"):
             return block_report(self._tables, blocks_per_part)
 
     def publish(self, publications: plan_pb2.Publications) -> int:
-        """Keep the publications whose block still has their generation, and ignore the others.
-        Returns the number kept.
+        """Record that blocks are published, ignoring publications of an earlier generation of a
+        block. Returns the number recorded.
 
-        Raises InvalidRequestError for a malformed column; nothing is kept then.
+        Raises InvalidRequestError for a malformed column; nothing is recorded then.
         """
         with self._command.lock, self._command("publish"):
             group = check_group(publications.group, self.layout, "publications.group")
@@ -189,7 +193,7 @@ class Executor:
             return self._tables.publications[group].keep(publications, present, "publications")
 
     def withdraw(self, blocks: rpb.WithdrawBlocks) -> int:
-        """Drop publications whose block still has their generation. Returns the number dropped."""
+        """Remove publications of blocks that still have their generation. Returns how many."""
         with self._command.lock, self._command("withdraw"):
             group = check_group(blocks.group, self.layout, "withdraw.group")
             present = self._tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
@@ -384,7 +388,7 @@ class Executor:
         return self.blocks.write(session_id, place, blocks, plan_number)
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless tables, counts, generations and publications agree."""
+        """Check that tables, counts, generations and publications agree. Raises InternalError."""
         with self._command.lock:
             self._tables.check_integrity()
             for session_id in self._tables.session_ids():

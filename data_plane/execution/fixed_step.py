@@ -166,7 +166,7 @@ class FixedStep:
             )
 
     def _numbers_of_heads(self, options: AttentionOptions, num_heads: int) -> NumbersOfHeads:
-        """Return tensors that live as long as the step, since a graph has their addresses."""
+        """Return slopes and sinks as tensors that live as long as the step: a graph uses them."""
         key = options, num_heads
         if key not in self._of_heads:
             has_some = bool(options.alibi_slopes or options.sinks)

@@ -35,15 +35,13 @@ from kvplane.errors import InvalidRequestError, PlanOutOfOrderError
 from kvplane.slices import Slices, guarded
 
 SLICE_S: Final = 0.01
-"""For how long a long layer occupies the thread before other commands may run."""
+"""Seconds for which a long layer occupies the thread before other commands may run."""
 
 Result = TypeVar("Result")
 
 
 class RanLayer(NamedTuple):
-    """A layer of the model that native code ran. ``seconds``: how long writing and attending
-    took.
-    """
+    """A layer of the model that native code ran. ``seconds``: of writing, and of attending."""
 
     layer: int
     bound: BoundLayer
@@ -51,13 +49,13 @@ class RanLayer(NamedTuple):
 
 
 ServeLayers = Callable[[Sequence[Any], int, int, int], None]
-"""Runs bound layers in native code, for a short time. Arguments: native batches of the layer
-groups; the first layer's index, and that of the first layer that must not run; threads.
+"""Function that runs bound layers in native code, for a short time. Arguments: native batches of
+the layer groups; the first layer's index, and that of the first layer that must not run; threads.
 """
 
 
 class LayerRunner:
-    """The layers of all sessions of one executor."""
+    """Runs the layers of all sessions of one executor."""
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class LayerRunner:
         layers: Sequence[int],
         command: Commands,
     ) -> None:
-        """``layers``: the model's layers in the shard. ``command``: makes commands of methods."""
+        """``layers``: the model's layers in the shard. ``command``: wraps methods in commands."""
         self.slice_s = SLICE_S
         self._plans = plans
         self._compute = compute
@@ -97,8 +95,8 @@ class LayerRunner:
         options: AttentionOptions,
         out: torch.Tensor | None = None,
     ) -> Slices[torch.Tensor | None]:
-        """Do as ``run`` does, but attend in slices of about ``slice_s``. The layer counts as
-        written when its attention begins. Raises as ``run`` in each slice.
+        """Run a layer as ``run`` does, but attend in slices of about ``SLICE_S``. The layer counts
+        as written when its attention begins. Raises as ``run`` in each slice.
         """
         slices = self._slices(named, tensors, options, out)
         return guarded(slices, self._command.lock, lambda: self._command("layer"))
@@ -236,7 +234,7 @@ class LayerRunner:
         serve: ServeLayers,
         take_ran: Callable[[], Sequence[RanLayer]],
     ) -> None:
-        """Let native code run bound layers from ``named`` on: ``serve`` does, and ``take_ran``
+        """Let native code run bound layers from ``named`` on. ``serve`` runs them, and ``take_ran``
         returns those that ran, each of which counts as a command. It may run none of a plan that
         has run or that has to be cut into slices, and no last layer, which is followed by a
         receipt. Raises as ``PlanRunner.check_may_run``, and what ``serve`` does.
@@ -302,7 +300,7 @@ class LayerRunner:
 
 
 def _check_given(tensors: LayerTensors, field: str) -> None:
-    """Raise InvalidRequestError for tensors that say neither to write nor to attend alone."""
+    """Check that the tensors either write, attend or do both. Raises InvalidRequestError."""
     query, key, value = tensors
     if key is None and (query is None or value is not None):
         raise InvalidRequestError(
@@ -312,9 +310,7 @@ def _check_given(tensors: LayerTensors, field: str) -> None:
 
 
 def _of_tokens(tensors: LayerTensors) -> LayerTensors:
-    """Return tensors as [num_tokens, heads, size] that transformers has as [num_rows, heads,
-    num_columns, size].
-    """
+    """Convert tensors [num_rows, heads, num_columns, size] to [num_tokens, heads, size]."""
     query, key, value = (
         tensor if tensor is None or tensor.dim() != 4 else tensor.transpose(1, 2).flatten(0, 1)
         for tensor in tensors
@@ -323,7 +319,7 @@ def _of_tokens(tensors: LayerTensors) -> LayerTensors:
 
 
 def _like(query: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
-    """Return the output for a query of these dimensions, which had its tokens in rows."""
+    """Convert an output of one row for each token to the shape of the query's dimensions."""
     if query is None or query.dim() != 4 or output.dim() == 4:
         return output
     return output.view(query.shape[0], query.shape[2], *output.shape[1:])

@@ -9,8 +9,8 @@ from kvplane.errors import InvalidRequestError
 
 
 def layer_index(layers: Sequence[int], layer: int, prefix: str = "") -> int:
-    """Index in the shard of one of the model's layers. Raises InvalidRequestError naming the field
-    ``layer`` after ``prefix``.
+    """Return the index in the shard of one of the model's layers. Raises InvalidRequestError naming
+    the field ``layer`` after ``prefix``.
     """
     try:
         return layers.index(layer)
@@ -22,8 +22,8 @@ def layer_index(layers: Sequence[int], layer: int, prefix: str = "") -> int:
 
 
 def layer_range(layers: Sequence[int], first_layer: int, num_layers: int) -> range:
-    """Indices in the shard of ``num_layers`` layers from the model's ``first_layer`` on; 0 for all.
-    Raises InvalidRequestError.
+    """Return the indices in the shard of ``num_layers`` layers from the model's ``first_layer`` on;
+    0 stands for all. Raises InvalidRequestError.
     """
     if num_layers == 0:
         require(first_layer == 0, "must be 0 where num_layers is 0", "first_layer")

@@ -45,10 +45,10 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class StartedPlan:
-    """A plan that was started, now or before. ``receipt``: None until the plan has run.
-    ``had_run``: whether it had run before this call. ``pass_index``: the pass that it is in; None
-    where all tokens are computed at once. ``num_copied_blocks`` and ``num_swapped_blocks``: blocks
-    that its transfers copy inside the device tier, and swap between the tiers.
+    """Result of starting a plan. ``receipt``: None until the plan has run. ``had_run``: whether it
+    had run before this call. ``pass_index``: the pass that it is in; None where all tokens are
+    computed at once. ``num_copied_blocks`` and ``num_swapped_blocks``: blocks that its transfers
+    copy inside the device tier, and swap between the tiers.
     """
 
     number: int
@@ -62,9 +62,9 @@ class StartedPlan:
 
 
 class PlanLayer(NamedTuple):
-    """Names a layer of the model in a plan, which has to be the session's latest one, and in the
-    plan's present pass; None for all tokens at once. ``field`` prefixes the names of fields in
-    errors.
+    """Names a layer of the model, the plan that it belongs to and the pass. The plan has to be the
+    session's latest one and the pass its present one; None for all tokens at once. ``field``
+    prefixes the names of fields in errors.
     """
 
     session_id: int
@@ -75,7 +75,7 @@ class PlanLayer(NamedTuple):
 
 
 class PlanRunner:
-    """The plans of all sessions of one executor."""
+    """Runs the plans of all sessions of one executor."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class PlanRunner:
         )
 
     def _prepare(self, session: Session, plan: plan_pb2.Plan, digest: bytes) -> RunningPlan:
-        """Make a new plan's table changes, all or nothing."""
+        """Verify a new plan against the tables and apply its table changes, all or none."""
         tables = self._tables
         transfers = Transfers.read(tables.num_blocks, plan.transfers)
         of_sources = self._written.of_sources(transfers)
@@ -252,7 +252,7 @@ class PlanRunner:
         return run.on_host[0].num_tokens
 
     def batch(self, run: RunningPlan, group: int) -> AttentionBatch:
-        """Return a layer group's batch, its tensors on the kernels' device."""
+        """Return the plan's batch for a layer group, with its tensors on the kernels' device."""
         if run.attention is run.on_host:
             run.attention = tuple(map(self._compute.prepare, run.on_host))
         return run.attention[group]
@@ -329,8 +329,9 @@ class PlanRunner:
             tracing.end(run.span, "the plan was voided")
 
     def quiesce(self, *, raises: bool = False) -> None:
-        """Wait for the device. If it failed, every running plan fails, because it is not known
-        whose work was lost; with ``raises`` InternalError is raised then.
+        """Wait until the device has finished all queued work. If it failed, every running plan
+        fails, because it is not known whose work was lost; with ``raises`` InternalError is raised
+        then.
         """
         try:
             self._compute.finish()

@@ -29,8 +29,8 @@ _DEVICE = tier_key_of(0, pb.TIER_DEVICE)
 
 
 class BlockRange(NamedTuple):
-    """Table entries of a sequence, in some layers of a layer group. ``num_layers``: from the
-    model's layer ``first_layer`` on; 0 for all that the shard holds.
+    """A range of a sequence's table entries, in some layers of a layer group. ``num_layers``: from
+    the model's layer ``first_layer`` on; 0 for all that the shard holds.
     """
 
     sequence_id: int
@@ -42,8 +42,8 @@ class BlockRange(NamedTuple):
 
 
 class TableBlocks:
-    """The blocks of one executor's tables, and the published ones, of which it also notes which
-    prefixes are reused. Thread-safe: each method is a command of the executor.
+    """Reads and writes blocks of one executor, and notes which published prefixes are reused.
+    Thread-safe: each method is a command of the executor.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TableBlocks:
         compute: ShardKernels,
         command: Commands,
     ) -> None:
-        """``command``: makes commands of methods."""
+        """``command``: wraps methods in commands."""
         self._layout = layout
         self._shard = shard
         self._layers = shard.layers(layout)
@@ -74,8 +74,9 @@ class TableBlocks:
         *,
         only_written: bool = False,
     ) -> tuple[torch.Tensor, pb.Blocks]:
-        """Do as ``Executor.read_blocks``. ``blocks``: where ``entries`` are. ``only_written``:
-        refuse blocks that the session's latest plan computes and has not written.
+        """Read blocks as ``Executor.read_blocks`` does. ``blocks``: where ``entries`` are.
+        ``only_written``: whether to refuse blocks that the session's latest plan computes and has
+        not written.
         """
         with self._command.lock, self._command("read_blocks"):
             return self._read(session_id, blocks, entries, only_written=only_written)
@@ -110,7 +111,7 @@ class TableBlocks:
     def write(
         self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
     ) -> pb.SignedPayload | None:
-        """Do as ``Executor.write_blocks``; the number of blocks is that of ``data``."""
+        """Write blocks as ``Executor.write_blocks``; the number of blocks is that of ``data``."""
         with self._command.lock, self._command("write_blocks"):
             return self._write(session_id, blocks, data, plan_number)
 
@@ -150,36 +151,37 @@ class TableBlocks:
 
     @property
     def num_published(self) -> int:
-        """Device blocks with a publication, of all layer groups."""
+        """Number of device blocks with a publication, of all layer groups."""
         return sum(map(len, self._tables.publications))
 
     @property
     def is_watched(self) -> bool:
-        """Return whether a file tier writes and loads blocks."""
+        """Return whether a file tier is notified of reused prefixes."""
         return self._plans.reused is not None
 
     def watch_reuse(self, on_reuse: Callable[[], None]) -> None:
-        """Note from now on which prefixes new sequences find. ``on_reuse`` is called, inside a
-        command, when ``take_reused`` may have more.
+        """Record from now on which published prefixes new sequences find. ``on_reuse`` is called,
+        inside a command, when ``take_reused`` may have more.
         """
         with self._command.lock, self._command("watch_reuse"):
             reused = self._plans.reused = ReusedBlocks(self._tables, on_reuse)
             self._tables.publications[0].on_keep = reused.published
 
     def take_reused(self) -> list[ReusedPrefix]:
-        """Return the prefixes that were noted and are published, each once."""
+        """Return the recorded prefixes that are published, each once."""
         with self._command.lock, self._command("take_reused"):
             return [] if self._plans.reused is None else self._plans.reused.take()
 
     def drop_reused(self, tenant: str | None) -> None:
-        """Drop the prefixes that were noted of a tenant, or with None of all."""
+        """Drop the recorded prefixes of a tenant, or of all tenants for None."""
         with self._command.lock, self._command("drop_reused"):
             if self._plans.reused is not None:
                 self._plans.reused.drop(tenant)
 
     def read_published(self, block: int, generation: int) -> torch.Tensor | None:
-        """Read all layers of a published device block, [num_layers, 1, ...] as ``read_blocks`` of
-        the executor. Returns None if it is no longer published, or has another generation.
+        """Read all layers of a published device block, as [num_layers, 1, ...] like
+        ``Executor.read_blocks``. Returns None if the block is no longer published, or has another
+        generation.
         """
         with self._command.lock, self._command("read_published"):
             is_present = self._tables.generations[_DEVICE][block] == generation
@@ -190,7 +192,9 @@ class TableBlocks:
             return self._compute.read(_DEVICE, np.array([block], np.int32), layers, full)
 
     def scope_of(self, session_id: int) -> tuple[str, str]:
-        """Return tenant and namespace. Raises SessionExpiredError, InvalidRequestError."""
+        """Return a session's tenant and namespace. Raises SessionExpiredError,
+        InvalidRequestError.
+        """
         with self._command.lock, self._command("scope_of"):
             session = self._sessions.get(session_id)
             require(session.namespace is not None, "must say the namespace", "grant.namespace")
@@ -198,8 +202,8 @@ class TableBlocks:
 
 
 def _check_entries(table: Table, entries: Sequence[int]) -> NDArray[np.int64]:
-    """Return ``entries`` as an array. Raises InvalidRequestError unless there is one, and the table
-    has them all.
+    """Return ``entries`` as an array. Raises InvalidRequestError when it is empty or names entries
+    that the table does not have.
     """
     require(len(entries) > 0, "must have at least one entry", "entries")
     places = np.asarray(entries, np.int64)

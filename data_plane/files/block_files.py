@@ -38,7 +38,7 @@ from data_plane.files.record import (
 from kvplane.errors import InvalidRequestError
 
 MAX_FILES: Final = 2**20
-"""Most files in one folder; each takes some hundred bytes of memory."""
+"""Maximum number of files in one folder; each takes some hundred bytes of memory."""
 _SUFFIX: Final = ".block"
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class _Node:
 
 
 class FileIndex:
-    """The tree of files. Not thread-safe. Names are of 32 bytes."""
+    """A tree of the files' names, in the order of use. Not thread-safe. Names have 32 bytes."""
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # the least recently used first
@@ -65,11 +65,11 @@ class FileIndex:
         return name in self._nodes
 
     def may_add(self, key: BlockKey) -> bool:
-        """Return whether the block's parent is a root or has a file."""
+        """Return whether a block's file may exist: its parent is a root or has a file."""
         return key.parent == key.root or key.parent in self._nodes
 
     def add(self, key: BlockKey) -> None:
-        """Add a file for which ``may_add`` is true."""
+        """Add a file, for whose key ``may_add`` must be true."""
         if key.name in self._nodes:
             return
         self._nodes[key.name] = _Node(key.parent)
@@ -81,14 +81,14 @@ class FileIndex:
             self._nodes[key.parent].children.add(key.name)
 
     def use(self, name: bytes) -> bool:
-        """Return whether the file exists, and count it as used now."""
+        """Return whether the file exists, and mark it as the most recently used."""
         if name not in self._nodes:
             return False
         self._nodes.move_to_end(name)
         return True
 
     def oldest(self, keep: bytes = b"") -> bytes | None:
-        """Return the file to evict, never ``keep``; None if there is no other."""
+        """Return the least recently used file other than ``keep``; None if there is none."""
         for _ in range(len(self._nodes)):
             name = next(iter(self._nodes))
             if not self._nodes[name].children and name != keep:
@@ -97,7 +97,7 @@ class FileIndex:
         return None
 
     def remove(self, name: bytes) -> list[bytes]:
-        """Remove a file, if it exists, and all below it. Returns their names, parents first."""
+        """Remove a file and all below it, if it exists. Returns their names, parents first."""
         node = self._nodes.get(name)
         if node is None:
             return []
@@ -138,7 +138,7 @@ class FileIndex:
             del self._roots_of[tenant]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the tree is consistent."""
+        """Check that the tree is consistent. Raises AssertionError."""
         for name, node in self._nodes.items():
             above = self._nodes.get(node.parent)
             names = self._roots[node.parent] if above is None else above.children
@@ -150,7 +150,7 @@ class FileIndex:
 
 
 class BlockFiles:
-    """The files of one shard. Thread-safe.
+    """The files of one shard's blocks. Thread-safe.
 
     ``num_evicted``: files removed to make room for others. ``num_torn``: files removed by ``scan``
     because they were not of this shard, were not whole, or had lost their parent.
@@ -165,8 +165,9 @@ class BlockFiles:
         max_bytes: int,
         disk: Disk | None = None,
     ) -> None:
-        """Use a folder, which is made if it does not exist. ``part``: names the shard's share of a
-        block, see ``part_name``. ``block_bytes``: its size. ``max_bytes``: of all files.
+        """Open a folder, which is made if it does not exist. ``part``: names the shard's share of a
+        block, see ``part_name``. ``block_bytes``: the size of that share. ``max_bytes``: the bound
+        of all files together.
 
         Raises InvalidRequestError when another process uses the folder, it cannot be used, or there
         is no room for a single file.
@@ -213,13 +214,13 @@ class BlockFiles:
         return len(self._index) * self._file_bytes
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Unlock the folder, so that another process can use it."""
         self._disk.close(self._lock_fd)
 
     def scan(self, is_stopping: Callable[[], bool] = lambda: False) -> None:
-        """Find the files of an earlier process, and remove invalid ones. Reads headers alone.
-        Called once, before any write. No file is found until it ends, and none if it ends early
-        because ``is_stopping`` returns True.
+        """Find the files that an earlier process left, and remove invalid ones. Reads headers
+        alone. Called once, before any write. No file is found until it ends, and none if it ends
+        early because ``is_stopping`` returns True.
         """
         try:
             self._scan(is_stopping)
@@ -247,7 +248,9 @@ class BlockFiles:
             self._add_found(found)
 
     def _add_found(self, found: list[tuple[float, BlockKey]]) -> None:
-        """Add files, parents first. Removes those without a parent, and those beyond the bound."""
+        """Add found files to the index, parents first. Removes those without a parent, and those
+        beyond the bound.
+        """
         below: dict[bytes, list[BlockKey]] = {}
         for _, key in found:
             below.setdefault(key.parent, []).append(key)
@@ -264,8 +267,8 @@ class BlockFiles:
         _LOGGER.info("file tier folder=%s files=%d", self._folder, len(self._index))
 
     def find(self, names: Iterable[bytes]) -> int:
-        """Return how many of ``names``, a prompt's blocks, have files, from the first on. Those
-        count as used now.
+        """Return how many leading blocks of a prompt, with these names, have files. Those files are
+        marked as used now.
         """
         num = 0
         for name in names:
@@ -278,11 +281,11 @@ class BlockFiles:
     def key_of(
         self, tenant: bytes, root: bytes, parent: bytes, name: bytes, generation: int = 0
     ) -> BlockKey:
-        """Return the key of a block of this shard. ``generation``: the block's in the pool."""
+        """Return the key of a block's file here. ``generation``: the block's in the pool."""
         return BlockKey(self._part, tenant, root, parent, name, self._length, generation)
 
     def num_forgotten(self, tenant: bytes) -> int:
-        """Return the number of ``forget`` calls so far that may have concerned a tenant."""
+        """Return how many ``forget`` calls so far may have concerned a tenant."""
         with self._lock:
             return self._num_forgotten[tenant] + self._num_forgotten[b""]
 
@@ -350,7 +353,7 @@ class BlockFiles:
         return data
 
     def drop(self, name: bytes) -> None:
-        """Remove a file and those below it."""
+        """Remove a file and its descendants."""
         with self._lock:
             names = self._index.remove(name)
         self._remove_all(names)
@@ -358,10 +361,10 @@ class BlockFiles:
     def forget(
         self, *, tenant: bytes = b"", root: bytes = b"", name: bytes = b"", everything: bool = False
     ) -> None:
-        """Remove all files of a root, of the prefixes that begin with a block, or of a tenant, and
-        cancel the tenant's writes under way; those of all tenants if ``tenant`` is not given. Waits
-        for ``scan``. Returns when the files are gone. Raises OSError when one could not be removed;
-        another call tries that again.
+        """Remove all files of a root, of the prefixes that begin with a block, or of a tenant (of
+        all tenants if none is given), and cancel the writes of such files. Waits for ``scan``.
+        Returns when the files are gone. Raises OSError when one could not be removed; another call
+        tries that again.
         """
         self.scanned.wait()
         with self._lock:
@@ -382,7 +385,7 @@ class BlockFiles:
             raise OSError(f"{len(self._left)} files could not be removed")
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the index is consistent and within its bounds."""
+        """Check that the index is consistent and within its bounds. Raises AssertionError."""
         with self._lock:
             self._index.check_integrity()
             assert len(self._index) <= self._max_files

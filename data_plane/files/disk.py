@@ -10,7 +10,7 @@ _PRIVATE = 0o600
 
 
 class Disk:
-    """Every method raises OSError."""
+    """File operations of the system. Every method raises OSError."""
 
     def create(self, path: Path) -> int:
         """Create a file that only this user can read. Returns its descriptor."""
@@ -23,11 +23,11 @@ class Disk:
             rest = rest[os.write(fd, rest) :]
 
     def sync(self, fd: int) -> None:
-        """Return when the written data would survive a loss of power."""
+        """Flush a file to the disk; returns when its data would survive a loss of power."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
-        """Close a descriptor."""
+        """Close a file descriptor."""
         os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -39,7 +39,7 @@ class Disk:
         path.unlink()
 
     def read(self, path: Path, most_bytes: int) -> memoryview:
-        """Read the beginning of a file, into memory that can be written."""
+        """Read at most ``most_bytes`` from a file's beginning, into writable memory."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             content = memoryview(bytearray(min(most_bytes, os.fstat(fd).st_size)))

@@ -17,20 +17,20 @@ NAME_BYTES = 32
 
 
 class Scope(NamedTuple):
-    """A tenant's namespace. ``tenant`` and ``root``: names of ``NAME_BYTES`` bytes."""
+    """Identifies a tenant's namespace. ``tenant`` and ``root``: names of ``NAME_BYTES`` bytes."""
 
     tenant: bytes
     root: bytes
 
 
 def scope_of(layout_fingerprint: bytes, tenant: str, namespace: str) -> Scope:
-    """Return the names of a tenant and of the root of its prefixes in a namespace."""
+    """Return the scope of a tenant's namespace: names of the tenant and of its prefixes' root."""
     owner = _digest(b"tenant", layout_fingerprint, tenant.encode())
     return Scope(owner, _digest(b"root", owner, namespace.encode()))
 
 
 def block_names(root: bytes, token_ids: bytes, block_size_tokens: int) -> Iterator[bytes]:
-    """Yield the name of each whole block of a prompt. ``token_ids``: int32 column."""
+    """Yield the file name of each whole block of a prompt. ``token_ids``: int32 column."""
     name, size = root, 4 * block_size_tokens
     for begin in range(0, len(token_ids) - size + 1, size):
         name = _digest(b"block", name, token_ids[begin : begin + size])
@@ -38,7 +38,7 @@ def block_names(root: bytes, token_ids: bytes, block_size_tokens: int) -> Iterat
 
 
 def part_name(layout_fingerprint: bytes, shard: Shard) -> bytes:
-    """Return the name of a shard's share of each block: its layers and heads."""
+    """Return the name of the part of a block that a shard holds: its layers and heads."""
     return _digest(b"part", layout_fingerprint, repr(shard.part).encode())
 
 
@@ -48,5 +48,5 @@ def folder_name(part: bytes, pool_id: str, shard: Shard) -> str:
 
 
 def _digest(kind: bytes, *parts: bytes) -> bytes:
-    """Hash ``parts``, of which only the last may have a variable length."""
+    """Hash a kind and ``parts``, of which only the last may have a variable length."""
     return hashlib.sha256(b"kvplane " + kind + b"\0" + b"".join(parts)).digest()

@@ -23,8 +23,9 @@ HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM.size
 
 
 class FileMissError(Exception):
-    """A block cannot be read from its file. ``reason``: "GONE", "TORN" (of another length than the
-    header says), "DAMAGED" (a checksum is wrong), "MISMATCH" (another block's) or "UNREADABLE".
+    """Raised when a block cannot be read from its file. ``reason``: "GONE", "TORN" (of another
+    length than the header says), "DAMAGED" (a checksum is wrong), "MISMATCH" (another block's) or
+    "UNREADABLE".
     """
 
     def __init__(self, reason: str) -> None:
@@ -34,7 +35,8 @@ class FileMissError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """Identifies a file's block. All fields except the generation must match when it is read.
+    """Identifies the block that a file holds. All fields except the generation must match when it
+    is read.
 
     ``generation``: the block's in the pool when it was read there. ``length``: of the data, in
     bytes.
@@ -50,7 +52,7 @@ class BlockKey:
 
 
 def encode_header(key: BlockKey, data: bytes) -> bytes:
-    """Return the header of a file that holds ``data``."""
+    """Return the header of a file for a block with this key and data."""
     fields = _FIELDS.pack(
         _MAGIC,
         *(key.part, key.tenant, key.root, key.parent, key.name),
@@ -62,7 +64,7 @@ def encode_header(key: BlockKey, data: bytes) -> bytes:
 
 
 def read_header(header: bytes | memoryview) -> tuple[BlockKey, bytes]:
-    """Return the key, and the checksum that the data should have. Raises FileMissError."""
+    """Parse a header; returns the key and the data's checksum. Raises FileMissError."""
     if len(header) < HEADER_BYTES:
         raise FileMissError("TORN")
     fields = header[: _FIELDS.size]
@@ -77,7 +79,7 @@ def read_header(header: bytes | memoryview) -> tuple[BlockKey, bytes]:
 
 
 def read_data(content: memoryview, wanted: BlockKey) -> memoryview:
-    """Return the data of a whole file, if it is ``wanted``'s. Raises FileMissError if not."""
+    """Return a file's data if the file is of the block ``wanted``; else raise FileMissError."""
     has, checksum = read_header(content[:HEADER_BYTES])
     if (has.part, has.tenant, has.root, has.parent, has.name, has.length) != (
         *(wanted.part, wanted.tenant, wanted.root, wanted.parent, wanted.name),

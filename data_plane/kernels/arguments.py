@@ -57,7 +57,7 @@ class WriteArguments:
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     keys: torch.Tensor = field(init=False)
-    """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
+    """Keys in the pages, [num_blocks, num_kv_heads, block_size, head_size]."""
     values: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,15 +95,16 @@ class HostLengths:
     tables_may_share: bool = True
 
     def of(self, first: int, end: int) -> HostLengths:
-        """Return the lengths of sequences first to end - 1, as a separate batch."""
+        """Return the lengths of sequences ``first`` to ``end`` - 1, as a batch of their own."""
         starts = self.query_starts[first : end + 1]
         lens = self.context_lens[first:end]
         return HostLengths(starts - starts[0], lens, self.tables_may_share)
 
 
 class SharedPlans:
-    """Plans that kernels made from lengths and tables that several calls share, as the layers of a
-    step do. The kernels fill it; tensors that they keep here live as long as it.
+    """Work plans that the kernels make from lengths and tables, shared by calls with the same ones,
+    such as the layers of a step. The kernels fill it; tensors that they keep here live as long as
+    it.
     """
 
     def __init__(self) -> None:
@@ -155,15 +156,15 @@ class AttentionArguments:
     is_padded: bool = False
     of_heads: NumbersOfHeads | None = None
     keys: torch.Tensor = field(init=False)
-    """The pages' keys [num_blocks, num_kv_heads, block_size, head_size]."""
+    """Keys in the pages, [num_blocks, num_kv_heads, block_size, head_size]."""
     values: torch.Tensor = field(init=False)
     slopes: torch.Tensor | None = field(init=False)
-    """The ALiBi slopes where the kernels read them: float32 [num_heads]."""
+    """ALiBi slopes on the device that reads them: float32 [num_heads]."""
     sinks: torch.Tensor | None = field(init=False)
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """[num_tokens, num_heads, value_head_size]."""
+        """Shape of the output: [num_tokens, num_heads, value_head_size]."""
         num_tokens, num_heads, _ = self.query.shape
         return num_tokens, num_heads, self.values.shape[3]
 
@@ -201,8 +202,8 @@ class AttentionArguments:
 def numbers_of_heads(
     options: AttentionOptions, num_heads: int, device: torch.device
 ) -> NumbersOfHeads:
-    """Return the options with a number for each query head, slopes and sinks, on ``device``.
-    Raises InvalidRequestError for another count than ``num_heads``.
+    """Return the options' ALiBi slopes and sinks as tensors on ``device``. Raises
+    InvalidRequestError unless each has ``num_heads`` elements.
     """
 
     def numbers_of(name: str) -> torch.Tensor | None:
@@ -221,7 +222,7 @@ def numbers_of_heads(
 
 
 def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two views of pages. Raises InvalidRequestError naming ``pages`` if malformed."""
+    """Return a layer's views of keys and of values. Raises InvalidRequestError if malformed."""
     if isinstance(pages, tuple):
         keys, values = pages
         for tensor in pages:
@@ -244,7 +245,7 @@ def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def are_latents(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Return whether values are the first elements of their keys, and are not stored apart."""
+    """Return whether values are views of their keys' first elements, not stored apart."""
     return keys.numel() > 0 and keys.data_ptr() == values.data_ptr()
 
 
@@ -255,7 +256,7 @@ def bytes_of_token(keys: torch.Tensor, values: torch.Tensor) -> int:
 
 
 def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
-    """Refuse a tensor that is not a pool of blocks on one of the devices."""
+    """Raise InvalidRequestError unless the tensor is a pool of blocks on one of the devices."""
     if getattr(pool, "ndim", 0) == 3:
         check_tensor(name, pool, _FLAT_POOL, (_ANY,) * 3, FLOATS + FP8, *devices)
         if pool.shape[2] % 8 != 0 or pool.shape[2] < 1:
@@ -272,7 +273,9 @@ def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
 def check_swap(
     source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor, device: torch.device
 ) -> None:
-    """Refuse pools of different layouts, or not on the device or the host, and malformed pairs."""
+    """Raise InvalidRequestError unless both pools have the same layout and are on the device or the
+    host, and the pairs are well formed.
+    """
     check_pool("source", source, device, HOST)
     check_pool("destination", destination, device, HOST)
     if destination.dtype != source.dtype:
@@ -285,18 +288,18 @@ def check_swap(
 
 
 def check_pairs(pairs: torch.Tensor) -> None:
-    """Refuse a tensor that is not a list of pairs of block ids on the host."""
+    """Raise InvalidRequestError unless the tensor is a list of pairs of block ids on the host."""
     check_tensor("pairs", pairs, "[num_pairs, 2]", (_ANY, 2), (torch.int64,), HOST)
 
 
 def shape_of_blocks(pool: torch.Tensor, block_ids: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of these blocks of a pool in the canonical order: layers before blocks."""
+    """Return the shape of these blocks in canonical order: layers come before blocks."""
     check_tensor("block_ids", block_ids, "[num_block_ids]", (_ANY,), (torch.int64,), HOST)
     return (pool.shape[1], block_ids.shape[0], *pool.shape[2:])
 
 
 def check_blocks(blocks: torch.Tensor, shape: tuple[int, ...], pool: torch.Tensor) -> None:
-    """Refuse blocks that do not have ``shape_of_blocks``, or not the pool's dtype and device."""
+    """Raise InvalidRequestError unless blocks have ``shape_of_blocks`` and fit the pool."""
     wanted = f"[num_layers, num_block_ids, {', '.join(map(str, shape[2:]))}]"
     check_tensor("blocks", blocks, wanted, shape, (pool.dtype,), pool.device)
 
@@ -308,7 +311,7 @@ def check_result(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Refuse a tensor for a result that is not contiguous, or of another shape or dtype."""
+    """Raise InvalidRequestError unless a result is contiguous and of this shape and dtype."""
     check_tensor(name, tensor, str(list(shape)), tuple(shape), (dtype,), device)
     if not tensor.is_contiguous():
         raise InvalidRequestError("must be contiguous", field=name)
@@ -322,7 +325,8 @@ def check_tensor(
     dtypes: Collection[torch.dtype],
     *devices: torch.device,
 ) -> None:
-    """Raise InvalidRequestError naming the tensor unless it is dense and as described.
+    """Check that the tensor is dense and as described. Raises InvalidRequestError naming the
+    tensor.
 
     ``wanted``: the shape in words. ``shape``: None where any extent will do. ``devices``: where it
     may be; one without an index stands for all devices of its type.
@@ -359,7 +363,7 @@ def require(ok: bool, wanted: str, name: str) -> None:
 
 
 def _check_geometry(name: str, tensor: torch.Tensor, largest: int = MAX_HEAD_SIZE) -> None:
-    """Check the last extents of pages and pools: [..., num_kv_heads, block_size, head_size]."""
+    """Check the last extents of pages or of a pool: [..., num_kv_heads, block_size, head_size]."""
     num_kv_heads, block_size, head_size = tensor.shape[-3:]
     if num_kv_heads < 1 or block_size < 1:
         raise InvalidRequestError(
@@ -395,7 +399,7 @@ def _check_last_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    """Refuse a tensor of another shape; None stands for any extent."""
+    """Raise InvalidRequestError for a tensor of another shape; None stands for any extent."""
     wanted = [has if n is None else n for n, has in zip(shape, tensor.shape, strict=True)]
     if wanted != list(tensor.shape):
         raise InvalidRequestError(f"must be {wanted}, is {list(tensor.shape)}", field=name)

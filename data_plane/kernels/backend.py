@@ -23,11 +23,12 @@ from kvplane.layout import Layout
 
 
 class Kernels(Protocol):
-    """The operations of one backend. ``data_plane.kernels.arguments`` describes pages and pools.
+    """Interface of the kernels of one backend. ``data_plane.kernels.arguments`` describes pages and
+    pools.
 
-    Each raises InvalidRequestError, naming the argument, before it writes anything. Ids and lengths
-    in GPU memory are checked by the kernels instead: a bad one is never used as an address, and
-    ``check_faults`` reports it.
+    Each operation raises InvalidRequestError, naming the argument, before it writes anything. Ids
+    and lengths in GPU memory are checked by the kernels instead: a bad one is never used as an
+    address, and ``check_faults`` reports it.
     """
 
     @property
@@ -52,12 +53,12 @@ class Kernels(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory on the device that the calls need beside the pools and the callers' tensors."""
+        """Bytes of the device that calls need beside the pools and the callers' tensors."""
         ...
 
     @property
     def streams(self) -> Streams:
-        """The streams that keep the calls in order."""
+        """The streams that calls are queued on, and that keep them in order."""
         ...
 
     def reshape_and_cache(self, arguments: WriteArguments) -> None:
@@ -71,7 +72,8 @@ class Kernels(Protocol):
         lse: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of ragged query tokens over paged KV: decode, prefill and append alike.
+        """Compute causal attention of ragged query tokens over paged KV: decode, prefill and append
+        alike.
 
         Returns [num_tokens, num_heads, value_head_size] of the query's dtype. ``lse``, contiguous
         float32 [num_tokens, num_heads], receives the natural logarithm of the sum of the
@@ -82,14 +84,14 @@ class Kernels(Protocol):
         ...
 
     def share_memory(self, num_bytes: int) -> Any:
-        """Allocate zeros on the GPU that another process can open: a native ``SharedMemory``.
+        """Allocate zeroed GPU memory that another process can open: a native ``SharedMemory``.
         Raises RuntimeError if there is no memory, or none that can be shared.
         """
         ...
 
     def bound_layers(self) -> BoundLayers | None:
-        """Return layers that write and attend in one call, for one executor; None if the backend
-        has none.
+        """Return an object that binds layers, which then write and attend in one call, for one
+        executor; None if the backend has none.
         """
         ...
 
@@ -125,12 +127,12 @@ class Kernels(Protocol):
     def scatter_blocks(
         self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
     ) -> None:
-        """Copy blocks in: the inverse of ``gather_blocks``. Of equal ids the last one counts."""
+        """Copy blocks into a pool, inversely to ``gather_blocks``. Of equal ids the last counts."""
         ...
 
     def clear_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """Set whole blocks of a pool on the device to zero. block_ids: int64 [num_block_ids] on the
-        host.
+        """Zero whole blocks of a pool on the device. block_ids: int64 [num_block_ids], on
+        the host.
         """
         ...
 
@@ -142,7 +144,7 @@ class Kernels(Protocol):
 
 
 def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:
-    """Raise InvalidRequestError for a layer group whose cache kind ``kernels`` do not serve."""
+    """Check that ``kernels`` serve each layer group's cache kind. Raises InvalidRequestError."""
     for i, group in enumerate(layout.groups):
         if group.cache_kind not in kernels.cache_kinds:
             raise InvalidRequestError(

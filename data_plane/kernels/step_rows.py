@@ -11,16 +11,16 @@ from data_plane.kernels.arguments import HostLengths, SharedPlans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """Rows of S sequences, T tokens in all."""
+    """A layer group's slots, tables and lengths in a step of S sequences with T tokens."""
 
     num_tokens: int
-    """T."""
+    """T, the number of tokens of all sequences."""
     max_tokens: int
-    """No sequence has more tokens."""
+    """Maximum number of tokens of a sequence."""
     slots: torch.Tensor
     """[T] int64: where each token is written; negative: nowhere."""
     block_tables: torch.Tensor
-    """[S, max_blocks] int32."""
+    """[S, max_blocks] int32: the blocks of each sequence."""
     query_starts: torch.Tensor
     """[S + 1] int64: sequence s has the tokens [query_starts[s], query_starts[s + 1])."""
     context_lens: torch.Tensor

@@ -21,7 +21,7 @@ Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PageShape:
-    """The shape of a shard's page: ``num_kv_heads`` of ``group``, ``block_size_tokens`` each."""
+    """The shape of a page: a layer's ``num_kv_heads`` of a block of ``block_size_tokens``."""
 
     group: LayerGroup
     num_kv_heads: int
@@ -29,11 +29,13 @@ class PageShape:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """The last dimensions of a pool."""
+        """The dimensions of a page, which are the last ones of a pool."""
         return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
 
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views [..., num_kv_heads, block_size, elements of each], of [..., *extents]."""
+        """Return the keys and the values in ``pages``, as views [..., num_kv_heads, block_size,
+        size].
+        """
         stored = self.stored(pages)
         return stored[0], stored[-1][..., : self.group.value_size]
 

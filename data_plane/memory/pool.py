@@ -45,7 +45,7 @@ _FOR_ALL_GPUS: Final = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped: k
 
 
 class Pools:
-    """The device and the host tier of each layer group of one shard."""
+    """The memory of one shard: a device and a host tier for each layer group."""
 
     def __init__(
         self,
@@ -109,22 +109,22 @@ class Pools:
 
     @property
     def device_tier(self) -> torch.Tensor:
-        """The device tier of the first group."""
+        """The tensor of the first layer group's device tier."""
         return self._tiers[pb.TIER_DEVICE]
 
     @property
     def host_tier(self) -> torch.Tensor:
-        """The host tier of the first group."""
+        """The tensor of the first layer group's host tier."""
         return self._tiers[pb.TIER_HOST]
 
     @property
     def num_blocks(self) -> dict[TierKey, int]:
-        """Blocks of each tier."""
+        """Number of blocks of each tier."""
         return {tier_key: tier.shape[0] for tier_key, tier in self._tiers.items()}
 
     @property
     def num_bytes(self) -> dict[TierKey, int]:
-        """Bytes of each tier."""
+        """Size of each tier in bytes."""
         return {tier_key: tier.nbytes for tier_key, tier in self._tiers.items()}
 
     def tier(self, tier_key: TierKey) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Pools:
 
 
 def _release(drain: Callable[[], None], unpins: list[Callable[[], None]]) -> None:
-    """Wait until the device no longer uses the tiers, unless it failed; then unpin them."""
+    """Wait until the device no longer uses the tiers, unless it failed; then unpin their memory."""
     with suppress(InternalError):
         drain()
     for unpin in unpins:
@@ -163,7 +163,7 @@ def _on_gpu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 def empty_pinned(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, field: str
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Make a pinned CPU tensor like ``torch.empty`` for the GPU ``device``. Returns it and a
+    """Allocate a pinned CPU tensor like ``torch.empty`` for the GPU ``device``. Returns it and a
     function that unpins it.
 
     Torch rounds its pinned memory up to a power of two, which can double the memory of a large
@@ -193,16 +193,16 @@ def empty_pinned(
 
 
 def _forget_last_error(device: torch.device) -> None:
-    """Clear CUDA's last error by a dummy launch: torch checks it after each launch, and would blame
-    the next one for the failure here.
+    """Clear CUDA's last error by a dummy launch. Torch checks that error after each launch, and
+    would blame the next one for the failure here.
     """
     with suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def _check_fits(num_bytes: int, field: str) -> None:
-    """Raise NeverFitsError for more than the free memory: pinning touches all of it at once, so the
-    system would kill the process.
+    """Check that ``num_bytes`` of memory are free. Raises NeverFitsError otherwise: pinning touches
+    all of it at once, so the system would kill the process.
     """
     free = free_bytes(torch.device("cpu"))
     if num_bytes > free:

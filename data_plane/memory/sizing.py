@@ -30,12 +30,12 @@ _CGROUP_FILES = (
 
 
 STEP_TOKENS: Final = 2048
-"""Tokens of one sequence that a step is expected to compute at most."""
+"""Maximum number of tokens of one sequence that a step is expected to compute."""
 _MAX_BLOCKS: Final = 2**24
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on ``device`` now."""
+    """Return how many bytes can be allocated on ``device`` now."""
     if device.type == "cuda":
         free, _total = torch.cuda.mem_get_info(device)
         return int(free)
@@ -74,8 +74,8 @@ def measure_num_blocks(
 
 
 def share_blocks(layout: Layout, num_blocks: int, expected_tokens: int) -> tuple[int, ...]:
-    """Return the blocks of each layer group of a pool whose groups without a window have
-    ``num_blocks``. ``expected_tokens``: of a typical sequence.
+    """Divide a pool among its layer groups: return the number of blocks of each, when groups
+    without a window have ``num_blocks``. ``expected_tokens``: of a typical sequence.
     """
     block_size = layout.block_size_tokens
     whole = -(-expected_tokens // block_size)
@@ -93,8 +93,8 @@ def share_blocks(layout: Layout, num_blocks: int, expected_tokens: int) -> tuple
 def fit_blocks(
     layout: Layout, usable_bytes: int, expected_tokens: int, block_bytes: Callable[[int], int]
 ) -> int:
-    """Return the largest ``num_blocks`` whose ``share_blocks`` take at most ``usable_bytes``; 0 if
-    none do. ``block_bytes``: of a block of each group.
+    """Return the largest ``num_blocks`` for which all groups' ``share_blocks`` fit in
+    ``usable_bytes``; 0 if none does. ``block_bytes``: the size of a block of each group.
     """
     sizes = [block_bytes(group) for group in range(len(layout.groups))]
 
@@ -115,7 +115,7 @@ def _available_bytes() -> int:
 
 
 def _read_stat(path: Path, name: str) -> int:
-    """Return a value of a memory.stat file; 0 when it has none of this name."""
+    """Return a value of a cgroup's memory.stat file; 0 when it has none of this name."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _read_stat(path: Path, name: str) -> int:
 
 
 def _read_int(path: Path) -> int | None:
-    """Return the number in a file; None when the file is missing or says "max"."""
+    """Return the number in a cgroup's file; None when the file is missing or says "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

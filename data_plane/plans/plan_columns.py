@@ -27,7 +27,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDArray[np.int64]:
-    """Return a column's elements as int64, so that sums and products of int32 do not overflow.
+    """Parse a column to int64, so that sums and products of int32 do not overflow.
 
     Raises InvalidRequestError naming ``field`` unless it has ``length`` elements, where given.
     """
@@ -40,7 +40,7 @@ def ints(kind: str, column: bytes, field: str, length: int | None = None) -> NDA
 
 
 def limits_of_tiers(num_blocks: Mapping[TierKey, int]) -> NDArray[np.int64]:
-    """Return [256]: the number of blocks of each tier, by tier key; -1 where there is no tier."""
+    """Return [256]: each tier's number of blocks, by tier key; -1 where there is no tier."""
     limits = np.full(256, -1, np.int64)
     for tier_key, limit in num_blocks.items():
         limits[tier_key] = limit
@@ -66,13 +66,13 @@ def read_groups(
 
 
 def tier_keys(tiers: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the tier key of each element's tier and group; 0, which is no key, for no tier."""
+    """Return the tier key for each element's tier and group; 0, which is no key, for no tier."""
     is_tier = (tiers == pb.TIER_DEVICE) | (tiers == pb.TIER_HOST)
     return np.where(is_tier, len(TIERS) * groups + tiers, 0)
 
 
 def refuse(bad: Mask, error: type[KvplaneError], message: Callable[[int], str], field: str) -> None:
-    """Raise ``error`` naming the first element of ``field`` that is ``bad``, if there is one."""
+    """Raise ``error`` for the first element of ``field`` that is ``bad``, if there is one."""
     if bad.any():
         i = int(bad.argmax())
         raise error(message(i), field=f"{field}[{i}]")

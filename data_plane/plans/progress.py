@@ -11,10 +11,10 @@ from kvplane.errors import InvalidRequestError
 
 
 class Progress:
-    """The progress of one plan or pass. A layer is given by its index in the shard."""
+    """Which tokens of each span are written in which layer (by index) in a plan or pass."""
 
     def __init__(self, num_layers: int, num_tokens: NDArray[np.int64]) -> None:
-        """``num_tokens``: [S], of each span."""
+        """``num_tokens``: [S], the number of tokens of each span."""
         self._num_tokens = num_tokens
         self._written = [len(num_tokens) == 0] * num_layers
         # [num_layers, S]: tokens written; made when spans are first written one by one.
@@ -27,12 +27,12 @@ class Progress:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the shard."""
+        """Number of layers of the shard."""
         return len(self._written)
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was written."""
+        """Whether any token was written in any layer."""
         return any(self._written) or self._of_spans is not None
 
     def is_written(self, layer: int) -> bool:
@@ -40,12 +40,12 @@ class Progress:
         return self._written[layer]
 
     def finish_layer(self, layer: int) -> None:
-        """Note that all spans of the layer were written."""
+        """Record that all spans of the layer were written."""
         self._written[layer] = True
 
     def check_no_gap(self, layers: Sequence[int], span: int, begin: int) -> None:
-        """Raise InvalidRequestError unless all tokens of a span before ``begin`` were written in
-        ``layers``.
+        """Raise InvalidRequestError unless ``layers`` have all of a span's tokens before
+        ``begin``.
         """
         for layer in layers:
             num_written = self._num_written(layer, span)
@@ -57,7 +57,7 @@ class Progress:
                 )
 
     def extend(self, layers: Sequence[int], span: int, end: int) -> None:
-        """Note that the tokens of a span before ``end`` were written in ``layers``."""
+        """Record that the tokens of a span before ``end`` were written in ``layers``."""
         if self._of_spans is None:
             self._of_spans = np.zeros((len(self._written), len(self._num_tokens)), np.int64)
         for layer in layers:

@@ -42,33 +42,31 @@ _MANY_ENTRIES = 2**20
 
 @dataclass(slots=True)
 class RunningPlan:
-    """A plan that was started here."""
+    """A plan that was started on this data plane, and how far it has come."""
 
     number: int
     payload_version: int
     digest: bytes
     whole: tuple[AttentionBatch, ...]
-    """The plan's tokens in each layer group, on the host. All have the same spans."""
+    """The batch of all of the plan's tokens for each layer group, on the host."""
     attention: tuple[AttentionBatch, ...]
     """The batch of each layer group for the plan, or for its present pass, on the kernels' device.
     If the session has fixed steps: on the host until ``PlanRunner.batch`` is called.
     """
     on_host: tuple[AttentionBatch, ...]
-    """Holds the same batches on the host."""
+    """The batches of ``attention``, on the host."""
     allocated: AllocatedBlocks
     to_clear: tuple[BlocksByTier, BlocksByTier]
-    """Blocks that may still hold another tenant's data, to be cleared before all transfers, and
-    after them.
-    """
+    """Blocks that may hold another tenant's data: those to clear before and after transfers."""
     transfers: Transfers
     batches: list[Batch]
-    """Batches of ``transfers``."""
+    """The transfers as batches for the kernels."""
     of_sources: NDArray[np.int64]
-    """Slots written in the source of each transfer, before the plan."""
+    """How many slots were written in the source block of each transfer, before the plan."""
     to_write: tuple[SlotsToWrite, ...]
     """The slots that the spans write in each layer group."""
     progress: Progress
-    """Progress of the plan, or of its present pass."""
+    """How much of the plan, or of its present pass, is written."""
     checked_version: int
     """The publications' version when the written blocks were last found writable."""
     checked_taken: int
@@ -76,40 +74,40 @@ class RunningPlan:
     pass_index: int | None = None
     """The present pass; None where all tokens are computed at once."""
     cleared: bool = False
-    """Says whether the clearing before the transfers is queued."""
+    """Whether the clearing before the transfers is queued."""
     num_batches_queued: int = 0
-    """How many of ``batches`` are queued; each is queued once."""
+    """How many of ``batches`` are queued on the device; each is queued once."""
     transferred: bool = False
-    """Says whether all clearing and transfers are queued. Layers may only come after them."""
+    """Whether all clearing and transfers are queued. Layers may only come after them."""
     receipt: pb.SignedPayload | None = None
     used_after_receipt: bool = False
-    """Says whether the device may still read the batch after the receipt."""
+    """Whether the device may still read the batch after the receipt."""
     failure: str = ""
-    """Why there will be no receipt; empty while there may be one."""
+    """Text that says why there will be no receipt; empty while there may be one."""
     span: Any = None
-    """Traces the plan until it ends; None while traces are off."""
+    """Tracing span that lasts until the plan ends; None while traces are off."""
     _coming: deque[tuple[AttentionBatch, ...]] = field(default_factory=deque)
-    """Batches of the next passes."""
+    """Batches of the passes after the present one."""
     _num_context_tokens: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all spans."""
+        """Number of tokens of all spans."""
         return self.whole[0].num_tokens
 
     @property
     def num_spans(self) -> int:
-        """Spans of the plan."""
+        """Number of spans of the plan."""
         return self.whole[0].num_spans
 
     @property
     def num_passes(self) -> int:
-        """Passes in which the plan can be computed, one token of a span in each."""
+        """Number of passes in which the plan can be computed, with one token of a span in each."""
         return self.whole[0].max_tokens
 
     def num_context_tokens(self, window_tokens: int) -> int:
-        """Return ``AttentionBatch.num_context_tokens`` of the plan or pass, counted once for each
-        window. All batches have the same spans.
+        """Return ``AttentionBatch.num_context_tokens`` of the plan or pass. It is computed once for
+        each window, as all batches have the same spans.
         """
         num = self._num_context_tokens.get(window_tokens)
         if num is None:
@@ -151,7 +149,7 @@ class RunningPlan:
             )
 
     def begin_pass(self, index: int) -> None:
-        """Begin the pass, which is the next. Its batch is on the host."""
+        """Begin the next pass, which has this index. Its batch is on the host."""
         if not self._coming:
             # Several at once take a third of the time: between two passes, a model's weights evict
             # this code from the processor's caches.
@@ -186,20 +184,20 @@ class RunningPlan:
 
 @dataclass(slots=True)
 class Session:
-    """One open session."""
+    """An open session: the plan that it runs, and the receipts of its last plans."""
 
     ref: pb.SessionRef
     ordinal: int
     tenant: str
     max_plans_in_flight: int
     namespace: str | None
-    """None where the control plane does not say it."""
+    """The session's namespace; None where the control plane does not send it."""
     finished: int = 0
     """The number of the last plan that finished; 0 before the first."""
     latest: RunningPlan | None = None
     has_ended: bool = False
     has_fixed_steps: bool = False
-    """Whether most plans run in a fixed step's buffers, and not in their own."""
+    """Whether most plans use the buffers of a fixed step, and not buffers of their own."""
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
     """Digest and receipt of the last ``max_plans_in_flight`` finished plans, by number."""
 
@@ -210,7 +208,7 @@ class Session:
 
     @property
     def running(self) -> RunningPlan | None:
-        """The plan that has started and not finished."""
+        """The plan that has started and not finished, None if there is none."""
         return self.latest if self.latest is not None and self.latest.receipt is None else None
 
     def continued(
@@ -264,7 +262,7 @@ class Session:
         return None
 
     def finish(self, run: RunningPlan, receipt: pb.SignedPayload) -> None:
-        """Keep the receipt of a plan that has run."""
+        """Record a plan as finished, and keep its receipt."""
         run.receipt = receipt
         self.finished = run.number
         self.receipts[run.number] = (run.digest, receipt)
@@ -273,8 +271,8 @@ class Session:
 
 
 class EndedSessions:
-    """The sessions that have ended for good, as ranges of their ordinals in the pool: a set that
-    only grows. Sessions are numbered from 1 as they are opened, and each is fenced when it ends, so
+    """The sessions that have ended for good, as ranges of their ordinals in the pool. The set only
+    grows. Sessions are numbered from 1 as they are opened, and each is fenced when it ends, so
     there is at most one more range than there are sessions open on the pool.
     """
 
@@ -288,7 +286,7 @@ class EndedSessions:
         return i >= 0 and ordinal <= self._last[i]
 
     def add(self, ordinal: int) -> None:
-        """Add an ordinal, joining adjacent ranges. Does nothing if it is in the set."""
+        """Add an ordinal to the set, joining adjacent ranges. Does nothing if it is in the set."""
         if ordinal in self:
             return
         i = bisect_right(self._first, ordinal)
@@ -307,7 +305,7 @@ class EndedSessions:
 
 
 class Sessions:
-    """The open sessions, and the ended ones: a session that has ended is never opened again."""
+    """The open sessions of a data plane, and those that have ended and never open again."""
 
     def __init__(self) -> None:
         self._open: dict[int, Session] = {}
@@ -396,14 +394,14 @@ class Sessions:
 
 
 def check_ordinal(ordinal: int, field: str) -> None:
-    """Raise InvalidRequestError unless a session can have this ordinal."""
+    """Check that a session can have this ordinal. Raises InvalidRequestError."""
     if not 1 <= ordinal <= _MAX_NUMBER:
         raise InvalidRequestError(f"must be 1 to {_MAX_NUMBER}, is {ordinal}", field=field)
 
 
 def _end(session: Session) -> None:
-    """End a session, and the trace of its unfinished plan: only traces that end are exported, and
-    this one helps to explain an engine's death.
+    """End a session, and the tracing span of its unfinished plan: only spans that end are exported,
+    and this one helps to explain an engine's death.
     """
     session.has_ended = True
     if session.running is not None:

@@ -31,12 +31,10 @@ _MAX_EPOCH: Final = 2**64 - 1
 
 
 class Verifier:
-    """Verifies grants and plans, and signs receipts, with an epoch, an incarnation and a key."""
+    """Verifies grants and plans, and signs receipts, for one epoch, one incarnation and one key."""
 
     def __init__(self, pool_id: str, shard_index: int, num_shards: int, epoch: int = 0) -> None:
-        """``epoch``: higher than that of the process that this one replaces; 0 takes the clock's
-        nanoseconds.
-        """
+        """``epoch``: higher than the replaced process's; 0 takes the clock's nanoseconds."""
         if not 0 <= epoch <= _MAX_EPOCH:
             raise InvalidRequestError(f"must be 0 to {_MAX_EPOCH}, is {epoch}", field="epoch")
         self.pool_id = pool_id
@@ -48,11 +46,11 @@ class Verifier:
 
     @property
     def key_id(self) -> bytes:
-        """Identifies the key; empty before there is one."""
+        """Identifier of the pool's key; empty before there is one."""
         return signing.key_id(self._key)
 
     def install(self, incarnation: int, key: bytes) -> None:
-        """Take a control plane's key. Raises StaleIncarnationError when a higher incarnation was
+        """Install a control plane's key. Raises StaleIncarnationError when a higher incarnation was
         seen, and InvalidRequestError for a key of the wrong length.
         """
         if incarnation < max(1, self.incarnation):
@@ -68,7 +66,7 @@ class Verifier:
         self.incarnation, self._key = incarnation, key
 
     def check_incarnation(self, incarnation: int, field: str) -> None:
-        """Raise StaleIncarnationError unless ``incarnation`` is the one registered with."""
+        """Raise StaleIncarnationError for an incarnation other than the one registered with."""
         if incarnation != self.incarnation:
             raise StaleIncarnationError(
                 f"this data plane is registered with incarnation {self.incarnation} of the control "
@@ -77,7 +75,7 @@ class Verifier:
             )
 
     def grant(self, signed: pb.SignedPayload) -> plan_pb2.SessionGrant:
-        """Verify a grant. Raises as ``plan`` does."""
+        """Verify a session's grant and return it parsed. Raises as ``plan`` does."""
         return self._read(signed, signing.GRANT, plan_pb2.SessionGrant, "grant")[0]
 
     def plan(self, signed: pb.SignedPayload) -> tuple[plan_pb2.Plan, bytes]:
@@ -92,8 +90,8 @@ class Verifier:
     def receipt(
         self, session: pb.SessionRef, plan_number: int, plan_digest: bytes, *, version: int
     ) -> pb.SignedPayload:
-        """Sign the statement that a plan has run. ``version``: the plan's payload version, which
-        the control plane that wrote it reads too.
+        """Return a signed receipt, which states that a plan has run. ``version``: the plan's
+        payload version, which the control plane that wrote it reads too.
         """
         payload = plan_pb2.Receipt(
             version=version,
@@ -177,7 +175,7 @@ class Verifier:
 
 
 class _Epochs:
-    """Nanoseconds since 1970, strictly ascending within a process."""
+    """Generates epochs: nanoseconds since 1970, strictly ascending within a process."""
 
     def __init__(self) -> None:
         self._last = 0

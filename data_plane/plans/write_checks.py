@@ -20,14 +20,15 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 
 class WriteChecks:
-    """The checks of running plans against the tables of one executor."""
+    """Checks of running plans against the block tables of one executor."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
 
     def check_may_write(self, session: Session, run: RunningPlan) -> None:
-        """Raise BlockNotWritableError if one of the written blocks was published since the plan
-        started, and StaleGenerationError if a block of the spans' tables was allocated again.
+        """Check that a running plan may still write. Raises BlockNotWritableError if one of its
+        written blocks was published since the plan started, and StaleGenerationError if a block of
+        the spans' tables was allocated again.
         """
         self.check_still_current(session, run)
         self.check_still_writable(run)

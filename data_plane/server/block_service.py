@@ -33,12 +33,12 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class BlockService(execution_pb2_grpc.BlockServiceServicer):
-    """Serves one executor's blocks."""
+    """The gRPC service that reads, writes and loads whole blocks of one executor."""
 
     def __init__(
         self, calls: Calls, executor: Executor, *, max_message_bytes: int, files: FileTier | None
     ) -> None:
-        """``files``: None where blocks are not kept in files."""
+        """``files``: the file tier; None where blocks are not kept in files."""
         self._calls = calls
         self._executor = executor
         self._max_message_bytes = max_message_bytes
@@ -135,8 +135,8 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
 
 
 def _span_of(request: pb.WriteBlocksRequest) -> tuple[int, range]:
-    """Return the sequence that is written, and its entries. Raises InvalidRequestError for several
-    sequences, and for entries that do not follow each other.
+    """Return the sequence that a request writes to, and its table entries. Raises
+    InvalidRequestError for several sequences, and for entries that do not follow each other.
     """
     entries = np.asarray(columns.read(columns.INT32, request.entries, "entries"))
     if not len(entries):

@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Runs the commands of calls."""
+    """Runs gRPC calls as commands of the executor on the worker thread."""
 
     def __init__(
         self, executor: Executor, worker: WorkerThread, *, knows_callers: bool = False
     ) -> None:
-        """``knows_callers``: callers are authenticated, so their grants must be their own."""
+        """``knows_callers``: callers are authenticated, so grants must be their own."""
         self._executor = executor
         self._worker = worker
         self._knows_callers = knows_callers
@@ -35,9 +35,9 @@ class Calls:
         return await self.run_slices(lambda: whole(command))
 
     async def run_slices(self, command: Callable[[], Slices[T]], session_id: int = 0) -> T:
-        """Do as ``run`` does, by slices. ``session_id``: 0 where it is not known yet. Copies of
-        tensors to and from a device are not commands of the executor, so their failures are checked
-        here.
+        """Run a command as ``run`` does, in slices between which other commands run.
+        ``session_id``: 0 where it is not known yet. Copies of tensors to and from a device are not
+        commands of the executor, so their failures are checked here.
         """
         try:
             return await self._worker.run_slices(command, Lane(payer(), session_id))
@@ -46,7 +46,7 @@ class Calls:
             raise
 
     def tenant(self) -> str | None:
-        """Return the caller's tenant; None where callers are not authenticated."""
+        """Return the current caller's tenant; None where callers are not authenticated."""
         return caller().tenant if self._knows_callers else None
 
 

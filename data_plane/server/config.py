@@ -24,7 +24,7 @@ PROGRAM: Final = "data_plane"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings(Settings):
-    """Settings of the shard of a pool that a data plane is."""
+    """Settings that say which shard of a pool this data plane is."""
 
     HEADING: ClassVar[str] = "The shard"
 
@@ -65,18 +65,18 @@ class ShardSettings(Settings):
 
     @property
     def layer_range(self) -> tuple[int, int] | None:
-        """The first layer and how many, 0 for all that follow; None for all layers."""
+        """The first layer and the number of layers, 0 for all that follow; None for all layers."""
         return _range(self.layers, "layers")
 
     @property
     def kv_head_range(self) -> tuple[int, int] | None:
-        """The first KV head and how many, 0 for all that follow; None for all heads."""
+        """The first KV head and the number of heads, 0 for all that follow; None for all heads."""
         return _range(self.kv_heads, "kv_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSettings(Settings):
-    """Settings of the memory that engines on this machine share with a data plane."""
+    """Settings of the shared memory between engines on this machine and a data plane."""
 
     HEADING: ClassVar[str] = "Engines on this machine"
 
@@ -173,8 +173,8 @@ class DataPlaneSettings(
 
     @property
     def peer_tls(self) -> Tls | None:
-        """How to reach other data planes, with the identity that this one has at the control plane;
-        None for plain text.
+        """How to connect to other data planes, with the identity that this one has at the control
+        plane; None for plain text.
         """
         if self.tls is None:
             return None
@@ -182,8 +182,8 @@ class DataPlaneSettings(
 
     @property
     def control_tls(self) -> Tls | None:
-        """How to reach the control plane; None for plain text. The server's own certificate, if
-        there is one, identifies this process to the control plane.
+        """How to connect to the control plane; None for plain text. The server's own certificate,
+        if there is one, identifies this process to the control plane.
         """
         if not self.planes_tls:
             return None
@@ -191,9 +191,7 @@ class DataPlaneSettings(
 
 
 def _range(text: str, field: str) -> tuple[int, int] | None:
-    """Read "FIRST:COUNT", or "FIRST:" as a count of 0; None for an empty text. Raises
-    InvalidRequestError.
-    """
+    """Parse "FIRST:COUNT" or "FIRST:", a count of 0; None for "". Raises InvalidRequestError."""
     if not text:
         return None
     if not (found := re.fullmatch(r"([0-9]{1,6}):([1-9][0-9]{0,5})?", text)):

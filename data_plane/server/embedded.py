@@ -27,7 +27,7 @@ class ExecutedSession(Protocol):
 
     @property
     def grant(self) -> Signed:
-        """The session's signed rights at a data plane."""
+        """The session's grant: its signed rights at a data plane."""
         ...
 
     def add_receipt(self, receipt: Signed | None) -> None:
@@ -36,15 +36,16 @@ class ExecutedSession(Protocol):
 
 
 class EmbeddedDataPlane:
-    """``with EmbeddedDataPlane(config) as plane: plane.open_execution(session)``.
+    """A data plane in this process: ``with EmbeddedDataPlane(config) as plane:
+    plane.open_execution(session)``.
 
-    Executor calls may come from any thread. A call that runs when the plane stops is finished.
-    When the device fails for good, or a later process takes the shard over, the plane ends its
+    Executor calls may come from any thread. A call that runs when the plane stops is finished. When
+    the device fails for good, or a later process takes the shard over, the plane ends its
     registration, and every call fails.
     """
 
     def __init__(self, config: DataPlaneSettings, layout: Layout | None = None) -> None:
-        """``layout``: the pool's, in place of ``model`` and ``layout`` of ``config``."""
+        """``layout``: the pool's layout, which replaces ``model`` and ``layout`` of ``config``."""
         self._config = config
         self._layout = layout
         self._server: DataPlaneServer | None = None
@@ -68,7 +69,7 @@ class EmbeddedDataPlane:
         self.stop()
 
     def start(self, timeout_s: float = 30.0) -> Executor:
-        """Serve, and wait until the data plane is registered with its control plane.
+        """Start the server, and wait until the data plane is registered with its control plane.
 
         Raises what ``DataPlaneServer.start`` raises, and PoolNotReadyError after ``timeout_s``.
         """
@@ -86,7 +87,7 @@ class EmbeddedDataPlane:
 
     @property
     def executor(self) -> Executor:
-        """The executor. Raises PoolNotReadyError before ``start``."""
+        """The data plane's executor. Raises PoolNotReadyError before ``start``."""
         if self._server is None:
             raise PoolNotReadyError("the data plane has not been started: call start")
         return self._server.executor
@@ -99,7 +100,7 @@ class EmbeddedDataPlane:
 
     @property
     def address(self) -> str:
-        """The address of its gRPC server, "host:port". Raises as ``executor`` does."""
+        """Address of the data plane's gRPC server, "host:port". Raises as ``executor`` does."""
         if self._server is None:
             raise PoolNotReadyError("the data plane has not been started: call start")
         return self._server.address

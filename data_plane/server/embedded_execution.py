@@ -16,7 +16,7 @@ from kvplane.wire.v1.types_pb2 import SignedPayload
 
 
 class EmbeddedExecution:
-    """The plans of one session, in the caller's thread. One call at a time: ``start``, then
+    """Runs the plans of one session, in the caller's thread. One call at a time: ``start``, then
     ``layer`` for each of ``layers``. Tensors are torch's, on the executor's device.
 
     ``layers``: the layers held, ascending. ``num_tokens``: tokens that the plan or pass started
@@ -58,13 +58,13 @@ class EmbeddedExecution:
 
     @property
     def has_run(self) -> bool:
-        """Whether the plan started last has its receipt: no layer is expected any more."""
+        """Whether the plan started last has its receipt, so that no layer is expected any more."""
         return bool(self.receipts)
 
     def start(self, plan: Signed | None, *, pass_index: int | None = None) -> None:
-        """Change tables and run transfers, and begin a pass if one is given: see
-        ``Executor.start`` and ``Executor.begin_pass``. Raises InvalidRequestError for None, the
-        plan of a step that changed nothing.
+        """Start a plan, and begin a pass of it if one is given: see ``Executor.start`` and
+        ``Executor.begin_pass``. Raises InvalidRequestError for None, the plan of a step that
+        changed nothing.
         """
         if plan is None:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
@@ -107,12 +107,12 @@ class EmbeddedExecution:
         return output
 
     def finish(self) -> Sequence[Signed]:
-        """Return the receipt of the plan, if it has run; on a GPU, wait for that."""
+        """Return the receipt of the plan, if it has run. On a GPU, waits until it has."""
         self._take(self._executor.receipt(self._session_id))
         return self.receipts
 
     def close(self) -> None:
-        """Forget the plan. Another execution can continue it."""
+        """Stop running the plan here. Another execution can continue it."""
         self._plan, self._plan_number, self.num_tokens, self.receipts = None, 0, 0, []
 
     def _take(self, receipt: Signed | None) -> None:

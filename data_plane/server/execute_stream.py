@@ -29,7 +29,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 
 class Begun(NamedTuple):
-    """A plan, and the pass that is in it; None for all tokens at once."""
+    """The plan and the pass that a stream has begun; the pass is None for all tokens at once."""
 
     plan_number: int
     pass_index: int | None
@@ -38,7 +38,7 @@ class Begun(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Layer:
     """A parsed RunLayerRequest and its prepared response, without the receipt and without an output
-    that has no range in the region. It may be of any plan and pass.
+    that does not live in a region. It may be of any plan and pass.
     """
 
     index: int
@@ -47,9 +47,9 @@ class Layer:
     value: torch.Tensor | None
     options: AttentionOptions
     output: torch.Tensor | None
-    """The output's range in the region; None where the response carries the output."""
+    """Range of the region that receives the output; None where the response carries the output."""
     out: torch.Tensor | None
-    """``output`` if it is on the kernels' device, where they write it; otherwise None."""
+    """View of ``output`` if it is on the kernels' device, where they write it; otherwise None."""
     is_in_place: bool
     """Whether kernels access a region, which the client reuses once it has the answer."""
     answer: pb.RunLayerResponse
@@ -63,7 +63,7 @@ def _share_nothing(request: local_pb2.ShareDeviceMemory) -> pb.ExecuteResponse:
 
 
 class ExecuteStream:
-    """State of one Execute stream, or of one unary call. Used on the worker thread."""
+    """State of one Execute stream or unary call: session, plan, regions. For the worker thread."""
 
     def __init__(self, executor: Executor, tenant: str | None) -> None:
         """``tenant``: the caller's; None where callers have no identity."""
@@ -79,15 +79,17 @@ class ExecuteStream:
         self._share: Share = _share_nothing
 
     def use_regions(self, regions: Sequence[Region], share: Share = _share_nothing) -> None:
-        """Let messages refer to ``regions``, and to no others. ``share`` answers packets that ask
-        for a region on the GPU.
+        """Let messages refer to tensors in ``regions``, and in no others. ``share`` answers packets
+        that ask for a region on the GPU.
         """
         self._regions, self._share = {region.id: region for region in regions}, share
 
     def answer(
         self, request: pb.ExecuteRequest, *, is_local: bool = False
     ) -> Slices[pb.ExecuteResponse]:
-        """Return the response. ``is_local``: it came by the local socket. Raises KvplaneError."""
+        """Run a request of the stream and return the response. ``is_local``: it came by the local
+        socket. Raises KvplaneError.
+        """
         kind = request.WhichOneof("message")
         if kind == "open":
             return self._open(request.open)
@@ -113,8 +115,8 @@ class ExecuteStream:
         return (yield from self.answer(request, is_local=True)).SerializeToString()
 
     def bind(self, request: pb.RunLayerRequest) -> tuple[Layer, BoundLayer | None]:
-        """Read a layer whose tensors are in regions, and bind it for plans and passes of as many
-        tokens as the one that was begun here; not on a GPU. Raises KvplaneError.
+        """Parse a layer whose tensors are in regions, and bind it for plans and passes of as many
+        tokens as the one that was begun here. Layers are not bound on a GPU. Raises KvplaneError.
         """
         layer, begun, bound = self._read(request, is_local=True), self.begun, None
         if begun is not None and self._executor.device.type == "cpu":
@@ -152,14 +154,14 @@ class ExecuteStream:
         return output, executor.receipt(session_id)
 
     def start_alone(self, request: pb.StartPlanRequest, *, swaps: bool) -> pb.StartPlanResponse:
-        """Answer a unary call, which brings its grant. ``swaps``: as of ``Executor.start``. Raises
-        KvplaneError.
+        """Answer a unary StartPlan, which brings its grant. ``swaps``: as for ``Executor.start``.
+        Raises KvplaneError.
         """
         self._open_session(request.grant)
         return self._start(request.plan, _pass_of(request), swaps=swaps)
 
     def layer_alone(self, request: pb.RunLayerRequest) -> Slices[pb.RunLayerResponse]:
-        """Answer a unary call, which brings its grant and its plan. Raises KvplaneError."""
+        """Answer a unary call for a layer, which brings grant and plan. Raises KvplaneError."""
         layer = self._parse(request, "", is_local=False)
         self._open_session(request.grant)
         started = self._start(request.plan, None)
@@ -190,7 +192,7 @@ class ExecuteStream:
     def _start(
         self, plan: tpb.SignedPayload, of_pass: int | None, *, swaps: bool | None = None
     ) -> pb.StartPlanResponse:
-        """Start a plan and begin a pass of it; None begins none."""
+        """Start a plan and begin a pass of it, unless the pass is None."""
         started = self._executor.start(self.session_id, plan, swaps=swaps)
         num_tokens, pass_index = started.num_tokens, started.pass_index
         if of_pass is not None:
@@ -208,16 +210,14 @@ class ExecuteStream:
         )
 
     def _read(self, request: pb.RunLayerRequest, *, is_local: bool = False) -> Layer:
-        """Parse a message of the stream. ``is_local``: its tensors and output have to be in
-        regions.
-        """
+        """Parse a layer's message. ``is_local``: its tensors and output have to be in regions."""
         self._check_begun()
         why = "a layer of the stream names its plan by plan_number"
         refuse_fields(request, ["grant", "plan"], why, "layer.")
         return self._parse(request, "layer.", is_local=is_local)
 
     def _parse(self, request: pb.RunLayerRequest, prefix: str, *, is_local: bool) -> Layer:
-        """Parse a layer. ``prefix``: of the fields in errors."""
+        """Parse a layer. ``prefix``: prefixes the fields that errors name."""
         query, key, value = (
             self._tensor(getattr(request, name), f"{prefix}{name}", is_local)
             if request.HasField(name)
@@ -249,7 +249,7 @@ class ExecuteStream:
         value: torch.Tensor | None,
         prefix: str,
     ) -> tuple[int, ...]:
-        """Return the shape of an output that has a range in a region."""
+        """Return the shape of a layer's output that goes to a range in a region."""
         if query.dim() != 3 or (value is not None and value.dim() != 3):
             raise InvalidRequestError("must have three dimensions", field=f"{prefix}query")
         if value is not None:
@@ -316,7 +316,7 @@ def _complete(
     output: torch.Tensor | None,
     receipt: tpb.SignedPayload | None,
 ) -> None:
-    """Add to a layer's answer what it has not yet."""
+    """Add the output and the receipt to a layer's prepared answer, where they are missing."""
     if output is not None:
         answer.output.CopyFrom(tensor_to_message(output))
     if receipt is not None:

@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Lane(NamedTuple):
-    """A session of a caller: its commands run in order. ``caller``: a tenant, or a connection."""
+    """A session of a caller, whose commands run in order. ``caller``: a tenant or connection."""
 
     caller: str
     session_id: int = 0
 
 
 class FairQueue(Generic[T]):
-    """Commands of many lanes. Not thread-safe."""
+    """Commands of many lanes: each caller gets an equal share of time. Not thread-safe."""
 
     def __init__(self) -> None:
         self._first: deque[T] = deque()
@@ -34,7 +34,7 @@ class FairQueue(Generic[T]):
         return len(self._first) + sum(map(len, self._waiting.values()))
 
     def put(self, lane: Lane | None, command: T) -> None:
-        """Add a command. Commands without a lane run before all others."""
+        """Queue a command. Commands without a lane run before all others."""
         if lane is None:
             self._first.append(command)
             return
@@ -45,13 +45,13 @@ class FairQueue(Generic[T]):
         self._waiting[lane].append(command)
 
     def put_back(self, lane: Lane | None, command: T) -> None:
-        """Add the rest of a command, before the others of its lane."""
+        """Queue the rest of a command in slices, before the other commands of its lane."""
         self.put(lane, command)
         waiting = self._first if lane is None else self._waiting[lane]
         waiting.rotate()
 
     def take(self) -> tuple[Lane | None, T]:
-        """Remove the next command. There must be one."""
+        """Remove and return the command to run next. There must be one."""
         if self._first:
             return None, self._first.popleft()
         lane = min(
@@ -64,14 +64,16 @@ class FairQueue(Generic[T]):
         return lane, command
 
     def charge(self, lane: Lane | None, seconds: float) -> None:
-        """Charge the lane and its caller for the time that the lane's last command ran."""
+        """Add the seconds of a lane's last command to the time used by lane and caller."""
         if lane is not None:
             self._of_callers.charge(lane.caller, seconds, {each.caller for each in self._waiting})
             self._of_lanes.charge(lane, seconds, self._waiting.keys())
 
 
 class _Used:
-    """Seconds used by each caller or lane, beginning at the least that a waiting one has used."""
+    """The seconds that each caller or lane has used. One that comes back begins at the least that a
+    waiting one has used.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[Hashable, float] = {}

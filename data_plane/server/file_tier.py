@@ -55,11 +55,11 @@ T = TypeVar("T")
 _LOGGER: Final = logging.getLogger(__name__)
 _LANE: Final = Lane("the file tier")
 PAUSE_S: Final = 10.0
-"""How long no file is written after an error."""
+"""Seconds for which no file is written after an error."""
 
 
 class FileCounts:
-    """The file tier's counters, which never decrease. Metrics read them. Thread-safe."""
+    """Counters of the file tier, which never decrease. Metrics read them. Thread-safe."""
 
     def __init__(self) -> None:
         self.num_blocks: Counter[str] = Counter()
@@ -87,7 +87,7 @@ class FileCounts:
 
 
 class FileWriter:
-    """Writes blocks to files from ``start`` to ``stop``."""
+    """Writes reused blocks to files in the background, from ``start`` to ``stop``."""
 
     def __init__(
         self, executor: Executor, worker: WorkerThread, files: BlockFiles, counts: FileCounts
@@ -102,12 +102,12 @@ class FileWriter:
         self._thread = threading.Thread(target=self._run, name="file-tier", daemon=True)
 
     def start(self) -> None:
-        """Find the files of an earlier process, then write."""
+        """Find the files that an earlier process left, then start to write."""
         self._executor.blocks.watch_reuse(self._wake.set)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop writing. Returns when the file that is being written is complete."""
+        """Stop writing. Returns once the file that is being written is complete."""
         self._is_stopping = True
         self._wake.set()
         if self._thread.is_alive():
@@ -163,7 +163,7 @@ class FileWriter:
 
 
 class LoadSlots:
-    """Bounds the loads that run at once. A caller's loads wait for its own first, so that others
+    """Bounds how many loads run at once. A caller's loads wait for its own first, so that others
     wait for at most ``num`` - 1 of each caller, however many it requests.
     """
 
@@ -175,7 +175,7 @@ class LoadSlots:
 
     @asynccontextmanager
     async def taken(self, caller: str) -> AsyncIterator[None]:
-        """Wait for a slot, and hold it during a load of ``caller``."""
+        """Wait until a load of ``caller`` may run, and count it as running inside the context."""
         own = self._own.setdefault(caller, asyncio.Semaphore(self._num_of_one))
         self._num_here[caller] += 1
         try:
@@ -188,7 +188,7 @@ class LoadSlots:
 
 
 class FileTier:
-    """Writes and loads blocks from ``start`` to ``stop``. No other process uses its ``files``."""
+    """Keeps an executor's blocks in files of its own, from ``start`` to ``stop``."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ class FileTier:
         self._num_chunk_blocks = max(1, CHUNK_BYTES // self._block_bytes)
 
     def start(self) -> None:
-        """Find the files of an earlier process, and begin to write in the background."""
+        """Find the files that an earlier process left, and begin to write in the background."""
         self._writer.start()
 
     def stop(self) -> None:
@@ -250,8 +250,8 @@ class FileTier:
     async def load(
         self, session_id: int, plan_number: int, request: pb.LoadFileBlocksRequest, lane: Lane
     ) -> pb.LoadFileBlocksResponse:
-        """Load a span of a plan that was started. ``lane`` is charged for the writes.
-        Raises InvalidRequestError, and as ``Executor.write_blocks``.
+        """Load the blocks that a started plan computes for a sequence from files. ``lane`` is
+        charged for the writes. Raises InvalidRequestError, and as ``Executor.write_blocks``.
         """
         span = await self._worker.run(
             partial(self._executor.blocks.of_span, session_id, request.sequence_id, plan_number),
@@ -289,7 +289,7 @@ class FileTier:
         return pb.LoadFileBlocksResponse(num_blocks=num_loaded, receipt=receipt)
 
     async def forget(self, message: rpb.ForgetFiles) -> None:
-        """Delete files, and cancel pending writes of them. Raises OSError."""
+        """Delete the files that a message names, and cancel their writes. Raises OSError."""
         tenant = None if message.all_tenants else message.tenant
         await self._worker.run(partial(self._executor.blocks.drop_reused, tenant))
         fingerprint = self._executor.layout.fingerprint
@@ -306,7 +306,7 @@ class FileTier:
         await self._off_loop(forget)
 
     def _forget_prefix(self, scope: Scope, token_ids: bytes) -> None:
-        """Forget a prefix. Not on the event loop: a long prefix takes some 100,000 hashes."""
+        """Delete a prefix's files. Not on the event loop: a long one takes 100,000 hashes."""
         *_, name = block_names(scope.root, token_ids, self._executor.layout.block_size_tokens)
         self.files.forget(tenant=scope.tenant, name=name)
 
@@ -333,8 +333,8 @@ class FileTier:
             raise PlaneUnavailableError("the data plane is stopping") from error
 
     def _read(self, keys: Sequence[BlockKey]) -> tuple[int, bytearray]:
-        """Read files up to the first that is missing or invalid. Returns how many were read, and
-        their blocks, layer by layer.
+        """Read blocks' files up to the first that is missing or invalid. Returns how many were
+        read, and their blocks, layer by layer.
         """
         found = []
         try:

@@ -148,7 +148,7 @@ class DataPlaneMetrics(PlaneMetrics):
         self._plug_ins: Sequence[PlugIn] = ()
 
     def observe_command(self, name: str, duration_s: float) -> None:
-        """Count one command of the executor."""
+        """Count one command of the executor and its duration."""
         self._command_duration.add(duration_s, name)
 
     def watch(
@@ -159,8 +159,8 @@ class DataPlaneMetrics(PlaneMetrics):
         files: FileTier | None = None,
         plug_ins: Sequence[PlugIn] = (),
     ) -> None:
-        """Export the executor's state and counters, the number of commands that wait for it, and
-        the samples of its local endpoint, file tier and plug-ins.
+        """Register what is read at each scrape: the executor's state and counters, the number of
+        commands that wait for it, and the samples of its local endpoint, file tier and plug-ins.
         """
         self._executor, self._num_waiting, self._local = executor, num_waiting, local
         self._files, self._plug_ins = files, plug_ins

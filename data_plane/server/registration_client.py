@@ -60,7 +60,7 @@ _TAKEN_OVER: Final = (
 
 
 class RegistrationClient:
-    """Registers one executor, and carries out the control plane's requests."""
+    """Keeps one executor registered, and carries out the control plane's requests."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class RegistrationClient:
         self._delay_s = _FIRST_DELAY_S
 
     async def run(self) -> None:
-        """Register, again whenever the registration ends, until cancelled. Raises StaleEpochError
-        when a later process holds the shard.
+        """Register, and register again whenever the registration ends, until cancelled. Raises
+        StaleEpochError when a later process holds the shard.
         """
         try:
             while True:
@@ -115,7 +115,7 @@ class RegistrationClient:
             await self._channel.close(None)
 
     async def _reopen(self) -> None:
-        """Open a new channel, with the present TLS files; keep the old one if they are invalid."""
+        """Open a channel with the present TLS files; keep the old channel if they are invalid."""
         try:
             channel = self._open()
         except InvalidRequestError as error:
@@ -125,7 +125,7 @@ class RegistrationClient:
         self._channel = channel
 
     async def _register(self) -> None:
-        """Run one stream from its Hello to its end. Raises KvplaneError."""
+        """Run one registration stream from its Hello to its end. Raises KvplaneError."""
         stub = registration_pb2_grpc.RegistrationServiceStub(self._channel)
         stream = RegistrationStream(stub.Register())
         try:
@@ -166,7 +166,7 @@ class RegistrationClient:
         await stream.expect("report_accepted")
 
     async def _report(self, stream: RegistrationStream) -> None:
-        """Send generations and publications of all blocks."""
+        """Send the block report: generations and publications of all blocks."""
         for part in await self._worker.run(partial(self._executor.report, BLOCKS_PER_REPORT)):
             await stream.send(rpb.RegisterRequest(report=part))
 
@@ -205,8 +205,8 @@ class RegistrationClient:
     async def _forget(
         self, files: FileTier, stream: RegistrationStream, message: rpb.ForgetFiles
     ) -> None:
-        """Delete files. A failure is not answered: the control plane repeats the request when this
-        process registers again, and not before.
+        """Delete files of forgotten prefixes. A failure is not answered: the control plane repeats
+        the request when this process registers again, and not before.
         """
         try:
             await files.forget(message)
@@ -217,7 +217,7 @@ class RegistrationClient:
 
 
 def _hello_of(executor: Executor, address: str) -> rpb.Hello:
-    """Make a Hello. ``address``: where clients reach the executor."""
+    """Return the Hello message of an executor. ``address``: where clients reach the executor."""
     return rpb.Hello(
         pool_id=executor.pool_id,
         shard=executor.shard.to_proto(),
@@ -237,7 +237,7 @@ def _hello_of(executor: Executor, address: str) -> rpb.Hello:
 
 
 def _check_payload_version(welcome: rpb.Welcome) -> None:
-    """Raise ProtocolMismatchError unless the control plane chose a version that was offered."""
+    """Raise ProtocolMismatchError unless the control plane chose an offered version."""
     oldest, newest = OLDEST_PAYLOAD_VERSION, NEWEST_PAYLOAD_VERSION
     if not oldest <= welcome.payload_version <= newest:
         raise ProtocolMismatchError(
@@ -304,7 +304,7 @@ def _typed(error: grpc.aio.AioRpcError) -> KvplaneError:
 
 @asynccontextmanager
 async def _beating(stream: RegistrationStream, welcome: rpb.Welcome) -> AsyncIterator[None]:
-    """Send heartbeats while inside. A failed send is ignored: reading the stream fails too."""
+    """Send heartbeats inside the context. A failed send is ignored: reading fails too."""
     shortest_s, longest_s = _HEARTBEAT_RANGE_S
     interval_s = min(max(welcome.heartbeat_interval.ToNanoseconds() / 1e9, shortest_s), longest_s)
 
@@ -322,7 +322,7 @@ async def _beating(stream: RegistrationStream, welcome: rpb.Welcome) -> AsyncIte
 
 
 def _groups(executor: Executor) -> list[rpb.GroupBlocks]:
-    """Return the blocks of each layer group; none if there is one group."""
+    """Return the numbers of blocks of each layer group; none if there is one group."""
     num_groups, num_blocks = len(executor.layout.groups), executor.pools.num_blocks
     if num_groups == 1:
         return []

@@ -68,7 +68,9 @@ _PAGE_BYTES: Final = 4096
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run with settings of ``argv`` and ``environ``. Returns the exit code. Exits for bad ones."""
+    """Run the data plane's program with the settings of ``argv`` and ``environ``. Returns the exit
+    code. Exits for bad settings.
+    """
     config = parse(DataPlaneSettings, PROGRAM, argv, environ)
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
@@ -177,8 +179,9 @@ class DataPlaneServer(PlaneServer):
         kernels: Kernels | None = None,
         layout: Layout | None = None,
     ) -> DataPlaneServer:
-        """Serve as set in ``config``, on the running event loop, and begin to register.
-        ``kernels``: None for those of the device. ``layout``: None for that of ``config``.
+        """Start a data plane with the settings ``config``, on the running event loop, and begin to
+        register. ``kernels``: None for those of the device. ``layout``: None for that of
+        ``config``.
 
         Raises OSError when an address cannot be bound or the port file cannot be written, and as
         ``build_executor``.
@@ -216,7 +219,7 @@ class DataPlaneServer(PlaneServer):
         return self
 
     async def run_until_signal(self) -> None:
-        """``run_until`` SIGTERM or SIGINT."""
+        """Serve until SIGTERM or SIGINT, as ``run_until`` does."""
         await self.run_until(wait_for_signal())
 
     async def run_until(self, end: Coroutine[Any, Any, object]) -> None:
@@ -264,7 +267,7 @@ class DataPlaneServer(PlaneServer):
 
     @property
     def _advertised(self) -> str:
-        """The address at which clients reach this data plane, "host:port"."""
+        """Return the address at which clients reach this data plane, "host:port"."""
         return self._advertise or self.address
 
     async def _finish(self) -> None:
@@ -305,7 +308,7 @@ class DataPlaneServer(PlaneServer):
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Log why the registration ended, if only a bug can have caused that."""
+    """Log why the registration ended, if only a bug can have caused it."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, KvplaneError):
         _LOGGER.error("registration stopped error=%s", frames_of(error))
@@ -394,15 +397,13 @@ def _require_room(
 
 
 def _touch(tier: torch.Tensor) -> None:
-    """Write to each page once, so that the system allocates it now."""
+    """Write to each page of a tier once, so that the system allocates it now."""
     if tier.numel():
         tier.view(torch.uint8).view(-1)[::_PAGE_BYTES].zero_()
 
 
 def shard_of(config: DataPlaneSettings, layout: Layout) -> Shard:
-    """Return the shard that the settings name. Raises InvalidRequestError when it does not fit the
-    layout.
-    """
+    """Return the shard that the settings name. Raises InvalidRequestError if it does not fit."""
     index, num_shards = config.shard_index, config.num_shards
     layers, kv_heads = config.layer_range, config.kv_head_range
     if layers is None and kv_heads is None and not config.shard_copy:
@@ -426,8 +427,8 @@ def shard_of(config: DataPlaneSettings, layout: Layout) -> Shard:
 def load_layout(
     config: DataPlaneSettings, cache_kinds: Collection[str] = (KEYS_AND_VALUES, LATENT)
 ) -> Layout:
-    """Read the layout that the settings name; a model's has only ``cache_kinds``. Raises
-    InvalidRequestError.
+    """Read the layout that the settings name; a model's layout has only groups of ``cache_kinds``.
+    Raises InvalidRequestError.
     """
     if config.model is not None:
         return layout_from_hf(
@@ -443,7 +444,7 @@ def load_layout(
 
 
 def layout_from_json(path: Path) -> Layout:
-    """Read the fields of ``kvplane.layout.Layout`` from JSON. Raises InvalidRequestError."""
+    """Read a ``kvplane.layout.Layout`` from a JSON file. Raises InvalidRequestError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         groups = tuple(

@@ -33,7 +33,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
-    """Serves one executor."""
+    """The gRPC service of executions: runs plans and layers on one executor."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
         self._streams = RequestStreams("data plane")
 
     def stop(self) -> None:
-        """End the streams that wait for a request, and every other one after its current answer."""
+        """End streams that wait for a request now, the others after their current answer."""
         self._streams.stop()
 
     async def Execute(
@@ -112,7 +112,7 @@ class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
         return None if self._local is None else self._local.offer(stream, host_id, admit, payer())
 
     async def _run_layer(self, request: pb.RunLayerRequest, wanted: str) -> pb.RunLayerResponse:
-        """Answer a unary call, whose request must have the tensor ``wanted``."""
+        """Answer a unary call for one layer, whose request must have the tensor ``wanted``."""
         if not request.HasField(wanted):
             raise InvalidRequestError("must be given", field=wanted)
         stream = ExecuteStream(self._executor, self._calls.tenant())

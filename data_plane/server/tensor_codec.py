@@ -17,10 +17,10 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str) -> torch.Tensor:
-    """Make a contiguous tensor of the message's shape, on ``device``.
+    """Copy a message's tensor into a contiguous tensor on ``device``.
 
-    Raises InvalidRequestError naming the part of ``field`` that is malformed, or its
-    ``memory`` for shared memory, and InternalError when the device failed.
+    Raises InvalidRequestError naming the part of ``field`` that is malformed, or its ``memory`` for
+    shared memory, and InternalError when the device failed.
     """
     tensor = Tensor.from_proto(message, field=field)
     dtype = TORCH_DTYPES[tensor.dtype]
@@ -40,7 +40,9 @@ def tensor_from_message(message: pb.Tensor, device: torch.device, *, field: str)
 
 
 def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
-    """Wait for a tensor, and make its message. Raises InternalError if the device failed."""
+    """Copy a tensor to a message, once it is computed. Raises InternalError if the device
+    failed.
+    """
     with device_errors():
         dense = tensor.detach().cpu().contiguous()
     data = dense.view(torch.uint8).numpy().data if dense.numel() else b""

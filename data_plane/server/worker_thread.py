@@ -38,8 +38,8 @@ NOTHING: Final = WaitResult(0.0, False)
 
 
 class _Served(NamedTuple):
-    """A socket. ``serve`` runs when it can be read. ``wait`` looks for packets until something else
-    is ready at the epoll file that is its argument. Neither may raise.
+    """A socket that the thread serves. ``serve`` runs when it can be read. ``wait`` looks for
+    packets until something else is ready at the epoll file that is its argument. Neither may raise.
     """
 
     lane: Lane
@@ -53,8 +53,8 @@ class WorkerThread:
     """
 
     def __init__(self, begin: Callable[[], None] | None = None, *, spin_s: float = 0.0) -> None:
-        """``begin`` is called first, on the thread; its exceptions are raised here. ``spin_s``: how
-        long after a socket's command the thread polls for more instead of sleeping.
+        """``begin`` is called first, on the thread; its exceptions are raised here. ``spin_s``: for
+        how many seconds after a socket's command the thread polls for more instead of sleeping.
         """
         self.num_waiting = 0
         """Commands of ``run`` that run or wait for the thread; for the event loop."""
@@ -83,7 +83,7 @@ class WorkerThread:
         return await self.run_slices(lambda: whole(command), lane)
 
     async def run_slices(self, command: Callable[[], Slices[T]], lane: Lane | None) -> T:
-        """Do as ``run`` does, but let other commands run between the slices."""
+        """Run a command as ``run`` does, but let other commands run between its slices."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
@@ -116,7 +116,9 @@ class WorkerThread:
         return await answer
 
     def submit(self, command: Callable[[], T], lane: Lane) -> Future[T]:
-        """Do as ``run`` does, from any thread. Raises RuntimeError after ``close``."""
+        """Run a command as ``run`` does, from any thread; returns its future result. Raises
+        RuntimeError after ``close``.
+        """
         answer: Future[T] = Future()
 
         def work() -> bool:
@@ -131,7 +133,7 @@ class WorkerThread:
         return answer
 
     def post(self, command: Callable[[], None]) -> None:
-        """Run ``command``, which must not raise, before commands that wait in lanes."""
+        """Run ``command``, which must not raise, before the commands that wait in lanes."""
 
         def work() -> bool:
             command()
@@ -141,7 +143,7 @@ class WorkerThread:
 
     @property
     def spin_s(self) -> float:
-        """How long the thread polls for a packet before it sleeps."""
+        """Seconds for which the thread polls for a packet before it sleeps."""
         return self._spin.spin_s
 
     def watch(
@@ -151,15 +153,15 @@ class WorkerThread:
         serve: Callable[[], Slices[None]],
         wait: Callable[[int], WaitResult] | None = None,
     ) -> None:
-        """Run ``serve`` whenever ``fd`` can be read. ``wait``, called afterwards, looks for more
-        until something else is ready at the epoll file that is its argument. Neither may raise.
-        Called on the thread.
+        """Serve a socket: run ``serve`` whenever ``fd`` can be read. ``wait``, called afterwards,
+        looks for more until something else is ready at the epoll file that is its argument. Neither
+        may raise. Called on the thread.
         """
         self._served[fd] = _Served(lane, serve, wait)
         self._ready.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        """Undo ``watch``; a command that is queued still runs. Called on the thread."""
+        """Stop serving a socket; a command that is queued still runs. Called on the thread."""
         del self._served[fd]
         self._queued.discard(fd)
         self._ready.unregister(fd)
@@ -175,7 +177,7 @@ class WorkerThread:
         os.close(self._doorbell)
 
     def _give(self, lane: Lane | None, work: _Work) -> None:
-        """Queue a slice. Raises RuntimeError after ``close``."""
+        """Queue a slice of a command. Raises RuntimeError after ``close``."""
         if self._is_closing:
             raise RuntimeError("the worker thread was closed")
         self._given.append((lane, work))
@@ -203,7 +205,7 @@ class WorkerThread:
             del work
 
     def _collect(self) -> None:
-        """Queue all commands that have come. Wait for some if nothing is queued."""
+        """Queue all commands that have come since. Waits for some if nothing is queued."""
         ready = self._look()
         # Nothing rings the doorbell after `close`, whose own ring may have been read before.
         if not self._others(ready) and not len(self._commands) and not self._is_closing:
@@ -219,7 +221,7 @@ class WorkerThread:
             self._commands.put(*self._given.popleft())
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Wait, and return the files that are ready. The socket served last waits in ``wait``."""
+        """Wait, and return the files that are ready. The socket served last is polled."""
         fd = self._served_last
         while fd in self._served:
             lane, _, wait = self._served[fd]

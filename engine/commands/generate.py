@@ -20,7 +20,7 @@ from ..request import Delta, SamplingParams
 
 
 def run(config: GenerateSettings) -> int:
-    """Generate and print; 1 when a prompt failed."""
+    """Answer the prompts and print the texts; returns 1 when a prompt failed."""
     logs.setup(config.log_level, config.log_format)
     num_characters = len(config.prompt)  # prompts are never logged
     shown = replace(config, prompt=f"<{num_characters} characters>") if num_characters else config
@@ -47,7 +47,7 @@ def run(config: GenerateSettings) -> int:
 
 
 def _print_pieces(deltas: Iterator[Delta]) -> int:
-    """Print one text, piece by piece."""
+    """Print one text, piece by piece as it comes; returns the exit code."""
     failed = False
     for delta in deltas:
         print(delta.text, end="", flush=True)

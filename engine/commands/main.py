@@ -22,7 +22,7 @@ _USAGE: Final = "Usage: python -m engine generate|serve|layout [OPTIONS]\n"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; return its exit code."""
+    """Run the command that ``argv`` names; returns its exit code."""
     if not argv:
         print(f"{_USAGE}       --help lists the options of all, --version the version.")
         return EXIT_BAD_SETTINGS
@@ -89,7 +89,7 @@ _COMMANDS: Final = {"generate": _generate, "serve": _serve, "layout": _layout}
 
 
 def _help() -> int:
-    """Return every command's help."""
+    """Print the help of every command; returns the exit code."""
     print(_USAGE)
     configs = {"generate": GenerateSettings, "serve": ServeSettings, "layout": PrintLayoutSettings}
     for command, config_class in configs.items():

@@ -12,7 +12,7 @@ from kvplane.errors import KvplaneError
 
 
 def run_program(name: str, run: Callable[[], int]) -> int:
-    """Run a program; return its exit code. Errors of kvplane are one line on stderr and code 1."""
+    """Run a program; returns its exit code. Errors of kvplane are one line on stderr, and 1."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     try:
@@ -25,5 +25,5 @@ def run_program(name: str, run: Callable[[], int]) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise SystemExit, so that everything that was started is stopped."""
+    """Raise SystemExit on a signal, so that everything that was started is stopped."""
     sys.exit(128 + number)

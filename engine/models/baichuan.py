@@ -42,7 +42,7 @@ _IGNORED: Final = "rotary_emb.inv_freq"
 
 
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model in ``folder``. Raises InvalidRequestError naming what is missing."""
+    """Load the Baichuan model in ``folder``. Raises InvalidRequestError naming what is missing."""
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     has_rotary_positions = "max_position_embeddings" in fields  # read only by the code of 7B
     limit = "max_position_embeddings" if has_rotary_positions else "model_max_length"
@@ -74,8 +74,8 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Return float32 [num_heads] (arXiv:2108.12409): powers of 2 ** (-8 / n) for the largest power
-    of two n up to ``num_heads``, then every second one of twice as many heads.
+    """Return the ALiBi slopes, float32 [num_heads] (arXiv:2108.12409): powers of 2 ** (-8 / n) for
+    the largest power of two n up to ``num_heads``, then every second one of twice as many heads.
     """
     n = 2 ** math.floor(math.log2(num_heads))
     first = [2 ** (-8 * (i + 1) / n) for i in range(n)]
@@ -84,7 +84,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 
 class _AlibiAttention(LlamaAttention):
-    """Llama's attention with ALiBi. If attention takes a mask, the bias is in the mask."""
+    """Llama's attention with ALiBi. For attention that takes a mask, the bias is in the mask."""
 
     alibi_slopes: torch.Tensor
 
@@ -103,7 +103,7 @@ class _AlibiAttention(LlamaAttention):
 
 
 class _NoRotation(torch.nn.Module):
-    """Replaces rotary embeddings: angles of zero."""
+    """Replaces rotary embeddings by angles of zero, which change nothing."""
 
     def __init__(self, head_size: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _use_alibi(model: Any) -> None:
 
 
 def _weights(folder: Path, *, normal_head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the weights by Llama's names."""
+    """Yield the checkpoint's weights under Llama's names."""
     for name, value in _stored(folder):
         if name.endswith(_PACK):
             for part, rows in zip("qkv", value.chunk(3), strict=True):
@@ -137,7 +137,7 @@ def _weights(folder: Path, *, normal_head: bool) -> Iterator[tuple[str, torch.Te
 
 
 def _stored(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of all files, in safetensors' format or in torch's."""
+    """Yield the weights of all the checkpoint's files, in safetensors' format or in torch's."""
     paths = sorted(folder.glob("*.safetensors"))
     for path in paths:
         yield from load_file(path).items()

@@ -26,7 +26,7 @@ _TEMPLATE: Final = """\
 
 
 class BaichuanTokenizer(SentencePieceBackend):
-    """The tokenizer of a folder: ``BaichuanTokenizer.load``."""
+    """The tokenizer of a Baichuan folder, made by ``BaichuanTokenizer.load``."""
 
     def __init__(
         self, *, add_bos_token: bool = True, add_eos_token: bool = False, **named: Any
@@ -50,5 +50,5 @@ class BaichuanTokenizer(SentencePieceBackend):
         return tokenizer
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """Keep spaces as they are, and join characters that are split into byte tokens."""
+        """Join tokens to text, with spaces as they are and characters joined from byte tokens."""
         return str(self.sp_model.decode(tokens))

@@ -41,11 +41,12 @@ _log = logging.getLogger("engine")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``tokenizer`` is None when the folder has none; then prompts are token ids. ``end_token_ids``
-    end a text. ``repetition_penalty``: from the model's generation config; 1 for none.
-    ``max_total_tokens``: ``NO_LIMIT`` where the config has none; ``limit`` names it in errors.
-    ``groups``: the layers' caches, by the probe, or else by the config. ``namespace``: of its keys,
-    which are separate where RoPE has the frequencies of one length.
+    """A model with its tokenizer and what the engine needs to know of both. ``tokenizer`` is None
+    when the folder has none; then prompts are token ids. ``end_token_ids`` end a text.
+    ``repetition_penalty``: from the model's generation config; 1 for none. ``max_total_tokens``:
+    ``NO_LIMIT`` where the config has none; ``limit`` names it in errors. ``groups``: the layers'
+    caches, by the probe, or else by the config. ``namespace``: of its keys, which are separate
+    where RoPE has the frequencies of one length.
     """
 
     model: PreTrainedModel
@@ -106,7 +107,7 @@ def load(
     packs: bool = False,
     max_total_tokens: int = 0,
 ) -> LoadedModel:
-    """Load ``folder`` in ``dtype`` with attention "kvplane".
+    """Load the model in ``folder`` in ``dtype``, with attention "kvplane".
 
     ``probe``: first compare the model's logits with those of transformers' own attention.
     ``latent``: as for ``layer_groups``. ``packs``: pack the weights of linear layers, as
@@ -169,7 +170,9 @@ def _load_tokenizer(folder: Path, *, is_baichuan: bool) -> Any:
 
 
 def _limit_context(model: PreTrainedModel, config: Any, asked: int) -> tuple[int, str, str]:
-    """Return a sequence's most tokens, ``asked`` if not 0; its name in errors; the namespace."""
+    """Return the maximum tokens of a sequence, ``asked`` if not 0; the limit's name in errors; the
+    namespace of prefixes.
+    """
     of_config, of_rope = _max_total_tokens(config), max_independent_tokens(model)
     if asked > of_config:
         raise InvalidRequestError(
@@ -187,8 +190,8 @@ def _limit_context(model: PreTrainedModel, config: Any, asked: int) -> tuple[int
 
 
 def _max_total_tokens(config: Any) -> int:
-    """Return the config's positions, times the factor of RoPE scaling where they are those of
-    training; of layers with several kinds of RoPE the fewest.
+    """Return how many positions the config allows, times the factor of RoPE scaling where they are
+    those of training; of layers with several kinds of RoPE the fewest.
     """
     limits = (getattr(config, name, None) for name in _LIMITS)
     limit = next((limit for limit in limits if isinstance(limit, int)), None)
@@ -210,7 +213,7 @@ def _scaled(num_positions: int, rope: dict[str, Any]) -> int:
 
 
 def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return end tokens as transformers' generate does: from the config, one id or several."""
+    """Return the ids of tokens that end a text, from the config, as transformers' generate."""
     end: Any = getattr(model.generation_config, "eos_token_id", None)
     if isinstance(end, int):
         return frozenset([end])
@@ -218,7 +221,7 @@ def _end_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 class PackedLinear(torch.nn.Module):
-    """A ``torch.nn.Linear`` by oneDNN, with weights packed for it, on the CPU and without
+    """A linear layer computed by oneDNN, with weights packed for it, on the CPU and without
     gradients. ``weight`` has its shape and type, and no memory.
 
     It is faster than torch's own, and a row's bits do not depend on how many rows there are. The
@@ -241,8 +244,8 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack_linears(model: torch.nn.Module) -> int:
-    """Pack the weights of a model's linear layers whose type oneDNN computes with on this machine,
-    except absorbed ones. Return how many were packed.
+    """Replace a model's linear layers, except absorbed ones, by PackedLinear if oneDNN computes
+    with their type on this machine. Returns how many were packed.
     """
     found = [
         (parent, name, child)

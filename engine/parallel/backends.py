@@ -21,21 +21,21 @@ from ..config import EngineSettings
 
 @dataclass(frozen=True, slots=True)
 class SharedSession:
-    """A session that rank 0 opened, as a backend needs it, with all shards or only a rank's own."""
+    """A session that rank 0 opened, as a backend needs it, with all or only a rank's shards."""
 
     grant: Signed
     shards: Sequence[ShardInfo]
     layout: Layout
 
     def encode(self) -> bytes:
-        """Encode the session for ``decode`` of another rank."""
+        """Encode the session as bytes, for ``decode`` on another rank."""
         return cpb.OpenSessionResponse(
             grant=cast(SignedPayload, self.grant), shards=[each.to_proto() for each in self.shards]
         ).SerializeToString()
 
     @classmethod
     def decode(cls, message: bytes, layout: Layout) -> SharedSession:
-        """Decode the result of ``encode``."""
+        """Decode a session from the result of ``encode``."""
         response = cpb.OpenSessionResponse.FromString(message)
         shards = [ShardInfo.from_proto(each) for each in response.shards]
         return cls(response.grant, shards, layout)
@@ -78,7 +78,7 @@ def _embedded(config: EngineSettings, layout: Layout, rank: int) -> DataBackend:
 
 
 class RankBackend(RemoteBackend):
-    """One shard of a remote pool, with the heads that this rank computes."""
+    """Runs plans on one shard of a remote pool, with the heads that this rank computes."""
 
     def __init__(
         self,

@@ -23,13 +23,13 @@ _LONG: Final = timedelta(days=365)
 
 
 class RankGroup:
-    """``rank`` of ``num_ranks`` processes. ``timeout_s``: of the meeting and of each sum; for
-    messages they wait until a process has ended.
+    """The processes of one engine: this one is ``rank`` of ``num_ranks``. ``timeout_s``: of the
+    meeting and of each sum; for messages they wait until a process has ended.
     """
 
     def __init__(self, meeting: Path, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Meet the others in the file ``meeting``, which need not exist. Raises InternalError when
-        they do not come.
+        """Wait for the other ranks at the file ``meeting``, which need not exist. Raises
+        InternalError when they do not come.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -43,13 +43,15 @@ class RankGroup:
             self._gloo = gloo(store, rank, num_ranks, options)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add the tensor over all ranks, in place: the same bits on each."""
+        """Sum a tensor over all ranks, in place, to the same bits on each."""
         with _typed():
             self._gloo.allreduce([tensor]).wait()
         return tensor
 
     def tell(self, message: bytes = b"") -> bytes:
-        """Send rank 0's message to all; other ranks' arguments are ignored. Return the message."""
+        """Send rank 0's message to all ranks; each returns it. Other ranks' arguments are
+        ignored.
+        """
         size = torch.tensor([len(message)])
         self._broadcast(size)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -60,7 +62,7 @@ class RankGroup:
         return data.numpy().tobytes()
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in their order."""
+        """Collect one message from every rank; returns them in the order of ranks."""
         sizes = torch.cat(self._all(torch.tensor([len(message)]))).tolist()
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         if message:

@@ -31,8 +31,8 @@ _END_TIMEOUT_S: Final = 10.0
 
 
 class ParallelBackend:
-    """Starts the other ranks, and forwards each call to them. Raises InternalError once a rank has
-    ended: the engine must then be started again.
+    """Rank 0's backend: starts the other ranks, and forwards each call to them. Raises
+    InternalError once a rank has ended: the engine must then be started again.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class ParallelBackend:
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """The latent layers of this rank."""
+        """The layers of this rank that keep latents."""
         return self._backend.latent_layers
 
     def open(self, session: OpenedSession) -> None:
-        """Serve this session on all ranks."""
+        """Open the session on all ranks."""
         shared = SharedSession(session.grant, session.shards, session.layout)
         self._tell(ranks.OPEN + shared.encode())
         ranks.together(self._group, lambda: self._backend.open(shared))
@@ -92,7 +92,7 @@ class ParallelBackend:
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """Attend with this rank's heads."""
+        """Write and attend in one layer with this rank's heads."""
         if self._step is None:
             raise InternalError("no forward pass has begun")
         return self._step.layer(index, query, key, value, options=options)
@@ -105,7 +105,7 @@ class ParallelBackend:
         return [answer.output.receipt for answer in ranks.together(self._group, step.finish)]
 
     def close(self) -> None:
-        """Forget the session on all ranks."""
+        """Close the session on all ranks."""
         self._tell(ranks.CLOSE)
         ranks.together(self._group, lambda: self._backend.close())
 
@@ -138,7 +138,7 @@ class ParallelBackend:
         self._group.tell(message)
 
     def _share_batch(self, _: Any, __: Any, arguments: dict[str, Any]) -> None:
-        """Make the other ranks begin the same forward pass, before this rank's model does."""
+        """Send the batch to the other ranks, so that they begin the same forward pass."""
         batch = torch.cat([arguments["input_ids"], arguments["position_ids"]])
         self._tell(ranks.FORWARD + batch.numpy().tobytes())
         self._step = ranks.DeferredErrorStep(self._backend)

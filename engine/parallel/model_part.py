@@ -29,7 +29,7 @@ _OF_KEYS: Final = ("k_proj", "v_proj")
 
 
 def shards_of(layout: Layout, num_ranks: int) -> list[Shard]:
-    """Return each rank's part of the pool. Raises InvalidRequestError of the field
+    """Return which part of the pool each rank has. Raises InvalidRequestError of the field
     "tensor_parallel" when the heads cannot be divided among the ranks.
     """
     try:
@@ -80,13 +80,13 @@ def keep_part(model: PreTrainedModel, layout: Layout, group: RankGroup) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """``ranges`` of ``num`` equal pieces of a layer's features."""
+    """A part of a layer's features: the pieces in ``ranges`` of ``num`` equal pieces."""
 
     ranges: list[range]
     num: int
 
     def of(self, num_features: int) -> torch.Tensor:
-        """Return the features of the part, int64, ascending."""
+        """Return the indices of the part's features, int64, ascending."""
         size, rest = divmod(num_features, self.num)
         if rest:
             raise InvalidRequestError(
@@ -97,14 +97,14 @@ class _Part:
 
 
 class _Heads(NamedTuple):
-    """The heads of one attention on this rank."""
+    """The query heads and the KV heads of one attention module that this rank computes."""
 
     queries: _Part
     keys: _Part
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return the plan of the decoder's modules, by regular expression."""
+    """Return transformers' tensor-parallel plan of the decoder, by regular expression."""
     plan: Mapping[str, str] = model.config.get_text_config(decoder=True).base_model_tp_plan or {}
     if not plan:
         raise InvalidRequestError(
@@ -123,7 +123,7 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
 def _heads_of(
     name: str, modules: Mapping[str, Any], layout: Layout, shards: Sequence[Shard], rank: int
 ) -> _Heads:
-    """Return an attention's heads. ``name``: of its q_proj."""
+    """Return the heads of an attention module on this rank. ``name``: of its q_proj."""
     layer = modules[name.removesuffix(".q_proj")].layer_idx
     index = next(i for i, group in enumerate(layout.groups) if layer in group.layers)
     group, shard = layout.groups[index], shards[rank]

@@ -48,8 +48,8 @@ STOP: Final = b"Q"
 
 
 class DeferredErrorStep:
-    """The layers of one forward pass. After a layer that failed the others return zeros, and
-    ``finish`` raises its error.
+    """Runs the layers of one forward pass on this rank. After a layer that failed the others return
+    zeros, and ``finish`` raises its error.
     """
 
     def __init__(self, backend: DataBackend) -> None:
@@ -58,7 +58,7 @@ class DeferredErrorStep:
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """The backend's latent layers."""
+        """The layers of the backend that keep latents."""
         return self._backend.latent_layers
 
     def layer(
@@ -88,8 +88,8 @@ class DeferredErrorStep:
 
 
 def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> list[ExecuteResponse]:
-    """Run this rank's part of a command; return the answers of all ranks, by rank. Raises the error
-    of the first that failed.
+    """Run this rank's part of a command; returns the answers of all ranks, by rank. Raises the
+    error of the first rank that failed.
     """
     try:
         own = act() or ExecuteResponse()
@@ -108,7 +108,7 @@ def together(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> lis
 
 
 def start(backend: DataBackend, plan: Signed) -> ExecuteResponse:
-    """Start a plan on this rank; return how many tokens it computes, or its receipt."""
+    """Start a plan on this rank; returns how many tokens it computes, or its receipt."""
     started = backend.start(plan)
     receipt = cast(SignedPayload, started.receipts[0]) if started.receipts else None
     response = StartPlanResponse(num_tokens=started.num_tokens, receipt=receipt)
@@ -117,7 +117,7 @@ def start(backend: DataBackend, plan: Signed) -> ExecuteResponse:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The start message of a rank other than 0. ``meeting``: see ``RankGroup``."""
+    """What rank 0 sends to another rank to start it. ``meeting``: see ``RankGroup``."""
 
     config: EngineSettings
     layout: Layout
@@ -126,29 +126,29 @@ class Assignment:
 
 
 def follow(assignment: Assignment) -> None:
-    """Run rank 0's commands until it sends stop. Raises InternalError when it has ended."""
+    """Run rank 0's commands on this rank until a stop. Raises InternalError if rank 0 ended."""
     config = assignment.config
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     group = RankGroup(
         assignment.meeting, assignment.rank, config.tensor_parallel, config.recovery_timeout_s
     )
-    with _Follower(assignment, group) as follower:
-        _agree(group, follower.begin)
+    with _RankWorker(assignment, group) as worker:
+        _agree(group, worker.begin)
         while (message := group.tell())[:1] != STOP:
-            _agree(group, partial(follower.do, message[:1], message[1:]))
+            _agree(group, partial(worker.do, message[:1], message[1:]))
 
 
 def _agree(group: RankGroup, act: Callable[[], ExecuteResponse | None]) -> None:
-    """Run ``together`` on a rank that leaves it to rank 0 to act on an error."""
+    """Run ``together`` on a rank other than 0, which only logs an error: rank 0 raises it."""
     try:
         together(group, act)
     except KvplaneError as error:
         _LOGGER.warning("rank=%d reason=%s: %s", group.rank, error.reason, error.message)
 
 
-class _Follower:
-    """A rank's part of the model, and its backend."""
+class _RankWorker:
+    """A rank other than 0: its part of the model, and its backend."""
 
     _backend: DataBackend
     _model: PreTrainedModel
@@ -158,14 +158,14 @@ class _Follower:
         self._group = group
         self._closing = ExitStack()
 
-    def __enter__(self) -> _Follower:
+    def __enter__(self) -> _RankWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
     def begin(self) -> None:
-        """Begin as rank 0 does, which has probed the model."""
+        """Load this rank's part of the model, which rank 0 has probed, and its backend."""
         config, layout = self._assignment.config, self._assignment.layout
         loop = LoopThread("engine-planes")
         self._closing.callback(loop.close)
@@ -177,7 +177,7 @@ class _Follower:
         self._closing.callback(self._backend.stop)
 
     def do(self, kind: bytes, body: bytes) -> ExecuteResponse | None:
-        """Run one command."""
+        """Run one command of rank 0."""
         if kind == OPEN:
             self._backend.open(SharedSession.decode(body, self._assignment.layout))
         elif kind == START:

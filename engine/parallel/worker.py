@@ -13,7 +13,7 @@ from kvplane.serving.observability import logs
 
 
 def main() -> int:
-    """Follow rank 0; return the exit code, which is 1 when rank 0 ended without a stop."""
+    """Run this rank until rank 0 ends; returns the exit code, 1 if that came without a stop."""
     tune_grpc()
     from .rank import follow
 

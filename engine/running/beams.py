@@ -24,7 +24,7 @@ _NEVER: Final = -1.0e9  # a score, less than that of any candidate
 
 
 class _BeamSearch:
-    """The search of one prompt. Scores are float32, as in transformers."""
+    """The beam search for one prompt, on tokens alone. Scores are float32, as in transformers."""
 
     def __init__(
         self, params: SamplingParams, num_prompt_tokens: int, end_token_ids: frozenset[int]
@@ -40,17 +40,17 @@ class _BeamSearch:
 
     @property
     def answers(self) -> list[list[int]]:
-        """The best token ids after the prompt, of ``n`` continuations, the best first."""
+        """Return the token ids of the ``n`` best continuations, the best first."""
         return [tokens[self._num_prompt_tokens :] for _, _, tokens in self._best[: self._params.n]]
 
     def advance(
         self, beams: Sequence[Sequence[int]], log_probs: torch.Tensor
     ) -> list[tuple[int, int]]:
-        """Take the next token of every beam. ``beams``: their tokens, the prompt's at first, in
+        """Choose the next token of every beam. ``beams``: their tokens, the prompt's at first, in
         the order that the last call gave. ``log_probs``: float32 [num_beams, vocabulary].
 
-        Returns for each next beam the present beam that it continues, and its token. Nothing when
-        the search is over.
+        Returns for each next beam the present beam that it continues, and its token. Returns
+        nothing when the search is over.
         """
         params, vocabulary = self._params, log_probs.shape[1]
         length = len(beams[0]) + 1 - self._num_prompt_tokens
@@ -77,7 +77,7 @@ class _BeamSearch:
         ends: torch.Tensor,
         length: int,
     ) -> None:
-        """Keep the best of those that ended, now and before."""
+        """Keep the best continuations that have ended, now and before."""
         params = self._params
         is_full = all(ended for _, ended, _ in self._best) and params.early_stopping
         scores = scores / (length**params.length_penalty)
@@ -97,14 +97,14 @@ class _BeamSearch:
         self._best = best
 
     def _can_improve(self, length: int) -> bool:
-        """Return whether a live beam can still become better than the worst that ended."""
+        """Return whether a live beam can still become better than the worst continuation kept."""
         possible = self._scores[0] / (length**self._params.length_penalty)
         worst = min(score for score, _, _ in self._best)
         return any(bool(possible > (worst if ended else _NEVER)) for _, ended, _ in self._best)
 
 
 class BeamRequest:
-    """The search for one request, with the sequences of its beams."""
+    """Answers one request by beam search, with a sequence for each beam."""
 
     def __init__(self, request: Request) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -115,7 +115,7 @@ class BeamRequest:
     def found(
         self, new_sequence: NewSequence, num_cached_tokens: int
     ) -> list[tuple[EngineSequence, Delta]]:
-        """Return the ``n`` best continuations, when the search is over, and the delta of each."""
+        """Return the ``n`` best continuations, with a delta each, when the search is over."""
         request, found = self._request, []
         for index, tokens in enumerate(self._search.answers):
             sequence = new_sequence(request, index)
@@ -131,11 +131,11 @@ class BeamRequest:
         return found
 
     def note(self, sequence: EngineSequence, logits: torch.Tensor) -> None:
-        """Note a beam's logits, float32 [vocabulary], whose next token is due."""
+        """Record the logits, float32 [vocabulary], from which a beam's next token is chosen."""
         self._logits[sequence] = logits
 
     def is_due(self, beams: list[EngineSequence]) -> bool:
-        """Return whether all beams' next tokens are due: some beams may have been preempted."""
+        """Return whether all beams' logits are there: some beams may have been preempted."""
         return all(
             beam.status is SequenceStatus.RUNNING and beam.num_due > 0 and beam in self._logits
             for beam in beams
@@ -144,8 +144,8 @@ class BeamRequest:
     def advance(
         self, beams: list[EngineSequence], scheduler: Scheduler, new_sequence: NewSequence
     ) -> list[EngineSequence]:
-        """Take the next tokens. Return the beams that continue; none when the search is over, and
-        ``beams`` are to be finished.
+        """Add the next token to each beam. Returns the beams that continue; none when the search is
+        over, and ``beams`` are to be finished.
         """
         logits = torch.stack([self._logits[beam] for beam in beams])
         log_probs = penalised(torch.log_softmax(logits, dim=-1), beams)

@@ -67,17 +67,17 @@ _log = logging.getLogger("engine")
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A step that was sent to the control plane."""
+    """A step that was sent to the control plane, and is not answered yet."""
 
     intents: list[Intent]
     answer: Pending[StepResult]
     span: Any
-    """In which the step is traced."""
+    """Tracing span of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The part of a plan to compute next. ``index``: None for the whole plan."""
+    """The part of a plan to compute next. ``index``: of the pass; None for the whole plan."""
 
     plan: Signed
     plan_spans: Sequence[Span]
@@ -85,7 +85,7 @@ class _Pass:
 
     @property
     def spans(self) -> Sequence[Span]:
-        """The pass's spans. If a sequence has ended since, its token is not known."""
+        """Return the spans to compute in this pass, without sequences that have ended."""
         index = self.index
         if index is None:
             return self.plan_spans
@@ -97,14 +97,14 @@ class _Pass:
 
     @property
     def num_left(self) -> int:
-        """Passes of the plan after this one."""
+        """Number of passes of the plan after this one."""
         if self.index is None:
             return 0
         return max(span.num_tokens for span in self.plan_spans) - self.index - 1
 
     @property
     def following(self) -> _Pass | None:
-        """The next pass; None after the last."""
+        """Return the next pass of the plan; None after the last."""
         if self.index is None or not self.num_left:
             return None
         return replace(self, index=self.index + 1)
@@ -112,8 +112,8 @@ class _Pass:
 
 @dataclass(slots=True)
 class _LiveRequest:
-    """A request that is not finished. ``sequences`` grows to ``n`` when the prompt is computed; in
-    a beam search, it has the live beams, and finally the answers.
+    """A request that is not answered yet. ``sequences`` grows to ``n`` when the prompt is computed;
+    in a beam search, it has the live beams, and finally the answers.
     """
 
     request: Request
@@ -127,7 +127,7 @@ class _LiveRequest:
         return all(sequence.finish_reason for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
-        """Return the answer."""
+        """Return the request's answer so far."""
         request = self.request
         return RequestOutput(
             request_id=request.request_id,
@@ -162,8 +162,8 @@ class Runner:
         self._model = model
 
     def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
-        """Compute ``spans`` in order, attention by ``step``. Returns float32 logits [spans with
-        is_last, vocabulary].
+        """Compute ``spans`` by ``step``. Returns float32 logits [spans with is_last,
+        vocabulary].
         """
         tokens: list[int] = []
         positions: list[int] = []
@@ -180,7 +180,7 @@ class Runner:
 
 
 class EngineCore:
-    """Runs requests. One thread calls it; ``abort`` may be called from any."""
+    """Runs all requests of an engine. One thread calls it; any may call ``abort``."""
 
     def __init__(
         self,
@@ -194,8 +194,8 @@ class EngineCore:
         plans_ahead: bool = True,
         max_plan_s: float = 0.0,
     ) -> None:
-        """``plans_ahead``: ask for a step's plan while the one before is computed. ``max_plan_s``:
-        how long the passes of one plan may take together.
+        """``plans_ahead``: whether to request a step's plan while the one before is computed.
+        ``max_plan_s``: how many seconds the passes of one plan may take together.
         """
         self._loaded = loaded
         self._layout = layout
@@ -229,7 +229,7 @@ class EngineCore:
     # Requests.
 
     def check_prompt(self, token_ids: list[int], params: SamplingParams, *, field: str) -> None:
-        """Raise InvalidRequestError naming ``field`` for a prompt that the model cannot take."""
+        """Check that the model can take the prompt. Raises InvalidRequestError naming ``field``."""
         limit = self._loaded.max_total_tokens
         if not token_ids:
             raise InvalidRequestError("must not be empty", field=field)
@@ -278,26 +278,22 @@ class EngineCore:
         return request.request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request at the next step, with its present output. Unknown and finished ones are
-        ignored.
-        """
+        """End a request with its present output, at the next step. Unknown ids are ignored."""
         with self._abort_lock:
             self._to_abort.add(request_id)
 
     def take_output(self, request_id: str) -> RequestOutput | None:
-        """Return the answer to a request that is done, once."""
+        """Return the answer to a request that is done, once; None if it is not done."""
         return self._outputs.pop(request_id, None)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do."""
+        """Return whether ``step`` has something to do."""
         is_under_way = self._asked is not None or self._pass is not None
         return self._scheduler.has_work or bool(self._to_abort) or is_under_way
 
     def give_up(self) -> None:
-        """Stop waiting for planes: a waiting step raises, as does each that would wait. From any
-        thread.
-        """
+        """Stop waiting for planes, from now on: a waiting step raises. Any thread may call it."""
         self._gives_up.set()
 
     # Steps.
@@ -322,13 +318,11 @@ class EngineCore:
         return deltas
 
     def settle(self) -> None:
-        """Send the last receipt, so that the blocks that the last step freed can be used."""
+        """Submit the last receipt, so that the blocks that the last step freed can be used."""
         self._link.submit_receipts()
 
     def _step(self) -> None:
-        """Compute the plan's next pass, or else carry out the requested step; ask for the next one
-        meanwhile.
-        """
+        """Compute the plan's next pass, or else the requested step, and request the next one."""
         started_s = time.monotonic()
         if self._pass is not None:
             self._compute(self._pass, started_s)
@@ -351,7 +345,7 @@ class EngineCore:
         self._compute(_Pass(plan, outcome.spans, 0 if outcome.in_passes else None), started_s)
 
     def _compute(self, present: _Pass, started_s: float) -> None:
-        """Compute a pass and take its tokens."""
+        """Compute a pass and add the tokens that it gives."""
         spans, self._pass = present.spans, None
         if spans and all(span.sequence.finish_reason for span in spans):
             self._abort_plan()  # all of its sequences have ended since it was asked for
@@ -369,9 +363,7 @@ class EngineCore:
         self.stats.note_step(seconds, sum(span.num_tokens for span in spans))
 
     def _ask(self, *, expects_news: bool) -> _Asked | None:
-        """Ask for the next step. Return None if there is nothing to ask for and no news comes
-        within a moment.
-        """
+        """Request the next step; None if there is nothing to request and no news comes soon."""
         intents = self._scheduler.schedule()
         if not intents and not (expects_news and self._expects_news()):
             return None
@@ -394,7 +386,7 @@ class EngineCore:
         return outcome, result.plan
 
     def _execute(self, present: _Pass, spans: Sequence[Span]) -> torch.Tensor:
-        """Carry a pass out. Returns float32 logits [spans with is_last, vocabulary]."""
+        """Run a pass through the model. Returns float32 logits [spans with is_last, vocabulary]."""
         num_tokens = sum(span.num_tokens for span in spans)
         started = self._backend.start(present.plan, num_tokens, present.index)
         is_last = not present.num_left
@@ -413,12 +405,12 @@ class EngineCore:
         return logits
 
     def _expects_news(self) -> bool:
-        """Return whether a waiting admission may have been granted; pushed news may say so."""
+        """Return whether a queued admission may have been granted; pushed news may say so."""
         is_late = time.monotonic() - self._stepped_s > NEWS_DELAY_S
-        return self._scheduler.is_in_line and (self._link.has_news(IDLE_DELAY_S) or is_late)
+        return self._scheduler.is_queued and (self._link.has_news(IDLE_DELAY_S) or is_late)
 
     def _pause(self) -> None:
-        """Note a step in which nothing could be done, because others hold the blocks. Fail the
+        """Count a step in which nothing could be done, because others hold the blocks. Fails the
         first request when that lasts too long.
         """
         now_s = time.monotonic()
@@ -438,7 +430,7 @@ class EngineCore:
     # Tokens.
 
     def _sample(self, spans: Sequence[Span], logits: torch.Tensor) -> None:
-        """Take the tokens that are due. A prompt's continuations draw their first tokens from the
+        """Sample the tokens that are due. A prompt's continuations draw their first tokens from the
         same logits, and separate.
         """
         due = [span.sequence for span in spans if span.is_last]
@@ -476,7 +468,7 @@ class EngineCore:
         return live.sequences
 
     def _advance_beams(self) -> None:
-        """Take the next tokens of searches whose beams are all computed."""
+        """Choose the next tokens of beam searches whose beams are all computed."""
         for request_id, live in list(self._live.items()):
             if live.beams is None or not live.beams.is_due(live.sequences):
                 continue
@@ -493,7 +485,7 @@ class EngineCore:
             self._complete(request_id)
 
     def _take_tokens(self, sequences: list[EngineSequence], logits: torch.Tensor) -> None:
-        """``logits``: float32 [len(sequences), vocabulary]."""
+        """Sample and add a token for each sequence. ``logits``: float32 [sequences, vocabulary]."""
         tokens = sample(logits, sequences)
         wanted = [i for i, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
         if wanted:
@@ -557,7 +549,7 @@ class EngineCore:
         self._complete(request_id)
 
     def _complete(self, request_id: str) -> None:
-        """Make the answer when all continuations are finished."""
+        """Make a request's answer, when all its continuations are finished."""
         live = self._live[request_id]
         if live.is_done:
             del self._live[request_id]
@@ -591,12 +583,12 @@ class EngineCore:
         self._reopen(self._failing_since_s)
 
     def _abort_plan(self) -> None:
-        """Abort the plans that have no receipt, and resume from the control plane's state."""
+        """Abort the plans without receipts, and continue from the control plane's state."""
         self._scheduler.reconcile(self._link.abort_last_plan())
 
     def _reopen(self, since_s: float) -> None:
-        """Open a new session, waiting for planes that have been away since ``since_s``; everything
-        is admitted and computed again.
+        """Open a new session, waiting for planes that have been away since ``since_s``; all
+        sequences are admitted and computed again.
         """
         deadline_s = since_s + self._recovery_timeout_s
         attempt_s = ATTEMPT_S

@@ -16,7 +16,7 @@ MAX_HELD_TOKENS = 8
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed."""
+    """The method of a tokenizer that is needed to decode."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
         """Return the text of ``token_ids``."""
@@ -24,9 +24,7 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Decodes one continuation and looks for its stop strings. Without a ``decoder`` every text is
-    empty.
-    """
+    """Decodes one continuation, up to a stop string. Without a ``decoder`` texts are empty."""
 
     def __init__(self, decoder: Decoder | None, stop: tuple[str, ...] = ()) -> None:
         self._decoder = decoder
@@ -40,12 +38,12 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text so far, cut before a stop string."""
+        """All text so far, cut before a stop string if there is one."""
         return self._text
 
     def add(self, token_id: int) -> bool:
-        """Add a token. Return True if the text now holds a stop string: it is cut before that, and
-        no token may follow.
+        """Add a token. Returns True if the text now holds a stop string: the text is cut before
+        that, and no token may follow.
         """
         if self._decoder is None:
             return False
@@ -58,7 +56,7 @@ class Detokenizer:
         return self._extend(now[len(before) :])
 
     def finish(self) -> None:
-        """Release the text held back, as no token follows."""
+        """Release the text that is held back, as no token follows."""
         if self._decoder is None or self.stopped:
             return
         before = self._decode(self._prefix, self._read)
@@ -67,7 +65,7 @@ class Detokenizer:
             self._extend(now[len(before) :])
 
     def take(self, *, final: bool = False) -> str:
-        """Return the text that became certain since the last call; all of it when ``final``."""
+        """Return the text that became final since the last call; all of it when ``final``."""
         end = len(self._text) if final or self.stopped else len(self._text) - self._num_suspect()
         new = self._text[self._num_emitted : end]
         self._num_emitted = max(self._num_emitted, end)
@@ -91,7 +89,7 @@ class Detokenizer:
         return self.stopped
 
     def _num_suspect(self) -> int:
-        """Return the length of the longest tail that begins a stop string."""
+        """Return the length of the longest tail that a stop string may begin with."""
         lengths = (
             size for s in self._stop for size in range(1, len(s)) if self._text.endswith(s[:size])
         )

@@ -25,7 +25,7 @@ _LEAST_TOP_P: Final = 1e-30
 
 
 class Row(Protocol):
-    """Parameters of one row. ``stream``: from ``new_stream``."""
+    """Sampling parameters of one row of logits. ``stream``: from ``new_stream``."""
 
     @property
     def params(self) -> SamplingParams: ...
@@ -38,8 +38,8 @@ class Row(Protocol):
 
 
 def new_stream(seed: int | None, index: int) -> int:
-    """Return the random stream of continuation ``index``: of the seed ``seed + index``, or of a
-    fresh one when ``seed`` is None. An unsigned integer of 64 bits.
+    """Return the random stream of continuation ``index``, an unsigned integer of 64 bits: the
+    stream of seed ``seed + index``, or a fresh one when ``seed`` is None.
     """
     base = secrets.randbelow(MAX_SEED) if seed is None else seed
     return int(_hashed(np.array([(base + index) % MAX_SEED], np.uint64))[0])
@@ -71,7 +71,7 @@ def logprobs_of(
     decode: Callable[[int], str],
 ) -> list[TokenLogprob]:
     """Return the log probability of each row's token in ``logits`` float32 [num_rows, vocabulary],
-    and those of so many likeliest tokens.
+    and those of the ``nums_likeliest`` most likely tokens.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     top = torch.topk(logprobs, min(max(nums_likeliest), logits.shape[1]))
@@ -86,7 +86,7 @@ def logprobs_of(
 
 
 def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Return ``logits`` [num_rows, vocabulary] with the penalties of seen tokens."""
+    """Return ``logits`` [num_rows, vocabulary] after the penalties for tokens that were seen."""
     repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty not in (None, 1.0)]
     if repeated:
         of_rows = logits[repeated]

@@ -13,7 +13,7 @@ from .sequence import EngineSequence
 
 
 class Kind(Enum):
-    """The purpose of an operation."""
+    """The purpose of an operation, such as an admission or an append."""
 
     FORK = "fork"
     FREE = "free"
@@ -25,7 +25,8 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """One operation of a step. ``sequences``: those that its items concern, in order.
+    """An operation that the scheduler wants in a step. ``sequences``: those that its items concern,
+    in order.
 
     An APPEND has for each of them ``num_slots``, the slots that it computes, and ``num_known``, the
     tokens that the control plane knows afterwards. ``in_passes``: each slot's token is sampled from
@@ -41,7 +42,7 @@ class Intent:
 
 
 Failures = dict[int, ItemFailure]
-"""Items of an operation that were not done, by index."""
+"""The items of an operation that were not done, by index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,9 @@ class Span:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a step: spans to compute in the plan's order, and sequences that failed."""
+    """The outcome of a step: spans to compute, in the plan's order, and failed sequences."""
 
     spans: list[Span] = field(default_factory=list)
     in_passes: bool = False
-    """Whether the spans are computed token by token."""
+    """Whether the spans are computed one token at a time, in passes."""
     failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)

@@ -25,7 +25,9 @@ Load = Callable[[Sequence[int]], Future[Loaded]]
 
 
 class LoadingScheduler(Scheduler):
-    """``load`` begins to load a prompt's prefix. ``settings``: those of ``Scheduler``."""
+    """A scheduler that loads a prompt's prefix from files before it admits the prompt. ``load``
+    begins such a load. ``settings``: those of ``Scheduler``.
+    """
 
     def __init__(self, load: Load, **settings: Any) -> None:
         super().__init__(**settings)
@@ -34,11 +36,11 @@ class LoadingScheduler(Scheduler):
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is live or loading, or something must be freed."""
+        """Return whether a sequence is live or loading, or something must be freed."""
         return bool(self._loading) or super().has_work
 
     def arrive(self, sequence: EngineSequence) -> None:
-        """Queue a sequence when its load has ended."""
+        """Begin to load a new sequence's prefix, and queue the sequence when that has ended."""
         sequence.forget_blocks()
         self._loading.append((self._load(sequence.tokens), sequence))
 
@@ -57,7 +59,7 @@ class LoadingScheduler(Scheduler):
         return super().schedule()
 
     def finish(self, sequence: EngineSequence) -> None:
-        """Take out a sequence, which may be loading."""
+        """Remove a sequence, which may be loading."""
         for future, each in self._loading:
             if each is sequence:
                 future.cancel()
@@ -67,7 +69,9 @@ class LoadingScheduler(Scheduler):
         super().finish(sequence)
 
     def reset(self) -> None:
-        """Begin again with a new session: its pool may have lost its memory, but not its files."""
+        """Prepare for a new session, in which prefixes are loaded again: the pool may have lost its
+        memory, but not its files.
+        """
         super().reset()
         waiting, self.waiting = self.waiting, []
         for sequence in waiting:

@@ -44,14 +44,14 @@ _PLACE: Final = attrgetter("place")
 
 
 class _Room:
-    """Free blocks of the pool after the last step. ``num_host_blocks``: of the host tier."""
+    """Free device blocks of the pool after the last step; ``num_host_blocks``: on the host."""
 
     def __init__(self) -> None:
         self.num_host_blocks = 0
         self._num_device_blocks: int | None = None  # None: not known yet
 
     def note(self, usage: Iterable[TierUsage]) -> None:
-        """Note it from a step's answer."""
+        """Record the free blocks from a step's answer."""
         for tier in usage:
             if tier.tier == types.TIER_DEVICE:
                 self._num_device_blocks = (
@@ -61,7 +61,7 @@ class _Room:
                 self.num_host_blocks = tier.num_free_blocks
 
     def fits(self, num_blocks: int) -> bool:
-        """Return whether the device tier may have so many."""
+        """Return whether the device tier has room for so many blocks."""
         return self._num_device_blocks is None or num_blocks <= self._num_device_blocks
 
 
@@ -102,8 +102,8 @@ class _Queues:
         insort(self.waiting, sequence, key=_PLACE)
 
     def branch(self, parent: EngineSequence, sequences: Sequence[EngineSequence]) -> None:
-        """Continue the computed tokens of ``parent`` as ``sequences``, which may or may not hold
-        ``parent`` itself; those with a finish reason end here.
+        """Replace a computed sequence by ``sequences``, which continue its tokens and may or may
+        not include ``parent`` itself; those with a finish reason end here.
 
         The first that continues takes over the parent's blocks; the next step forks the others from
         it.
@@ -128,7 +128,7 @@ class _Queues:
                 self._forks.append((kv_id, sequence))
 
     def finish(self, sequence: EngineSequence) -> None:
-        """Take a sequence out of its queue; its blocks are freed by the next step."""
+        """Remove a sequence from its queue; the next step frees its blocks."""
         if sequence.status is SequenceStatus.FORKING:
             self._forks = [(p, s) for p, s in self._forks if s is not sequence]
         elif sequence.status is not SequenceStatus.FINISHED:
@@ -152,7 +152,7 @@ class _Queues:
 
 
 class Scheduler(_Queues):
-    """Decides what the next step asks for. ``max_batch_tokens``: tokens computed in a step;
+    """Decides which operations the next step has. ``max_batch_tokens``: tokens computed in a step;
     ``max_sequences``: sequences on the device tier.
     """
 
@@ -170,7 +170,7 @@ class Scheduler(_Queues):
         self._blocked: list[EngineSequence] = []
         self._must_preempt = False
         self._asked: set[int] = set()  # kv ids of sequences that the control plane will cut
-        self._in_line: EngineSequence | None = None  # the waiting one in the control plane's queue
+        self._queued: EngineSequence | None = None  # the waiting one in the control plane's queue
         self._tight = False  # a sequence was preempted and none has finished since
         self._no_swap: set[int] = set()  # kv ids that the host tier had no room for
         self._num_waits = 0
@@ -181,36 +181,34 @@ class Scheduler(_Queues):
         """The next plan has at most so many; requests that arrive meanwhile wait for all."""
 
     def finish(self, sequence: EngineSequence) -> None:
-        """Take a sequence out of its queue; its blocks are freed by the next step."""
+        """Remove a sequence from its queue; the next step frees its blocks."""
         super().finish(sequence)
-        if sequence is self._in_line:
-            self._in_line = None
+        if sequence is self._queued:
+            self._queued = None
         self._blocked = [s for s in self._blocked if s is not sequence]
         self._tight = False
 
     @property
     def num_idle_steps(self) -> int:
-        """The number of steps in a row without a plan."""
+        """Number of steps in a row that got no plan."""
         return self._num_idle
 
     @property
-    def is_in_line(self) -> bool:
-        """Return whether an admission waits for the control plane to grant it."""
-        return self._in_line is not None
+    def is_queued(self) -> bool:
+        """Return whether an admission of this engine waits in the control plane's queue."""
+        return self._queued is not None
 
     # One step.
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next step can be scheduled while the plan of the last is computed. Preempted
-        sequences must not be in a running plan.
+        """Return whether the next step can be scheduled while the plan of the last is computed.
+        Preempted sequences must not be in a running plan.
         """
         return not self._must_preempt and not self._asked
 
     def schedule(self) -> list[Intent]:
-        """Return the operations of the next step, in the order in which the control plane applies
-        them.
-        """
+        """Return the operations of the next step, in the order in which they are applied."""
         intents = self._fork_intents()
         preempted = self._preempt() if self._must_preempt or self._asked else []
         num_passes = 1 if intents or preempted or self._is_changing else self.max_passes
@@ -229,7 +227,9 @@ class Scheduler(_Queues):
         return intents
 
     def apply(self, intents: Sequence[Intent], result: StepResult) -> Outcome:
-        """Apply the outcome of ``intents``, each with one of ``result.results``, in order."""
+        """Apply a step's answer: ``intents`` are its operations, in the order of
+        ``result.results``. Returns what to compute.
+        """
         if len(result.results) != len(intents):
             raise InternalError(f"{len(result.results)} results for {len(intents)} operations")
         outcome = Outcome()
@@ -259,12 +259,14 @@ class Scheduler(_Queues):
     # When things go wrong.
 
     def reset(self) -> None:
-        """Note that all blocks are lost: live sequences wait to be admitted and computed again."""
+        """Prepare for a new session: the old one's blocks are lost, so live sequences wait to be
+        admitted and computed again.
+        """
         live = [*self.running, *self.swapped, *(s for _, s in self._forks)]
         self.running, self.swapped, self._forks = [], [], []
         self._frees, self._finished = [], []
         self._blocked, self._must_preempt, self._num_waits, self._num_idle = [], False, 0, 0
-        self._in_line = None
+        self._queued = None
         self._asked.clear()
         self._no_swap.clear()
         self._room = _Room()
@@ -274,15 +276,15 @@ class Scheduler(_Queues):
             self.add(sequence)
 
     def reconcile(self, states: Iterable[SequenceState]) -> None:
-        """Take over the control plane's state of every sequence after a plan was aborted, and free
-        those that no request needs.
+        """Adopt the control plane's state of every sequence after plans were aborted, and free
+        sequences that no request needs.
         """
         known = {state.sequence_id: state for state in states}
         live = [*self.running, *self.swapped]
-        if self._in_line is not None and self._in_line.kv_id in known:
-            live.append(self._in_line)  # granted, before any answer reported it
-            self.waiting.remove(self._in_line)
-            self._in_line = None
+        if self._queued is not None and self._queued.kv_id in known:
+            live.append(self._queued)  # granted, before any answer reported it
+            self.waiting.remove(self._queued)
+            self._queued = None
         self.running, self.swapped, self._blocked = [], [], []
         self._must_preempt = False
         self.max_passes = 1  # the next plan may have whole tables, and is presented for each pass
@@ -314,8 +316,8 @@ class Scheduler(_Queues):
         return [Intent(Kind.FORK, forks, sequences)]
 
     def _free_intents(self) -> list[Intent]:
-        """Free finished sequences. Before that, send their unsent tokens if these complete a block,
-        so that others find it.
+        """Return operations that free finished sequences. Before that, unsent tokens are sent if
+        these complete a block, so that others find it.
         """
         if not self._frees:
             return []
@@ -331,13 +333,13 @@ class Scheduler(_Queues):
 
     @property
     def _is_changing(self) -> bool:
-        """Whether the running sequences will soon be others: a plan should end soon then."""
+        """Return whether sequences will soon start or end, so that a plan should be short."""
         can_admit = self.waiting and self._num_on_device() < self.max_sequences
         return bool(can_admit or self.swapped or self._blocked or self._tight)
 
     def _append_intents(self, victims: set[int], num_passes: int) -> list[Intent]:
-        """Append to all running sequences but ``victims``, up to the batch's size, in one operation
-        and at most so many passes.
+        """Return one operation that appends to all running sequences but ``victims``, up to the
+        batch's size and in at most ``num_passes`` passes.
         """
         budget = self._max_batch_tokens
         due: list[tuple[int, EngineSequence, int]] = []
@@ -362,7 +364,9 @@ class Scheduler(_Queues):
     def _append(
         self, items: Sequence[tuple[int, EngineSequence, int]], *, in_passes: bool = False
     ) -> Intent:
-        """Send known tokens, and compute slots. ``items``: kv id, sequence, number of slots."""
+        """Return an append of known tokens and slots. ``items``: kv id, sequence, number
+        of slots.
+        """
         kv_ids, sequences, num_slots = zip(*items, strict=True)
         new_tokens = [s.tokens[s.num_sent :] for s in sequences]
         operation = ops.append(
@@ -376,7 +380,7 @@ class Scheduler(_Queues):
         return Intent(Kind.APPEND, operation, sequences, num_slots, num_known, in_passes)
 
     def _preempt(self) -> list[Intent]:
-        """Swap out, or free, the sequences that go last."""
+        """Return operations that swap out or free the sequences that go last."""
         victims = self._victims()
         if not victims:
             return []
@@ -393,9 +397,9 @@ class Scheduler(_Queues):
         return []
 
     def _victims(self) -> list[EngineSequence]:
-        """Return the sequences that would be cut; else all running continuations of the last
-        request, so that shared blocks move once and are really released; only the last one when no
-        other request runs. The only running sequence is not preempted for its own sake.
+        """Return the sequences to preempt: those that would be cut; else all running continuations
+        of the last request, so that shared blocks move once and are really released; only the last
+        one when no other request runs. The only running sequence is not preempted for its own sake.
         """
         asked = [s for s in self.running if s.kv_id in self._asked]
         if asked:
@@ -409,8 +413,8 @@ class Scheduler(_Queues):
         return [s for s in order if s.request is last]
 
     def _compute_order(self, victims: set[int]) -> list[EngineSequence]:
-        """Return sequences that need one token first, so that a long prompt does not delay them;
-        each part in order.
+        """Return the running sequences with those that need one token first, so that a long prompt
+        does not delay them; each part in order.
         """
         order = (s for s in self.running if s.kv_id not in victims)
         return sorted(order, key=lambda s: (s.num_uncomputed > 1, s.place))
@@ -435,7 +439,7 @@ class Scheduler(_Queues):
 
     def _admit_intents(self, budget: int) -> list[Intent]:
         intents: list[Intent] = []
-        if self._in_line is not None:
+        if self._queued is not None:
             return intents
         num_running, num_blocks = self._num_on_device(), 0
         for sequence in self.waiting:
@@ -460,8 +464,8 @@ class Scheduler(_Queues):
         return intents
 
     def _num_on_device(self) -> int:
-        in_line = self._in_line.num_continuations if self._in_line is not None else 0
-        return in_line + sum(s.num_continuations for s in self.running)
+        queued = self._queued.num_continuations if self._queued is not None else 0
+        return queued + sum(s.num_continuations for s in self.running)
 
     # Applying.
 
@@ -543,16 +547,16 @@ class Scheduler(_Queues):
         elif sequence.status is SequenceStatus.FINISHED:
             return
         elif failures[0].queue_position:
-            self._in_line = sequence
+            self._queued = sequence
         else:
             sequence.kv_id = 0
             if not failures[0].is_later:
                 outcome.failed.append((sequence, failures[0].error))
 
     def _granted(self, grant: Granted) -> None:
-        sequence = self._in_line
+        sequence = self._queued
         if sequence is not None and sequence.kv_id == grant.sequence_id:
-            self._in_line = None
+            self._queued = None
             self._start(sequence, grant.num_blocks, grant.num_cached_tokens)
 
     def _start(self, sequence: EngineSequence, num_blocks: int, num_cached_tokens: int) -> None:
@@ -561,10 +565,10 @@ class Scheduler(_Queues):
         sequence.start(num_blocks, num_cached_tokens)
 
     def _note_cuts(self, news: SessionNews) -> None:
-        """Queue sequences that lost their blocks to be admitted and computed again."""
+        """Queue sequences that the control plane has cut, to be admitted and computed again."""
         self._asked = set(news.sequences_asked)
-        if self._in_line is not None and self._in_line.kv_id in news.cut:
-            self._in_line.kv_id, self._in_line = 0, None
+        if self._queued is not None and self._queued.kv_id in news.cut:
+            self._queued.kv_id, self._queued = 0, None
         for sequence in [s for s in self.running if s.kv_id in news.cut]:
             self.running.remove(sequence)
             self._recompute(sequence)

@@ -28,7 +28,7 @@ MAX_WASTED_PASSES: Final = 16  # in which a sequence that has ended is still com
 
 
 class SequenceStatus(Enum):
-    """The queue of a sequence, which is in exactly one."""
+    """The state of a sequence: the queue that it is in, or that it is finished."""
 
     WAITING = "waiting"  # no blocks: to be admitted with all its tokens
     RUNNING = "running"  # on the device tier
@@ -39,8 +39,8 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class EngineSequence:
-    """One of a request's ``n`` continuations. ``kv_id``: its id at the control plane; 0 while it
-    has no blocks. ``stream``: of its random numbers.
+    """A continuation of a request's prompt, one of ``n``. ``kv_id``: its id at the control plane; 0
+    while it has no blocks. ``stream``: of its random numbers.
     """
 
     request: Request
@@ -67,14 +67,14 @@ class EngineSequence:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The sort key: requests by priority, then by arrival, then continuations by index. The
-        smallest goes first and is preempted last. It never changes: two could preempt each other.
+        """Sort key of sequences: by priority, then by arrival, then by continuation. The smallest
+        goes first and is preempted last. It never changes: two could preempt each other.
         """
         return (self.request.params.priority, self.request.arrival, self.index)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of prompt tokens."""
+        """Number of tokens of the prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
@@ -84,18 +84,18 @@ class EngineSequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        """The number of tokens, due ones included, whose KV no plan computes yet."""
+        """Number of tokens, due ones included, whose KV no plan computes yet."""
         return len(self.tokens) + self.num_due - self.num_computed
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether its next token can be planned now. Not if the due token may end it by length, or
-        separates continuations, or in a beam search, where all beams' tokens decide.
+        """Whether the sequence's next token can be planned now. Not if the due token may end it by
+        length, or separates continuations, or in a beam search, where all beams' tokens decide.
         """
         if self.num_due == 0:
             return True
@@ -106,39 +106,39 @@ class EngineSequence:
 
     @property
     def can_pass(self) -> bool:
-        """Whether it continues by one token after another, as plans in passes do."""
+        """Whether the sequence continues by one token after another, as plans in passes do."""
         is_one = self.num_continuations == 1 and self.params.num_beams == 1
         return is_one and self.num_uncomputed <= 1
 
     def num_missing(self, num_slots: int, block_size_tokens: int) -> int:
-        """Return the number of blocks that it lacks for so many slots more."""
+        """Return how many more blocks the sequence needs for ``num_slots`` more slots."""
         num_blocks = -(-(self.num_computed + num_slots) // block_size_tokens)
         return max(0, num_blocks - self.num_blocks)
 
     @property
     def ends_by_length(self) -> bool:
-        """Whether no token ends it before ``max_tokens`` do."""
+        """Whether only ``max_tokens`` can end the sequence, and no token or stop string."""
         return not (self.request.end_token_ids or self.params.stop)
 
     @property
     def num_left(self) -> int:
-        """The most tokens that come after those known or due."""
+        """Maximum number of tokens that come after those known or due."""
         return self.params.max_tokens - self.num_output_tokens - self.num_due
 
     @property
     def max_total_tokens(self) -> int:
-        """The most tokens whose KV it ever needs: the last generated one needs none."""
+        """Maximum number of tokens whose KV is ever needed: the last generated one needs none."""
         return self.num_prompt_tokens + self.request.params.max_tokens - 1
 
     @property
     def num_continuations(self) -> int:
-        """The number of the request's continuations that it stands for: all of them until the first
-        token, then itself.
+        """Number of the request's continuations that the sequence stands for: all of them until the
+        first token, then itself.
         """
         return self.params.num_sequences if self.num_output_tokens == 0 else 1
 
     def start(self, num_blocks: int, num_cached_tokens: int) -> None:
-        """Note its admission: tokens that are not cached are to be computed."""
+        """Record that the sequence was admitted: tokens that are not cached are to be computed."""
         self.status = SequenceStatus.RUNNING
         self.num_sent, self.num_computed = len(self.tokens), num_cached_tokens
         self.num_blocks = num_blocks
@@ -147,16 +147,16 @@ class EngineSequence:
         self.num_admissions += 1
 
     def forget_blocks(self) -> None:
-        """Move it back to waiting, to be admitted and computed again whole. Tokens and sampler
-        state stay.
+        """Move the sequence back to waiting, to be admitted and computed again whole. Its tokens
+        and its sampler's state stay.
         """
         self.status = SequenceStatus.WAITING
         self.kv_id = self.num_sent = self.num_computed = self.num_due = self.num_blocks = 0
 
 
 def most_passes(running: Sequence[EngineSequence]) -> int:
-    """Return the most passes of a plan of these sequences. One that ends early is computed to the
-    plan's end, unless it is the only one.
+    """Return the maximum number of passes for a plan of these sequences. One that ends early is
+    computed to the plan's end, unless it is the only one.
     """
     is_certain = all(sequence.ends_by_length for sequence in running)
     return MAX_PASSES if is_certain or len(running) == 1 else MAX_WASTED_PASSES

@@ -13,7 +13,7 @@ from ..request import Delta, RequestOutput, TokenLogprob
 
 @dataclass(slots=True)
 class _Choice:
-    """One continuation as far as it is known."""
+    """A choice in an answer: one continuation, as far as it is known."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -21,9 +21,10 @@ class _Choice:
 
 
 class Answer:
-    """The answer to one HTTP request: its choices are those of its prompts, one after another.
+    """Builds the answer to one HTTP request: its choices are those of its prompts, one after
+    another.
 
-    ``is_chat``: in the form of a chat.
+    ``is_chat``: whether it has the form of a chat's answer.
     """
 
     def __init__(self, model: str, num_prompts: int, n: int, *, is_chat: bool) -> None:
@@ -36,7 +37,7 @@ class Answer:
         self.num_prompt_tokens = self.num_cached_tokens = self.num_generated_tokens = 0
 
     def add(self, prompt: int, event: Delta | RequestOutput) -> list[dict[str, Any]]:
-        """Take a prompt's new output. Return the objects that a stream sends for it."""
+        """Add a prompt's new output. Returns the objects that a stream sends for it."""
         if isinstance(event, RequestOutput):
             self.num_prompt_tokens += len(event.prompt_token_ids)
             self.num_cached_tokens += event.num_cached_tokens
@@ -70,16 +71,16 @@ class Answer:
         ]
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer, at the end."""
+        """Return the whole answer, once all prompts are answered."""
         choices = [self._full(index, choice) for index, choice in enumerate(self._choices)]
         return self._object(choices, is_chunk=False) | {"usage": self.usage()}
 
     def closing(self) -> dict[str, Any]:
-        """Return the last object of a stream that was asked for its usage."""
+        """Return the last object of a stream whose client asked for its usage."""
         return self._object([], is_chunk=True) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Return the numbers of tokens of prompts and continuations."""
+        """Return the token counts of prompts and continuations."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_generated_tokens,

@@ -22,5 +22,5 @@ class ServeSettings(HttpServerSettings, EngineSettings):
 
     @property
     def served_name(self) -> str:
-        """The model's name for clients."""
+        """Name under which clients know the model."""
         return self.model_name or self.model.resolve().name

@@ -11,7 +11,7 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 
 
 class ServingMetrics:
-    """Metrics in a registry of their own. ``num_open``: unanswered requests."""
+    """Metrics of the HTTP server and its engine. ``num_open``: unanswered requests."""
 
     def __init__(self, num_open: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()

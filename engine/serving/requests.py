@@ -61,7 +61,7 @@ _NOTHING: Final[dict[str, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation: messages with a "role" and a "content"."""
+    """A prompt that is a conversation: messages with a "role" and a "content"."""
 
     messages: tuple[Message, ...]
 
@@ -78,7 +78,7 @@ class CompletionRequest:
 
 
 def read_completion(body: Any) -> CompletionRequest:
-    """Read the body of ``/v1/completions``. Raises InvalidRequestError naming the field."""
+    """Parse the body of ``/v1/completions``. Raises InvalidRequestError naming the field."""
     fields = _fields(body, _OF_COMPLETIONS)
     best_of = fields.get("best_of")
     if best_of not in (None, fields.get("n", 1)):
@@ -93,7 +93,7 @@ def read_completion(body: Any) -> CompletionRequest:
 
 
 def read_chat(body: Any) -> CompletionRequest:
-    """Read the body of ``/v1/chat/completions``. Raises InvalidRequestError naming the field."""
+    """Parse the body of ``/v1/chat/completions``. Raises InvalidRequestError naming the field."""
     fields = _fields(body, _OF_CHATS)
     most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     logprobs = None
@@ -160,7 +160,7 @@ def _fields(body: Any, known: set[str]) -> dict[str, Any]:
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """Read one text, one list of token ids, or a list of either."""
+    """Parse the field "prompt": one text, one list of token ids, or a list of either."""
     if isinstance(value, str):
         return (_string(value, "prompt"),)
     if isinstance(value, list) and value:
@@ -182,7 +182,7 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 
 def _message(value: Any, field: str) -> Message:
-    """Read a message, whose content is a string, or parts of text."""
+    """Parse a chat's message, whose content is a string, or parts of text."""
     if not isinstance(value, dict):
         raise InvalidRequestError("must be an object", field=field)
     for name, given in value.items():
@@ -248,7 +248,7 @@ def _boolean(value: Any, field: str) -> bool:
 
 
 def _string(value: Any, field: str) -> str:
-    """Read a string, which must be Unicode: JSON can also hold half of a surrogate pair."""
+    """Check that a value is a string of Unicode: JSON can also hold half of a surrogate pair."""
     if not isinstance(value, str):
         raise InvalidRequestError("must be a string", field=field)
     try:

@@ -59,7 +59,7 @@ _EncodeChat = Callable[[Sequence[Message]], Prompt]
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """Answer for a path that is not served, or not with this method."""
+    """Return the error response for a path or method that is not served."""
     assert isinstance(error, HTTPException)
     answer = refusal(
         NotFoundError(
@@ -73,7 +73,7 @@ async def _not_served(request: Request, error: Exception) -> Response:
 
 
 class _ServingApp:
-    """The application of one model, as ``asgi``. ``encode_chat`` runs in the worker's thread.
+    """The ASGI application for one model. ``encode_chat`` runs in the worker's thread.
     ``api_keys``: every client of ``/v1`` must have one of them, unless there are none.
     ``max_received_bytes``: limit for requests that are not answered, or whose stream has not begun.
     """
@@ -140,7 +140,7 @@ class _ServingApp:
     async def _counted(
         self, request: Request, read: Callable[[Any], CompletionRequest], *, is_chat: bool
     ) -> Response:
-        """Return the response or error, counted. Streams are counted when they end."""
+        """Return a request's response, of an error too, and count it; streams at their end."""
         began_s = time.monotonic()
         count = partial(self._count, request.scope["path"], began_s)
         try:
@@ -187,7 +187,7 @@ class _ServingApp:
         events: _Events,
         count: Callable[[Answer | None, int], None],
     ) -> AsyncIterator[str]:
-        """Yield server-sent events. An error after the first is sent as one."""
+        """Yield a stream's server-sent events. An error after the first one is an event too."""
         status = CLIENT_GONE
         try:
             async with aclosing(events):
@@ -210,7 +210,7 @@ class _ServingApp:
     async def _events(
         self, asked: CompletionRequest, began_s: float
     ) -> AsyncGenerator[tuple[int, Delta | RequestOutput], None]:
-        """Yield (prompt number, event) until all prompts are answered. Closing ends all."""
+        """Yield (prompt number, event) until all prompts are answered. Closing it aborts all."""
         queue: asyncio.Queue[tuple[int, Delta | RequestOutput] | KvplaneError] = asyncio.Queue()
 
         async def follow(number: int, prompt: Prompt | Chat) -> None:
@@ -243,7 +243,7 @@ class _ServingApp:
         return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
     async def _body(self, request: Request, received: Received) -> Any:
-        """Read the body as JSON, up to its limit."""
+        """Read and parse a request's JSON body, up to its limit."""
         try:
             return json.loads(await read_body(request, self._max_body_bytes, received.take))
         except (ValueError, RecursionError) as error:
@@ -261,8 +261,8 @@ def _event(piece: dict[str, Any]) -> str:
 
 
 def run(config: ServeSettings) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code. Raises InternalError when the engine's
-    thread has ended by an exception: only a new process can serve then.
+    """Run the HTTP server until SIGTERM or SIGINT; returns the exit code. Raises InternalError when
+    the engine's thread has ended by an exception: only a new process can serve then.
     """
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)
@@ -295,7 +295,7 @@ async def _serve(app: _ServingApp, config: ServeSettings, worker: EngineWorker) 
         key=config.tls_key,
         port_file=config.port_file,
         logger=_LOGGER,
-        when_told=worker.give_up,
+        on_stop=worker.give_up,
     )
 
     def end() -> None:

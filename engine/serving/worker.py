@@ -38,7 +38,7 @@ Prompt = str | Sequence[int]
 
 
 class Engine(Protocol):
-    """The part of ``engine.LLM`` that the worker needs."""
+    """The methods of ``engine.LLM`` that the worker needs."""
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> str: ...
 
@@ -56,7 +56,7 @@ class Engine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Submission:
-    """A request on its way. ``read`` makes the prompt, in the thread that uses the tokenizer."""
+    """A request for the engine. ``read`` makes its prompt, in the tokenizer's thread."""
 
     read: Callable[[], Prompt]
     params: SamplingParams
@@ -75,7 +75,7 @@ class _Submission:
 
 
 class EngineWorker:
-    """Runs the engine, once ``start`` was called. At most ``max_requests`` are open at one time."""
+    """Runs an engine in a thread, after ``start``. At most ``max_requests`` are open."""
 
     def __init__(self, engine: Engine, max_requests: int) -> None:
         self._engine = engine
@@ -91,28 +91,28 @@ class EngineWorker:
 
     @property
     def num_open(self) -> int:
-        """The number of unanswered requests."""
+        """Number of unanswered requests."""
         return self._num_open
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are served."""
+        """Return whether requests are served."""
         return self._thread.is_alive() and not self._is_stopping
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread has ended by an exception."""
+        """Return whether the thread has ended by an exception."""
         return self._has_failed
 
     def when_failed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called, in any thread, after ``has_failed``, when no request is open."""
+        """Register ``call``, called on any thread when ``has_failed`` and no request is open."""
         with self._wakes:
             self._when_failed = call
             if self._has_failed:
                 call()
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def give_up(self) -> None:
@@ -120,7 +120,7 @@ class EngineWorker:
         self._engine.give_up()
 
     def stop(self) -> None:
-        """Let the running step end, unless it waits for planes, and fail open requests."""
+        """Fail all open requests, and end the thread after its step; waits for planes end."""
         with self._wakes:
             self._is_stopping = True
             self._wakes.notify()
@@ -187,7 +187,7 @@ class EngineWorker:
                 self._when_failed()
 
     def _take(self) -> bool:
-        """Wait for work and submit some of the new requests. Return False when stopped."""
+        """Wait for work and submit some of the new requests. Returns False when stopped."""
         with self._wakes:
             while not (self._is_stopping or self._incoming or self._engine.has_work):
                 self._wakes.wait()
@@ -233,9 +233,7 @@ class EngineWorker:
                     del self._open[request_id]
 
     def _fail_all(self, error: KvplaneError) -> None:
-        """End all requests, open and new ones, after the engine could not recover. Later requests
-        are tried again.
-        """
+        """Fail all requests, since the engine could not recover. Later ones are tried again."""
         _LOGGER.error("step failed reason=%s: %s", error.reason, error.message)
         failed, self._open = self._open, {}
         with self._wakes:  # before a client learns of it and asks again

@@ -11,8 +11,8 @@ _OURS: Final = ("kvplane", "control_plane", "data_plane", "engine")
 
 
 def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:
-    """Call ``run``, which imports the program's packages, and return its result. Reports a missing
-    third-party package on one line. ``extra``: the one that has it; empty for the base package.
+    """Call ``run``, which imports a program's packages, and return its result. Reports a missing
+    third-party package on one line, with the ``extra`` to install; empty for the base package.
     """
     try:
         return run()

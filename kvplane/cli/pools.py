@@ -20,12 +20,12 @@ Pools = dict[str, PoolInfo]
 
 
 async def _pools(client: ControlClient) -> Pools:
-    """Get every pool, by id."""
+    """Fetch the descriptions of all pools, in the order of their ids."""
     return {pool_id: await client.get_pool(pool_id) for pool_id in await client.list_pools()}
 
 
 async def _counters(client: ControlClient, pool_id: str) -> Mapping[str, int]:
-    """Get a pool's counters; none where the caller is no operator."""
+    """Fetch a pool's counters; empty where the caller lacks the role operator."""
     try:
         return await client.get_counters(pool_id)
     except NotPermittedError:
@@ -147,14 +147,14 @@ async def sequences(context: Context, session: int, pool: str) -> int:
 
 
 def _num_sequences(counters: Mapping[str, int]) -> int | str:
-    """Count live sequences: of both tiers, and not those that wait; a dash if not known."""
+    """Return the live sequences of both tiers, without waiting ones; a dash if not known."""
     if not counters:
         return "-"
     return sum(counters[f'sequences{{state="{tier}"}}'] for tier in _TIERS.values())
 
 
 def _used(pool: PoolInfo) -> tuple[int, int]:
-    """Count device blocks: those held or retired, and all of them."""
+    """Return the number of device blocks held or retired, and of all device blocks."""
     for tier in pool.usage:
         if tier.tier == tpb.TIER_DEVICE:
             return tier.num_held_blocks + tier.num_retired_blocks, tier.num_blocks

@@ -21,7 +21,7 @@ _MAX_TOKENS_FILE_BYTES: Final = 1 << 28
 
 @dataclass(frozen=True)
 class Context:
-    """The options that all commands have."""
+    """The options that all commands of ``kvplane`` have."""
 
     address: str
     timeout_s: float
@@ -33,7 +33,7 @@ class Context:
         return ControlClient(self.address, tls=self.tls, timeout_s=self.timeout_s)
 
     def show(self, rows: Sequence[dict[str, Any]], title: str = "") -> None:
-        """Print rows that have the same fields: a table, or JSON with a list of objects."""
+        """Print rows that have the same fields: as a table, or with --json as a list of objects."""
         if self.as_json:
             print_json(rows)
         else:
@@ -41,13 +41,13 @@ class Context:
 
 
 def print_json(value: object) -> None:
-    """Print one line of JSON."""
+    """Print a value as one line of JSON."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def table_of(rows: Sequence[dict[str, Any]], title: str = "") -> Table:
-    """Make a table with numbers aligned to the right."""
+    """Make a table of the rows, with numbers aligned to the right."""
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name, value in (rows[0] if rows else {"nothing": ""}).items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -79,12 +79,12 @@ def read_tokens(given: str) -> list[int]:
 
 
 def share(part: float, whole: float) -> str:
-    """Format a percentage; a dash if ``whole`` is 0."""
+    """Format ``part`` as a percentage of ``whole``; a dash if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
 def only_pool(pool_ids: Iterable[str], wanted: str) -> str:
-    """Return the wanted pool, or the only one. Raises InvalidRequestError."""
+    """Return the pool named by ``wanted``, or the only pool. Raises InvalidRequestError."""
     found = list(pool_ids)
     if wanted:
         return wanted

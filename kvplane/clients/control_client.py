@@ -48,14 +48,15 @@ CONTROL_PLANE_SERVICE: Final = "kvplane.v1.SessionService"
 
 
 class ForgetScope(Enum):
-    """Prefixes to forget: all of a namespace, or all of the caller's tenant."""
+    """Which prefixes to forget: all of a namespace, or all of the caller's tenant."""
 
     NAMESPACE = prefix_pb2.FORGET_SCOPE_NAMESPACE
     TENANT = prefix_pb2.FORGET_SCOPE_TENANT
 
 
 class ControlClient:
-    """Calls a control plane at ``target``: "host:port", or with commas all that may lead.
+    """A client of the control plane at ``target``: "host:port", or several with commas, of which
+    one leads.
 
     ``timeout_s``: default deadline of each call. Errors raised are those of ``kvplane.errors``. A
     call without an answer by its deadline raises PlaneUnavailableError when the last attempt did
@@ -233,8 +234,8 @@ class ControlClient:
         force: bool = False,
         timeout_s: float | None = None,
     ) -> ForgetResult:
-        """Take prefixes out of the index, files included, so that nobody finds them again: those
-        that begin with the tokens of these whole blocks, or all of a scope.
+        """Remove prefixes from the index, and their files, so that no lookup finds them again:
+        those that begin with the tokens of these whole blocks, or all of a scope.
 
         ``force``: forget also blocks that sequences refer to; the sequences keep reading them. A
         session that has just computed a prefix calls ``Session.submit_receipts`` first, as for
@@ -276,7 +277,8 @@ class ControlClient:
         namespace: str = "",
         timeout_s: float | None = None,
     ) -> Opening[Session]:
-        """Lease from a pool, once it is ready: ``await`` it, or enter it with ``async with``.
+        """Open a session on a pool, once the pool is ready: ``await`` it, or enter it with ``async
+        with``.
 
         ``layout``: must be the pool's; None takes it as it is. Prefixes are shared inside
         ``namespace`` and never across. Raises LayoutMismatchError, PoolNotReadyError,
@@ -325,7 +327,7 @@ class ControlClient:
         return session
 
     async def close(self) -> None:
-        """Ends every call and renewal. Sessions left open end by their time to live."""
+        """End every call and renewal. Sessions that are open end when their leases run out."""
         for session in list(self._sessions):
             await session.detach()
         await self._connection.close()

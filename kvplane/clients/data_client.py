@@ -11,7 +11,7 @@ from kvplane.transport.tls import Tls
 
 
 class DataClient:
-    """Calls a data plane at ``target`` ("host:port").
+    """A client of the data plane at ``target`` ("host:port").
 
     ``timeout_s``: default deadline of each call. ``shared_memory``: whether executions use memory
     that a data plane on this machine shares, if it does; otherwise their tensors travel over gRPC.
@@ -51,6 +51,6 @@ class DataClient:
         return self._executions.open(grant, [self._target], timeout_s=timeout_s)
 
     async def close(self) -> None:
-        """Ends every call and execution."""
+        """End every call and every execution of this client."""
         await self._executions.close()
         await self._connection.close()

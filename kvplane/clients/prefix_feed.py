@@ -47,8 +47,9 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks can be found from now on. A known block is no change. Parents come before children,
-    except between an ``IndexCleared`` and the ``CaughtUp`` after it, where there is no order.
+    """Event: these blocks can be found from now on. A block that is known already is no change.
+    Parents come before children, except between an ``IndexCleared`` and the ``CaughtUp`` after it,
+    where there is no order.
     """
 
     blocks: tuple[StoredBlock, ...]
@@ -56,19 +57,21 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks are gone from a tier: the hash and the tier of each. An unknown one is no change."""
+    """Event: blocks, given by hash and tier, are gone from that tier. An unknown one is
+    no change.
+    """
 
     blocks: tuple[tuple[bytes, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class IndexCleared:
-    """Nothing is cached any more, or a snapshot of everything that is follows."""
+    """Event: nothing is cached any more, or a snapshot of everything that is follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """The events so far make up the pool's contents at this revision."""
+    """Event: the events so far make up the pool's contents at this revision."""
 
     revision: int
 
@@ -82,7 +85,8 @@ async def follow(
     namespace: str,
     timeout_s: float,
 ) -> AsyncGenerator[PrefixEvent, None]:
-    """Yield events until the generator is closed. ``open_call`` starts the RPC WatchPrefixes.
+    """Yield events of a pool's index until the generator is closed. ``open_call`` starts the RPC
+    WatchPrefixes.
 
     Raises PlaneUnavailableError or PoolNotFoundError when the plane, or the pool that was followed,
     has been away for ``timeout_s`` seconds, and any other error at once.
@@ -108,7 +112,7 @@ async def follow(
 
 
 async def _events(call: Any, request: pb.WatchPrefixesRequest) -> AsyncGenerator[PrefixEvent, None]:
-    """Yield the events of one call. Records their revision in ``request``."""
+    """Yield the events of one call, and record their revision in ``request``."""
     try:
         while True:
             with typed_errors():

@@ -9,7 +9,7 @@ from kvplane.wire.v1 import pool_pb2_grpc
 
 
 async def get_server_info(connection: Connection, timeout_s: float | None) -> ServerInfo:
-    """Get what the plane at the connection's end says of itself."""
+    """Ask the plane at the other end of the connection for its release and identity."""
     stub = pool_pb2_grpc.ServerServiceStub(connection.channel)
     response: pb.GetServerInfoResponse = await connection.call(
         stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s

@@ -33,8 +33,9 @@ T = TypeVar("T")
 
 
 class Execution:
-    """Made by ``Session.open_execution``, or by ``DataClient.open`` for one shard alone. One call
-    at a time: ``start`` or ``begin``, then ``layer`` for each of ``layers``.
+    """Runs a session's plans on all shards. Made by ``Session.open_execution``, or by
+    ``DataClient.open`` for one shard alone. One call at a time: ``start`` or ``begin``, then
+    ``layer`` for each of ``layers``.
     """
 
     def __init__(
@@ -43,8 +44,8 @@ class Execution:
         parts: Sequence[Shard] = (),
         layout: Layout | None = None,
     ) -> None:
-        """``parts``: of the pool, one for each of several ``shards``. ``layout``: the pool's, None
-        if it is not known.
+        """``parts``: which part of the pool each of several ``shards`` holds. ``layout``: the
+        pool's, None if it is not known.
         """
         self._shards = shards
         self._only = shards[0] if len(shards) == 1 else None
@@ -106,8 +107,9 @@ class Execution:
         pass_index: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """``start`` of a plan or pass that computes ``num_tokens``, at least one, without waiting
-        for the answer. The first ``layer`` takes it, and raises what ``start`` would have raised.
+        """Start a plan or pass as ``start`` does, without waiting for the answer. ``num_tokens``:
+        how many tokens it computes, at least one. The first ``layer`` takes the answer, and raises
+        what ``start`` would have raised.
         """
         sent = cast(SignedPayload, plan)
         begins = [
@@ -252,7 +254,7 @@ class Execution:
         )
 
     async def close(self) -> None:
-        """End the streams. Another execution can continue the plan."""
+        """End the streams to the shards. Another execution can continue the plan."""
         await all_of([each.close() for each in self._shards])
 
 
@@ -264,12 +266,12 @@ def shards_of(execution: Execution) -> Sequence[ShardExecution]:
 
 
 class Executions:
-    """Opens executions with a client's settings, and closes them with the client or its session."""
+    """Opens executions with a client's settings, and closes them with the client or session."""
 
     def __init__(
         self, *, tls: Tls | None = None, timeout_s: float = 10.0, shared_memory: bool = True
     ) -> None:
-        """``tls``, ``timeout_s``, ``shared_memory``: as of ``DataClient``."""
+        """``tls``, ``timeout_s``, ``shared_memory``: as for ``DataClient``."""
         self._tls = tls
         self._timeout_s = timeout_s
         self._shared_memory = shared_memory
@@ -317,7 +319,7 @@ class Executions:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One shard's part of a layer."""
+    """The part of a layer that one shard computes."""
 
     execution: ShardExecution
     kv_heads: range
@@ -327,7 +329,7 @@ class _Part:
 def _held(
     executions: Sequence[ShardExecution], shards: Sequence[Shard], layout: Layout
 ) -> dict[int, list[_Part]]:
-    """Return the parts of each layer."""
+    """Return, for each layer, the parts that shards compute."""
     held: dict[int, list[_Part]] = {}
     for execution, shard in zip(executions, shards, strict=True):
         for i in range(len(layout.groups)):
@@ -339,7 +341,7 @@ def _held(
 
 
 async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """Await all, and only then raise the first error, so that none is left running."""
+    """Await all calls, and only then raise the first error, so that none is left running."""
     if len(calls) == 1:
         return [await calls[0]]
     results = await asyncio.gather(*calls, return_exceptions=True)

@@ -59,20 +59,20 @@ _NOT_JOINED: Final[set[str]] = set()
 
 @dataclass(frozen=True, slots=True)
 class _Presented:
-    """A plan, or a pass of it, that was sent. Layers name it."""
+    """A plan, or a pass of it, that was sent to the data plane. Layers name it."""
 
     request: pb.ExecuteRequest
     number: int
     pass_index: int | None
-    """None for all tokens at once."""
+    """The pass; None where all tokens are computed at once."""
     num_tokens: int
     named: bytes
-    """How packets of bound layers name it: see ``packets.named``."""
+    """The bytes that name it in packets of bound layers: see ``packets.named``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A plan that was sent ``by`` a local connection, or over gRPC for None."""
+    """A plan sent ``by`` a local connection, or over gRPC for None, and not answered yet."""
 
     by: LocalConnection | None
 
@@ -128,7 +128,7 @@ class ShardExecution:
         return self._local if self._local is not None and self._local.is_open else None
 
     async def connect(self, *, timeout_s: float | None = None) -> None:
-        """Open the stream and learn ``layers``. ``start`` and ``layer`` do so by themselves."""
+        """Open the stream and learn ``layers``. ``start`` and ``layer`` do so when needed."""
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             await _tried(deadline, self._open)
@@ -140,7 +140,7 @@ class ShardExecution:
         pass_index: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """See ``Execution.start``."""
+        """Start a plan on this shard, as ``Execution.start`` does on all."""
         if plan is None:
             raise InvalidRequestError("is None: the step has nothing to carry out", field="plan")
         deadline = self._connection.deadline(timeout_s)
@@ -159,7 +159,7 @@ class ShardExecution:
         pass_index: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """See ``Execution.begin``."""
+        """Start a plan without waiting, as ``Execution.begin`` does on all shards."""
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             self._forget_plan()
@@ -175,7 +175,7 @@ class ShardExecution:
         options: AttentionOptions = AttentionOptions(),
         timeout_s: float | None = None,
     ) -> Tensor:
-        """See ``Execution.layer``."""
+        """Run a layer on this shard, as ``Execution.layer`` does on all."""
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard(), self._lock:
             plan = self._started_plan()
@@ -193,7 +193,7 @@ class ShardExecution:
     def begin_local(
         self, plan: SignedPayload, num_tokens: int, pass_index: int | None = None
     ) -> bool:
-        """``begin`` in the calling thread. Returns False if that is not possible: use ``begin``."""
+        """Do as ``begin`` in the calling thread. Returns False if not possible: use ``begin``."""
         self._forget_plan()
         request = _request(plan, pass_index)
         presented = _presented(request, _number_of(plan), num_tokens)
@@ -223,8 +223,8 @@ class ShardExecution:
             return None
 
     def bind_local(self, layer: LocalLayer) -> bool:
-        """Bind a layer, as of the plan that was begun last. Returns False if that is not possible:
-        use ``layer``, which raises what is wrong.
+        """Bind a layer for plans and passes like the one that was begun last. Returns False if that
+        is not possible: use ``layer``, which raises what is wrong.
         """
         answer = self.ask_local(lambda local, timeout_s: local.ask(layer.bind_packet, timeout_s))
         return answer == packets.head_of(packets.BIND_LAYER, layer.binding)
@@ -232,10 +232,10 @@ class ShardExecution:
     def layer_local(
         self, layer: LocalLayer, call: LayerCall | None = None, addresses: Addresses = (0, 0, 0, 0)
     ) -> bool | None:
-        """``layer`` in the calling thread, for a bound layer. With ``call``, the tensors are at
-        ``addresses`` and are moved to the region; otherwise they are there. Returns True if the
-        output was moved from the region too, False if it is there, and None if the call is not
-        possible: use ``layer``.
+        """Run a bound layer in the calling thread. With ``call``, the tensors are at ``addresses``
+        and are moved to the region; otherwise they are there. Returns True if the output was moved
+        from the region too, False if it is there, and None if the call is not possible: use
+        ``layer``.
         """
         named = self._started_plan().named
 
@@ -262,7 +262,7 @@ class ShardExecution:
     async def read_blocks(
         self, request: pb.ReadBlocksRequest, timeout_s: float | None
     ) -> pb.ReadBlocksResponse:
-        """Read blocks, under the execution's grant."""
+        """Send a request to read blocks, with the execution's grant."""
         request.grant.CopyFrom(self._grant)
         response: pb.ReadBlocksResponse = await self._connection.call(
             self._blocks.ReadBlocks, request, timeout_s
@@ -286,7 +286,7 @@ class ShardExecution:
         return response.num_blocks
 
     async def load_files(self, sequence_id: int, token_ids: bytes, timeout_s: float | None) -> int:
-        """Write a sequence's span of the plan started last from files; return the number of blocks
+        """Load a sequence's span of the plan started last from files; return the number of blocks
         that were written. The receipt comes with the last one.
         """
         request = pb.LoadFileBlocksRequest(
@@ -323,12 +323,14 @@ class ShardExecution:
             self._local = None
 
     def _local_for(self, plan: pb.ExecuteRequest) -> tuple[LocalConnection | None, bytes]:
-        """Return the plan as a packet, and the connection for it; None if it does not fit one."""
+        """Return the local connection for a plan, and the plan as a packet; no connection if the
+        plan does not fit a packet.
+        """
         packet = plan.SerializeToString()
         return self.local if len(packet) <= packets.MAX_PACKET_BYTES else None, packet
 
     def _drop(self) -> None:
-        """Forget the stream and the shared memory; answers still under way are lost."""
+        """Discard the stream and the shared memory; answers still under way are lost."""
         self._leave()
         self._stream.drop()
 
@@ -349,7 +351,7 @@ class ShardExecution:
         self.layers = list(opened.layers)
 
     async def _join(self, offer: local_pb2.LocalOffer) -> LocalConnection | None:
-        """Take an offer. Returns None if that fails, as in a container that has other folders."""
+        """Accept an offer of shared memory. Returns None if that fails, as in some containers."""
         try:
             return await LocalConnection.join(offer)
         except (OSError, KvplaneError) as error:
@@ -376,7 +378,7 @@ class ShardExecution:
             self._plan, self._begun = presented, _Begun(None)
 
     async def _present(self, plan: _Presented) -> None:
-        """Present the plan again on a new stream if the earlier stream has ended."""
+        """Send the plan again on a new stream, if the earlier stream has ended."""
         if not self._is_open:
             self._begun = None
             started = await self._start(plan.request)
@@ -417,7 +419,7 @@ class ShardExecution:
         return answered_tensor(answer.output, "output")
 
     def _check_begun(self, answer: pb.ExecuteResponse) -> None:
-        """Take the answer to a plan that was sent by ``begin``. Raises its error."""
+        """Receive the answer to a plan that was sent by ``begin``. Raises its error."""
         self._begun = None
         try:
             started = _started(_expect("started", answer))
@@ -479,7 +481,7 @@ class ShardExecution:
         return LocalLayer.make(self.local, index, key.dtype, shape, key.shape, value.shape, options)
 
     def _check_local(self, answer: bytes, layer: LocalLayer) -> None:
-        """Take the message that answers a layer that was sent by the local connection."""
+        """Check the answer to a layer that was sent by the local connection."""
         output = _expect("output", _parse(answer)).output
         self._note_receipt(output)
         output.ClearField("receipt")
@@ -488,7 +490,7 @@ class ShardExecution:
             raise InternalError("a layer was answered as another one")
 
     def _note_receipt(self, answer: _Receipted) -> None:
-        """Keep the receipt of an answer that has one."""
+        """Keep the receipt, if the answer has one."""
         if not answer.HasField("receipt"):
             return
         self.receipt = answer.receipt

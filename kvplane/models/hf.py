@@ -45,7 +45,7 @@ def layout_from_hf(
     groups: tuple[LayerGroup, ...] | None = None,
     latent: bool = True,
 ) -> Layout:
-    """The layout of the model in ``folder``.
+    """Return the layout that a pool needs for the model in ``folder``.
 
     ``groups`` default to the config's; the probe of the loaded model finds others if its code
     differs from its config (``kvplane/transformers/models/probe.py``). ``latent``: see
@@ -81,8 +81,8 @@ def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
 
 
 def _with_scales(groups: tuple[LayerGroup, ...], folder: Path) -> tuple[LayerGroup, ...]:
-    """Add the scales, layer after layer, one for each layer or one for each KV head of it. Latents
-    have those of keys.
+    """Return the groups with the checkpoint's scales, layer after layer: one for each layer, or one
+    for each of its KV heads. Latents have those of keys.
     """
     scaled = []
     num_layers = sum(len(group.layers) for group in groups)

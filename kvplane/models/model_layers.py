@@ -21,7 +21,7 @@ _ATTENTION: Final = ("full_attention", _SLIDING)
 
 @dataclass(frozen=True, slots=True, order=True)
 class LayerShape:
-    """The shape of all layers of one group. ``window_tokens`` 0: attention sees everything."""
+    """The shape that all layers of a group have. ``window_tokens`` 0: attention sees everything."""
 
     num_kv_heads: int
     head_size: int
@@ -31,7 +31,7 @@ class LayerShape:
 
 
 def layer_groups(config: Any, *, latent: bool = True) -> tuple[LayerGroup, ...]:
-    """The groups of a transformers config.
+    """Return the layer groups of a model with this config.
 
     ``latent``: layers with multi-head latent attention (MLA) keep their latents where the kernels
     serve the sizes; False for their keys and values. Raises InvalidRequestError naming the entry
@@ -41,9 +41,7 @@ def layer_groups(config: Any, *, latent: bool = True) -> tuple[LayerGroup, ...]:
 
 
 def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
-    """The groups of a model whose layer ``i`` has shape ``shapes[i]``: layers of equal shape, in
-    the order of their first layers.
-    """
+    """Group layers ``i`` by their shapes ``shapes[i]``, in the order of groups' first layers."""
     groups: dict[LayerShape, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
         groups[shape].append(index)
@@ -81,7 +79,7 @@ def layer_shapes(config: Any, *, latent: bool = True) -> list[LayerShape]:
 
 
 def _of_latents(layer: Any, shape: LayerShape) -> LayerShape:
-    """Return the shape of latents for MLA in sizes that the kernels serve, else ``shape``."""
+    """Return the shape of an MLA layer's latents if the kernels serve it, else ``shape``."""
     rank = getattr(layer, "kv_lora_rank", None)
     if not rank or not getattr(layer, "qk_nope_head_dim", None):
         return shape
@@ -113,7 +111,7 @@ def _shape(layer: Any, kind: str | None) -> LayerShape:
 
 
 def _num_kv_heads(layer: Any, num_heads: int) -> int:
-    """Count KV heads. Falcon has a flag for one, which another flag overrides, and another name."""
+    """Return a layer's number of KV heads. Falcon has other entries for it than the rest."""
     is_multi_query = getattr(layer, "multi_query", False)
     if is_multi_query and not getattr(layer, "new_decoder_architecture", False):
         return 1
@@ -122,7 +120,7 @@ def _num_kv_heads(layer: Any, num_heads: int) -> int:
 
 
 def _head_size(layer: Any, num_heads: int) -> int:
-    """Return the size of keys. MLA has a part with rotary positions and one without."""
+    """Return the size of a layer's keys. MLA has a part with rotary positions and one without."""
     if getattr(layer, "qk_nope_head_dim", None):
         return _positive(layer, "qk_nope_head_dim") + _positive(layer, "qk_rope_head_dim")
     if getattr(layer, "head_dim", None) is not None:

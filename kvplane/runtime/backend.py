@@ -21,7 +21,9 @@ from kvplane.transport.tls import Tls
 
 @dataclass(frozen=True, slots=True)
 class PlanStarted:
-    """A started plan. ``receipts``: of all shards when it has nothing to compute, else none."""
+    """Result of starting a plan. ``receipts``: of all shards if it has nothing to compute, else
+    empty.
+    """
 
     num_tokens: int
     receipts: Sequence[Signed] = ()
@@ -32,12 +34,12 @@ class OpenedSession(Protocol):
 
     @property
     def grant(self) -> Signed:
-        """The session's signed rights at a data plane."""
+        """The session's grant: its signed rights at a data plane."""
         ...
 
     @property
     def shards(self) -> Sequence[ShardInfo]:
-        """The pool's shards, by index."""
+        """Descriptions of the pool's shards, by index."""
         ...
 
     @property
@@ -47,7 +49,7 @@ class OpenedSession(Protocol):
 
 
 class DataBackend(Protocol):
-    """Carries out the plans of one session, one at a time: ``start``, each layer in order,
+    """Interface that runs the plans of one session, one at a time: ``start``, each layer in order,
     ``finish``. A plan in passes repeats this for each pass.
     """
 
@@ -58,11 +60,11 @@ class DataBackend(Protocol):
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """The session's layers that keep latents."""
+        """The model's layers that keep latents in the session's pool."""
         ...
 
     def open(self, session: OpenedSession) -> None:
-        """Serve ``session`` from now on, and no other."""
+        """Run the plans of ``session`` from now on, and of no other."""
         ...
 
     def start(
@@ -82,7 +84,7 @@ class DataBackend(Protocol):
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """See ``kvplane.transformers.attention.Step``."""
+        """Write and attend in one layer: see ``kvplane.transformers.attention.Step``."""
         ...
 
     def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
@@ -90,17 +92,17 @@ class DataBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget the session; another may be opened. Harmless when called again."""
+        """Stop running the session's plans; another may be opened. Harmless when called again."""
         ...
 
     def stop(self) -> None:
-        """Release everything; nothing is opened afterwards."""
+        """Release everything; no session can be opened afterwards."""
         ...
 
 
 class RemoteBackend:
-    """Data planes in other processes: tensors travel by shared memory to those on this machine, and
-    to others as bytes on an Execute stream to each.
+    """Runs plans on data planes in other processes: tensors travel by shared memory to those on
+    this machine, and to others as bytes on an Execute stream to each.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class RemoteBackend:
         *,
         shared_memory: bool = True,
     ) -> None:
-        """``shared_memory``: whether to use it where it is available."""
+        """``shared_memory``: whether to use shared memory where it is available."""
         self._loop = loop
         self._executions = Executions(tls=tls, timeout_s=timeout_s, shared_memory=shared_memory)
         self._execution: Execution | None = None
@@ -140,7 +142,7 @@ class RemoteBackend:
     def start(
         self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
-        """Present the plan, or its next pass, to the data planes."""
+        """Send the plan, or its next pass, to the data planes."""
         execution = self._open_execution()
         if num_tokens:
             if self._layers is None or not self._layers.begin(plan, num_tokens, pass_index):
@@ -177,7 +179,7 @@ class RemoteBackend:
         return there
 
     def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
-        """Return the receipts, which follow the last layer. Raises InternalError if one did not."""
+        """Return the receipts, which follow the last layer. Raises InternalError without one."""
         execution = self._open_execution()
         if not is_last:
             return ()
@@ -186,13 +188,13 @@ class RemoteBackend:
         return execution.receipts
 
     def close(self) -> None:
-        """Close streams and channels."""
+        """Close the session's streams and channels."""
         execution, self._execution, self._layers = self._execution, None, None
         if execution is not None:
             self._loop.run(execution.close())
 
     def stop(self) -> None:
-        """Close the session: there is nothing else to release."""
+        """Close the session, as there is nothing else to release."""
         self.close()
 
     def _open_execution(self) -> Execution:

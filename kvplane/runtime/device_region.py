@@ -28,7 +28,7 @@ _NOT_SHARED: Final[set[str]] = set()
 
 
 def gpu_of(tensor: torch.Tensor) -> int | None:
-    """Return the index of the GPU that a tensor is on; None for one on no GPU."""
+    """Return the index of the GPU that a tensor is on; None for a tensor on no GPU."""
     return tensor.device.index if tensor.is_cuda else None
 
 
@@ -41,8 +41,8 @@ def cuda_module() -> ModuleType | None:
 
 
 class DeviceRegion:
-    """Made by ``open_region``. ``whole``: uint8 [size_bytes]. When no tensor of it is left, the
-    memory is closed, and the data plane frees it.
+    """GPU memory of a data plane, opened in this process by ``open_region``. ``whole``: uint8
+    [size_bytes]. When no tensor of it is left, the memory is closed, and the data plane frees it.
     """
 
     def __init__(self, region_id: int, memory: Any) -> None:
@@ -53,13 +53,11 @@ class DeviceRegion:
         self._stream: torch.cuda.Stream | None = None
 
     def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
-        """See ``packets.place``."""
+        """Return offsets in the region for ranges of these sizes: see ``packets.place``."""
         return packets.place(sizes_bytes, len(self.whole))
 
     def follow(self) -> None:
-        """Have this thread's stream wait for earlier reads of the region. Call this before anything
-        is put there.
-        """
+        """Have this thread's stream wait for earlier reads of the region, before it is written."""
         if self.whole.is_cuda:
             stream, before = torch.cuda.current_stream(self.whole.device), self._stream
             if before is not None and before != stream:
@@ -112,8 +110,8 @@ def open_region(execution: ShardExecution, gpu: int) -> DeviceRegion | None:
 def _share(
     cuda_device_uuid: str, local: LocalConnection, timeout_s: float
 ) -> tuple[local_pb2.MemoryRegion, int]:
-    """Ask for a region on the data plane's GPU, which has to be this one. Returns it, and a file to
-    keep open as long as the region; -1 if none came. Raises the KvplaneError that is answered.
+    """Request a region on the data plane's GPU, which has to be this one. Returns the region, and a
+    file to keep open as long as it; -1 if none came. Raises the KvplaneError that is answered.
     """
     share = local_pb2.ShareDeviceMemory(cuda_device_uuid=cuda_device_uuid)
     local.send(pb.ExecuteRequest(share=share).SerializeToString())
@@ -126,7 +124,7 @@ def _share(
 
 
 def _note_not_shared(execution: ShardExecution, why: object) -> None:
-    """Log that tensors do not stay on the GPU, once for each data plane."""
+    """Log why tensors have to leave the GPU, once for each data plane."""
     if execution.target not in _NOT_SHARED:
         _NOT_SHARED.add(execution.target)
         _LOGGER.info("no GPU memory with %s, copying: %s", execution.target, why)

@@ -40,8 +40,8 @@ def start_planes(
     num_threads: int,
     start_timeout_s: float,
 ) -> tuple[str, EmbeddedBackend]:
-    """Start both planes, which ``closing`` stops; the pool is on ``device``. Returns the control
-    plane's address, on the loopback interface, and the data plane's backend.
+    """Start both planes in this process, with the pool on ``device``; ``closing`` stops them.
+    Returns the control plane's address, on the loopback interface, and the data plane's backend.
     """
     loop = LoopThread("kvplane-control-plane")
     closing.callback(loop.close)
@@ -71,13 +71,14 @@ def device_for(model_device: torch.device) -> str:
 
 
 def serves_latents(device: str = "auto") -> bool:
-    """Whether the kernels of a pool on ``device`` attend to latents."""
+    """Return whether the kernels of a pool on ``device`` attend to latents."""
     return LATENT in cache_kinds_of(choose_device(device, this_machine))
 
 
 class EmbeddedBackend:
-    """Starts a data plane of ``layout``, and calls its executor. ``settings``: fields of
-    DataPlaneSettings. Raises UnavailableError when it cannot register in time.
+    """Starts a data plane of ``layout`` in this process, and runs plans on its executor.
+    ``settings``: fields of DataPlaneSettings. Raises UnavailableError when it cannot register in
+    time.
     """
 
     def __init__(self, layout: Layout, start_timeout_s: float, **settings: Any) -> None:
@@ -89,17 +90,17 @@ class EmbeddedBackend:
 
     has_passes = True
     takes_model_shapes = True
-    """See ``kvplane.transformers.attention.Step``."""
+    """Whether ``layer`` takes tensors in transformers' shapes: it does, see ``Step``."""
 
     def open(self, session: OpenedSession) -> None:
-        """Present the session's grant to the executor."""
+        """Open the session at the executor, by its grant."""
         self._execution = EmbeddedExecution(self._executor, session.grant)
         self.latent_layers = session.layout.latent_layers
 
     def start(
         self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
-        """Change tables and run transfers, before the first pass."""
+        """Start a plan or its next pass on the executor."""
         execution = self._open_execution()
         execution.start(plan, pass_index=pass_index)
         return PlanStarted(execution.num_tokens, execution.receipts)
@@ -131,7 +132,7 @@ class EmbeddedBackend:
             return out.to(query.device)
 
     def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
-        """Return the receipt, after the last layer."""
+        """Return the receipt after the last layer."""
         execution = self._open_execution()
         if not is_last and self._executor.device.type == "cpu":
             return ()  # its kernels have raised what was wrong
@@ -141,7 +142,7 @@ class EmbeddedBackend:
         return receipts if is_last else ()
 
     def close(self) -> None:
-        """Forget the session; the pool stays for others, and for the next session."""
+        """Stop running the session's plans; the pool stays, for others and for the next session."""
         self._execution = None
 
     def stop(self) -> None:

@@ -38,7 +38,7 @@ _SILENT_S: Final = 2.0
 
 
 class ControlLink:
-    """One control plane, one pool, one session."""
+    """Connects a caller without an event loop to one control plane, one pool and one session."""
 
     def __init__(
         self,
@@ -96,14 +96,12 @@ class ControlLink:
             waiting.cancel()
 
     def get_pool(self) -> PoolInfo:
-        """Ask the control plane about the pool, after submitted receipts."""
+        """Fetch the pool's description from the control plane, after submitting receipts."""
         self._wait_submitted()
         return self._loop.run(self._client.get_pool(self._pool_id))
 
     def get_counters(self) -> dict[str, int]:
-        """Ask the control plane for the pool's counters, after submitted receipts; see
-        ``ControlClient.get_counters``.
-        """
+        """Fetch the pool's counters after submitting receipts: ``ControlClient.get_counters``."""
         self._wait_submitted()
         return self._loop.run(self._client.get_counters(self._pool_id))
 
@@ -130,8 +128,8 @@ class ControlLink:
         return self._session
 
     def begin_step(self, operations: Sequence[ops.Operation]) -> Pending[StepResult]:
-        """Send one step with all added receipts, without waiting for its answer. The next step, and
-        every other call, is made after it.
+        """Send a step with all added receipts, without waiting for its answer. Every later call,
+        such as the next step, is made after it.
         """
         session = self.session
 
@@ -148,14 +146,14 @@ class ControlLink:
         return wait(self.begin_step(operations))
 
     def has_news(self, wait_s: float) -> bool:
-        """Return whether news were pushed since the last step, or are within ``wait_s`` seconds:
-        the next step's answer has them.
+        """Return whether news were pushed since the last step, or are within ``wait_s`` seconds.
+        The next step's answer has them.
         """
         return self._loop.run(self.session.wait_for_news(wait_s))
 
     @property
     def has_file_tier(self) -> bool:
-        """Whether all data planes of the pool keep blocks in files."""
+        """Return whether all data planes of the pool keep blocks in files."""
         return all(shard.has_file_tier for shard in self.session.shards)
 
     def begin_load(self, tokens: Sequence[int]) -> Future[Loaded]:
@@ -186,7 +184,7 @@ class ControlLink:
             return self._loader[0]
 
     async def _close_loader(self, loader: PrefixLoader | None = None) -> None:
-        """Close the loader; only if it still is ``loader``, where that is given."""
+        """Close the loader of prefixes; if ``loader`` is given, only if it is that one."""
         opened = self._loader
         if opened is None or loader not in (None, opened[0]):
             return
@@ -196,7 +194,7 @@ class ControlLink:
             await opened[1].close(timeout_s=_CLOSE_TIMEOUT_S)
 
     def add_receipts(self, receipts: Iterable[Signed]) -> None:
-        """Submit these with the next step that is begun."""
+        """Add receipts, which the next step submits."""
         session = self.session
 
         def add() -> None:
@@ -206,7 +204,7 @@ class ControlLink:
         self._loop.post(add)
 
     def submit_receipts(self) -> None:
-        """Send receipts when there is no next step, without waiting for the answer."""
+        """Submit receipts without a step and without waiting for the answer."""
         session = self._session
         if session is None:  # reopening it failed, so there is nothing to submit
             return
@@ -220,7 +218,7 @@ class ControlLink:
         self._submitting = self._loop.send(submit())
 
     def abort_last_plan(self) -> list[SequenceState]:
-        """Abort the last plan. Returns the state of all the session's sequences afterwards."""
+        """Abort the last plan. Returns the states of all the session's sequences afterwards."""
         return self._loop.run(self.session.abort_plans(self._last_plan_number)).sequences
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ _SESSION: Final = pb.SessionRef(incarnation=1, session_id=1)
 
 
 class ProbePlanes:
-    """Runs forward passes, with blocks for sequences of ``lengths`` tokens in every group."""
+    """Runs forward passes of a model on executors, for sequences of ``lengths`` tokens."""
 
     def __init__(self, groups: Sequence[LayerGroup], dtype: str, lengths: Sequence[int]) -> None:
         self._planes = [_Plane(group, dtype, lengths) for group in groups]
@@ -36,7 +36,7 @@ class ProbePlanes:
         self.latent_layers = frozenset(layer for layers in kept for layer in layers)
 
     def begin(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Start a pass. ``spans``: (sequence's index, first position, number of tokens)."""
+        """Start a forward pass. ``spans``: (sequence's index, first position, number of tokens)."""
         for plane in self._planes:
             plane.begin(spans)
 
@@ -49,12 +49,12 @@ class ProbePlanes:
         *,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """See ``Step``."""
+        """Write and attend in one layer: see ``kvplane.transformers.attention.Step``."""
         return self._of_layer[index].layer(index, query, key, value, options)
 
 
 class _Plane:
-    """One executor, its session and the number of its latest plan."""
+    """An executor for one layer group, with its session and the number of its latest plan."""
 
     def __init__(self, group: LayerGroup, dtype: str, lengths: Sequence[int]) -> None:
         layout = Layout("probe", BLOCK_SIZE_TOKENS, dtype, dtype, (group,))
@@ -79,7 +79,7 @@ class _Plane:
         self._changes = _tables(counts)
 
     def begin(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Start a pass. The first plan makes the tables."""
+        """Start a plan that computes these spans. The first plan makes the tables."""
         self._number += 1
         ids, first_positions, num_tokens = zip(*spans, strict=True)
         plan = plan_pb2.Plan(
@@ -122,8 +122,8 @@ class _Plane:
 
 
 def _tables(counts: Sequence[int]) -> plan_pb2.TableChanges:
-    """Make a table of ``counts[i]`` blocks for each sequence, in descending order, so that a model
-    that relies on ascending blocks fails.
+    """Return table changes that give sequence ``i`` ``counts[i]`` blocks, in descending order, so
+    that a model that relies on ascending blocks fails.
     """
     total = sum(counts)
     return plan_pb2.TableChanges(

@@ -22,19 +22,19 @@ from kvplane.wire.v1.types_pb2 import SignedPayload
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A layer that the data plane has bound, for tensors of these shapes: views of the region."""
+    """A layer that the data plane has bound for tensors of these shapes: views of a region."""
 
     region: DeviceRegion | None
-    """The region on the GPU; None for main memory."""
+    """The region, if it is on the GPU; None for main memory."""
     layer: LocalLayer
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     output: torch.Tensor
     call: Any
-    """The layer for native code; None where there is none."""
+    """The layer as native code runs it; None where there is no native code."""
 
 
 class RegionLayers:
-    """The layers of an execution of one shard. Raises what ``Execution.layer`` raises."""
+    """Runs layers of one shard's execution by shared memory. Raises as ``Execution.layer``."""
 
     def __init__(self, execution: ShardExecution) -> None:
         self._execution = execution
@@ -46,7 +46,7 @@ class RegionLayers:
         self._latest: dict[int, tuple[tuple[object, ...], _Bound]] = {}
 
     def begin(self, plan: Signed, num_tokens: int, pass_index: int | None = None) -> bool:
-        """``Execution.begin`` without an event loop; False where it needs one."""
+        """Start a plan as ``Execution.begin``, without an event loop; False where it needs one."""
         return self._execution.begin_local(cast(SignedPayload, plan), num_tokens, pass_index)
 
     def layer(
@@ -57,8 +57,8 @@ class RegionLayers:
         value: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor | None:
-        """Return the output, on the query's device, or None if the layer has to go over gRPC, as
-        latents do.
+        """Run a layer. Returns the output, on the query's device, or None if the layer has to go
+        over gRPC, as layers that keep latents do.
         """
         if value is None:
             return None
@@ -92,7 +92,7 @@ class RegionLayers:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> _Bound | None:
-        """Return the layer, bound now if it was not; None if it cannot be."""
+        """Return the bound layer, bound now if it was not; None if it cannot be."""
         local = self._execution.local
         if local is not self._local:
             self._forget()
@@ -127,7 +127,7 @@ class RegionLayers:
         return self._regions[gpu]
 
     def _forget(self) -> None:
-        """Drop the regions and their views."""
+        """Drop the references to the regions and their views."""
         self._local = None
         self._regions.clear()
         self._bound.clear()

@@ -13,7 +13,7 @@ from kvplane.transport.renewed import Renewed, server_context
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """PEM files. With ``client_ca`` every client must present a certificate that it signed."""
+    """A server's PEM files. With ``client_ca`` each client must have a certificate signed by it."""
 
     certificate: Path
     key: Path
@@ -21,8 +21,8 @@ class ServerTls:
 
 
 def credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Make credentials for one address. Each connection checks the files for changes; wrong files
-    change nothing then. Raises OSError for files that are wrong now.
+    """Make a server's credentials for one address. Each connection checks the files for changes;
+    invalid files change nothing then. Raises OSError for files that are invalid now.
     """
     files = tls.key, tls.certificate, tls.client_ca
     renewed = Renewed(lambda: _read(tls), files)
@@ -42,7 +42,7 @@ def credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """Read the files. Raises OSError."""
+    """Read the PEM files. Raises OSError."""
     before = _contents(tls)
     server_context(tls.certificate, tls.key, tls.client_ca)
     if _contents(tls) != before:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvplane.transport.tls import Tls
 
 ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
-"""Hosts that mean all addresses of a machine."""
+"""Host names that stand for all addresses of a machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class ListenerSettings(LogSettings):
         self.check_safe(self.bind, "bind")
 
     def check_safe(self, address: str, field: str) -> None:
-        """Raise InvalidRequestError if others could listen to what is served there."""
+        """Raise InvalidRequestError if others could eavesdrop on what is served at the address."""
         if self.tls_certificate is None and not self.insecure and not is_loopback(address):
             raise InvalidRequestError(
                 f"{address} can be reached from other machines: give --tls-certificate and "
@@ -99,7 +99,7 @@ class HttpServerSettings(ListenerSettings):
             )
 
     def api_keys(self) -> tuple[str, ...]:
-        """Read the keys that clients may have; none when no key is asked. Raises
+        """Return the keys of which clients must have one; none where no key is needed. Raises
         InvalidRequestError when the file cannot be read.
         """
         if self.api_keys_file is None:
@@ -179,7 +179,9 @@ class ServerSettings(ListenerSettings, MetricsSettings):
 
     @property
     def metrics_access(self) -> MetricsAccess:
-        """The access to /metrics. Raises InvalidRequestError for a malformed login file."""
+        """Return the access rules of /metrics. Raises InvalidRequestError for a malformed login
+        file.
+        """
         from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
 
         file = self.metrics_login_file
@@ -191,7 +193,7 @@ class ServerSettings(ListenerSettings, MetricsSettings):
 
     @property
     def tls(self) -> ServerTls | None:
-        """The TLS files to serve with; None for no TLS."""
+        """The certificate files to serve with; None without TLS."""
         from kvplane.serving.certificates import ServerTls
 
         if self.tls_certificate is None or self.tls_key is None:
@@ -229,7 +231,7 @@ class PlanesSettings(Settings):
             check_address(address.removeprefix("dns:///"), "control_plane")
 
     def tls_with(self, certificate: Path | None, key: Path | None, name: str) -> Tls:
-        """Return how to reach a plane over TLS, as the holder of ``certificate``. ``name``: of the
+        """Return the TLS options to call a plane as the holder of ``certificate``. ``name``: of the
         plane's certificate, where it is not the host's; or empty.
         """
         from kvplane.transport.tls import Tls
@@ -254,7 +256,7 @@ class ClientTls(PlanesSettings):
 
     @property
     def client_tls(self) -> Tls | None:
-        """How to reach the planes; None for plain text."""
+        """The TLS options to call the planes with; None for plain text."""
         if not self.planes_tls:
             return None
         return self.tls_with(self.planes_certificate, self.planes_key, self.planes_name)
@@ -343,7 +345,7 @@ class PoolSettings(BlockSettings):
 
 
 def read_text(path: Path, field: str) -> str:
-    """Read a small file that a setting names. Raises InvalidRequestError."""
+    """Read a small text file that a setting names. Raises InvalidRequestError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

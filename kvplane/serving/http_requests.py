@@ -25,7 +25,7 @@ from kvplane.errors import (
 
 CLIENT_GONE: Final = 499
 BODY_S: Final = 30.0
-"""The time that a request's body may take, besides a second for each MiB of it."""
+"""Seconds that a request's body may take, besides a second for each MiB of it."""
 _STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
     (InvalidRequestError, 400),
     (UnauthenticatedError, 401),
@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 
 def authenticate(request: Request, api_keys: Sequence[str]) -> str:
-    """Return the request's key; empty where ``api_keys`` is. Raises UnauthenticatedError unless it
-    is one of them.
+    """Return the API key of the request; empty where ``api_keys`` is. Raises UnauthenticatedError
+    unless it is one of them.
     """
     given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
     # All are compared, in a time that does not depend on how much of one was right.
@@ -82,7 +82,7 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of ``work``. If the client goes away before, cancel it and raise
+    """Return the result of ``work``. If the client disconnects before, cancel the work and raise
     ClientDisconnect. The request's body must have been read.
     """
 
@@ -106,7 +106,7 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 def refusal(error: KvplaneError) -> JSONResponse:
-    """Make the response for an error, in the form of OpenAI's servers."""
+    """Convert an error to a response in the form of OpenAI's servers."""
     status = next((code for cls, code in _STATUS if isinstance(error, cls)), 500)
     headers = {}
     if error.retry_delay_s is not None:

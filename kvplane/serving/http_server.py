@@ -17,7 +17,7 @@ _GRACE_S: Final = 5
 
 
 class HttpServer(uvicorn.Server):
-    """Reports its address once it listens: to its log, and in a file."""
+    """An HTTP server of an application; once it listens it reports its address, also in a file."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class HttpServer(uvicorn.Server):
         key: Path | None,
         port_file: Path | None,
         logger: logging.Logger,
-        when_told: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None.
-        ``when_told`` is called when the server stops, before it waits for open requests. Requests
+        ``on_stop`` is called when the server stops, before it waits for open requests. Requests
         get status 503 beyond the connections that the limit of open files allows, where each
         client may need one more, to an engine.
         """
@@ -56,10 +56,10 @@ class HttpServer(uvicorn.Server):
         self._certificate, self._key = certificate, key
         self._port_file = port_file
         self._logger = logger
-        self._when_told = when_told
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen. Each connection gets the certificate in the files when it begins."""
+        """Start to listen. Each new connection gets the certificate that the files have then."""
         if self._certificate is not None and self._key is not None:
             self.config.ssl = renewed_context(self._certificate, self._key)
         await super().startup(sockets)
@@ -68,5 +68,5 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and give open requests a little time."""
-        self._when_told()
+        self._on_stop()
         await super().shutdown(sockets)

@@ -40,7 +40,7 @@ _Context = Any  # grpc.aio's context classes are generic in the stubs and plain 
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps handlers' errors and counts their answers.
+    """Converts handlers' errors to gRPC statuses, and counts calls by their status.
 
     gRPC reads a unary request before it calls the handler, whoever sends it. So where callers must
     be known, all methods are served as streaming ones; elsewhere unary ones stay, which is faster.
@@ -75,7 +75,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Call:
-    """One RPC."""
+    """State of one RPC that is being handled."""
 
     def __init__(self, metrics: RpcMetrics, admission: Admission, method: str, decode: Any) -> None:
         self._metrics = metrics
@@ -155,7 +155,7 @@ class _Call:
     def _judge(
         self, error: BaseException, context: _Context
     ) -> tuple[grpc.StatusCode, grpc.Status | None]:
-        """Return the code to count, and the status to answer or None to let ``error`` pass."""
+        """Return the code to count for an error, and the status to answer; None: let it pass."""
         if isinstance(error, KvplaneError):
             self._metrics.rejected.inc(error.reason)
             _LOGGER.debug(
@@ -180,14 +180,14 @@ class _Call:
 
 
 def _num_bytes(answer: Any) -> int:
-    """Return the size of an answer, which the handler may have encoded itself."""
+    """Return the size in bytes of an answer, which the handler may have encoded itself."""
     if isinstance(answer, bytes):
         return len(answer)
     return answer.ByteSize() if isinstance(answer, Message) else 0
 
 
 def _passing_bytes(encode: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
-    """Return ``encode`` that passes through answers which the handler has encoded itself."""
+    """Wrap ``encode`` so that answers which a handler has encoded itself pass unchanged."""
     if encode is None:
         return None
     return lambda answer: answer if type(answer) is bytes else encode(answer)
@@ -203,7 +203,7 @@ def _request_id(context: _Context) -> str:
 
 @contextlib.asynccontextmanager
 async def _while_permitted(requests: Requests) -> AsyncIterator[None]:
-    """Cancel the body when the caller may no longer make the call, and raise why."""
+    """Cancel the body when the caller loses the right to make the call, and raise the reason."""
     inside = asyncio.current_task()
     assert inside is not None
     revoked = asyncio.create_task(requests.revoked())

@@ -30,8 +30,8 @@ from kvplane.serving.requests import Admission
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
 _CALLER_SHARE: Final = 4
-"""One caller's unanswered requests take at most this part of ``--max-received-bytes``, and so do
-large answers that it has not read: three others find room beside it.
+"""Part of ``--max-received-bytes`` that one caller's unanswered requests may take, and also its
+large unread answers: three other callers find room beside it.
 """
 _OURS: Final = "kvplane."
 _CONTRACT: Final = "kvplane.v1."
@@ -42,16 +42,16 @@ _PLANES: Final = {
     "ExecutionService": "a data plane",
     "BlockService": "a data plane",
 }
-"""Who serves a service of the contract that only one of the planes has."""
+"""The plane that serves each service which only one of the planes has."""
 
 
 def _no_streams() -> None:
-    """Do nothing: the service has no streams to end."""
+    """Do nothing, for a service that has no streams to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service and its servicer. ``add_to`` adds the servicer to a server. ``stop`` ends the
+    """A gRPC service and its servicer. ``add_to`` adds the servicer to a server. ``stop`` ends the
     service's open streams, and refuses new ones.
     """
 
@@ -61,10 +61,10 @@ class Service:
 
 
 class _WrongServiceInterceptor(grpc.aio.ServerInterceptor):
-    """Tells callers of a service or method that is UNIMPLEMENTED here what they should do."""
+    """Explains UNIMPLEMENTED to callers that reached the other plane, or another release."""
 
     def __init__(self, services: Iterable[ServiceDescriptor]) -> None:
-        """``services``: those that are served."""
+        """``services``: the names of those that this server serves."""
         self._served = {service.full_name for service in services}
         self._plane = next(
             plane for name, plane in _PLANES.items() if _CONTRACT + name in self._served
@@ -179,8 +179,8 @@ class PlaneServer:
         await self.stop()
 
     async def stop(self) -> None:
-        """Refuse new calls, answer those in flight, end the streams, and return when all have
-        ended.
+        """Refuse new calls, answer those in flight, end the streams; returns when all
+        have ended.
         """
         _LOGGER.info("stopping grace_s=%g", self._config.grace_s)
         self._serving = False
@@ -194,13 +194,13 @@ class PlaneServer:
         _LOGGER.info("stopped")
 
     async def _serve(self, *, serving: bool = True) -> None:
-        """Take calls. ``serving``: the state of health."""
+        """Begin to accept calls. ``serving``: whether health is SERVING."""
         await self._server.start(self._service_names, serving=serving)
         self._serving = serving
         self._lag = asyncio.create_task(_measure_lag(self._metrics))
 
     async def _set_serving(self, serving: bool) -> None:
-        """Set the state of health."""
+        """Set the health of all services to SERVING or NOT_SERVING."""
         self._serving = serving
         for service in ("", *self._service_names):
             await self._server.set_serving(service, serving)
@@ -209,7 +209,7 @@ class PlaneServer:
         return self._serving
 
     async def _announce(self) -> None:
-        """Announce the address. Stops, and raises OSError, when the port file cannot be written."""
+        """Write the port file and log the address; if it cannot, stop and raise OSError."""
         try:
             serving.announce(self._server.address, self._config.port_file)
         except OSError:
@@ -217,11 +217,11 @@ class PlaneServer:
             raise
 
     async def _finish(self) -> None:
-        """End the plane's other tasks. ``stop`` calls it once no call is left."""
+        """End the plane's background tasks. ``stop`` calls it once no call is left."""
 
 
 async def _measure_lag(metrics: PlaneMetrics) -> None:
-    """Measure how late the event loop wakes this task up."""
+    """Measure, all the time, how late the event loop wakes this task up."""
     while True:
         due_s = time.monotonic() + _LAG_INTERVAL_S
         await asyncio.sleep(_LAG_INTERVAL_S)

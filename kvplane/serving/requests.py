@@ -28,20 +28,20 @@ _RECHECK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The checks of all requests of a server. ``bounds``: by method, "/SERVICE/METHOD"."""
+    """What a server checks before it decodes requests. ``bounds``: by method, "/SERVICE/METHOD"."""
 
     gate: Gate
     bounds: Mapping[str, MessageBounds]
     budget: ReceiveBudget
     answers: ReceiveBudget = field(default_factory=ReceiveBudget)
-    """Unread answers to unary calls, which gRPC keeps until the callers read them."""
+    """Budget of unread answers to unary calls, which gRPC keeps until the callers read them."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Large requests are decoded and begun in turn, so that others come between them."""
+    """Lock by which large requests are decoded and begun in turn, so that others come between."""
 
 
 class Requests:
-    """The requests of one call, as they come. Iteration can continue after a refused one, as a
-    generator's could not. ``close`` must be called.
+    """Iterates over the requests of one call, as they come. Iteration can continue after a refused
+    one, as a generator's could not. ``close`` must be called.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Requests:
         return self._read(data)
 
     async def take(self, data: bytes) -> Any:
-        """Decode the request in ``data``. Raises as iteration does."""
+        """Check and decode the request in ``data``. Raises as iteration does."""
         self._hold(data)
         if len(data) >= _LARGE_BYTES:
             await self._take_turn()
@@ -133,7 +133,7 @@ class Requests:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the last request."""
+        """Size of the last request in bytes."""
         return self._num_held
 
     def hold_answer(self, num_bytes: int) -> None:
@@ -146,16 +146,14 @@ class Requests:
             self._context.add_done_callback(lambda _: answers.give_back(caller, num_bytes))
 
     def check_caller(self) -> None:
-        """Look the caller up again if the access list has changed; on any thread. Raises as the
-        constructor.
-        """
+        """Look the caller up again if the access list has changed. Raises as the constructor."""
         num_reloads = self._gate.num_reloads
         if self._admitted_at != num_reloads:
             self._caller = self._gate.admit(self._method, self._context)
             self._admitted_at = num_reloads
 
     async def revoked(self) -> KvplaneError:
-        """Wait until the caller may no longer make the call. Returns why."""
+        """Wait until the caller may no longer make the call; returns the error that says why."""
         while True:
             await asyncio.sleep(_RECHECK_S)
             try:

@@ -23,7 +23,7 @@ from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
 HANDSHAKE_MS: Final = 10_000
-"""How long the handshakes of HTTP/2 and TLS may take."""
+"""Milliseconds that the handshakes of HTTP/2 and TLS may take."""
 _MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A bound server with its health service. Add servicers to ``grpc_server``, then ``start``."""
+    """A bound gRPC server with health. Add servicers to ``grpc_server``, then ``start``."""
 
     grpc_server: grpc.aio.Server
     health: Any  # health.aio.HealthServicer; the stubs do not have the class
@@ -40,12 +40,12 @@ class Server:
 
     @property
     def address(self) -> str:
-        """``host:port`` as bound."""
+        """The bound address, ``host:port``."""
         return f"{self.host}:{self.port}"
 
     async def start(self, services: Sequence[str], *, serving: bool = True) -> None:
-        """Serve. ``services``: full names, for reflection and health; ``serving`` False leaves
-        health at NOT_SERVING.
+        """Start to serve. ``services``: full names, for reflection and health; ``serving`` False
+        leaves health at NOT_SERVING.
         """
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
@@ -137,7 +137,9 @@ def announce(address: str, port_file: Path | None, logger: logging.Logger = _LOG
 
 
 async def wait_for_signal() -> None:
-    """Wait for SIGTERM or SIGINT. Afterwards Python handles both, so a second one kills."""
+    """Wait for SIGTERM or SIGINT. Afterwards Python's default handlers are back, so a second one
+    kills.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

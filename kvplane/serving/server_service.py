@@ -15,10 +15,10 @@ SERVER: Final = contract.DESCRIPTOR.services_by_name["ServerService"]
 
 
 class ServerService(pool_pb2_grpc.ServerServiceServicer):
-    """Describes the process."""
+    """The gRPC service that says which plane, release and run this process is."""
 
     def __init__(self, describe: Callable[[], pb.GetServerInfoResponse]) -> None:
-        """``describe`` returns what the process is now."""
+        """``describe`` returns the present description of the process."""
         self._describe = describe
 
     async def GetServerInfo(

@@ -35,15 +35,13 @@ ConfigT = TypeVar("ConfigT")
 
 
 class Settings:
-    """Base of classes of settings that are put together."""
+    """Base class of settings, which programs combine by inheritance."""
 
     HEADING: ClassVar[str] = "Options"
-    """Heading of ``--help`` for the settings that a class declares itself."""
+    """Heading in ``--help`` above the settings that a class declares itself."""
 
     def __post_init__(self) -> None:
-        """Check what only fields together show. An override calls that of its base class first.
-        Raises InvalidRequestError.
-        """
+        """Check combinations of fields, after the base class's. Raises InvalidRequestError."""
 
 
 def setting(
@@ -109,12 +107,12 @@ def log_settings(config: Any, logger: logging.Logger) -> None:
 
 
 def variable_prefix(program: str) -> str:
-    """``"control_plane"`` -> ``"KVPLANE_CONTROL_PLANE_"``."""
+    """Return the prefix of a program's variables: "control_plane" -> "KVPLANE_CONTROL_PLANE_"."""
     return f"KVPLANE_{program.upper().replace('-', '_').replace(' ', '_')}_"
 
 
 class _FiniteFloat(click.FloatRange):
-    """A float in a range; neither NaN, which is inside every range, nor infinite."""
+    """A float within a range; neither infinite nor NaN, which passes every range check."""
 
     name = "float"
 
@@ -128,9 +126,7 @@ class _FiniteFloat(click.FloatRange):
 
 
 class _Option(click.Option):
-    """An option under a heading, whose variable is read from a given environment rather than the
-    process's.
-    """
+    """An option under a heading, whose variable is read from a given environment."""
 
     environ: Mapping[str, str] = {}
     heading = Settings.HEADING
@@ -174,7 +170,7 @@ def _options(config_class: type[Any], prefix: str) -> Iterator[_Option]:
 
 
 def _build(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Make a dataclass, and those that are fields of it, of the settings' values by name."""
+    """Build a settings dataclass, and the dataclasses that are its fields, from values by name."""
     hints = typing.get_type_hints(config_class)
     parts = {
         f.name: _build(hints[f.name], values)
@@ -215,7 +211,7 @@ def _command(
 def _option(
     f: dataclasses.Field[Any], hint: Any, metadata: Mapping[str, Any], prefix: str
 ) -> _Option:
-    """Make the option of a field, with its default, and the rest as ``metadata`` declares it."""
+    """Make the command's option for a field, with its default, as ``metadata`` declares it."""
     is_bool = _bare_type(hint) is bool
     unit = metadata["unit"]
     flag = "--" + f.name.replace("_", "-")
@@ -249,7 +245,7 @@ def _param_type(hint: Any, metadata: Mapping[str, Any]) -> click.ParamType[Any]:
 
 
 def _bare_type(hint: Any) -> Any:
-    """``Path | None`` -> ``Path``."""
+    """Return the type without None: ``Path | None`` -> ``Path``."""
     if isinstance(hint, types.UnionType):
         return next(arg for arg in hint.__args__ if arg is not type(None))
     return hint

@@ -17,27 +17,27 @@ class RequestStreams:
     """The open streams of one service."""
 
     def __init__(self, plane: str) -> None:
-        """``plane``: its name in the error of a stopping server, such as "control plane"."""
+        """``plane``: the name in the error of a stopping server, such as "control plane"."""
         self.plane = plane
         self.waiting: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a request."""
         self.stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """End the streams that wait for a request, and the others after their current answer."""
+        """End streams that wait for a request now, and the others after their current answer."""
         self.stopping.set()
         for task in self.waiting:
             task.cancel()
 
     def open(self, requests: AsyncIterator[RequestT]) -> RequestStream[RequestT]:
-        """Open the stream that the current task serves."""
+        """Return the requests of the stream that the current task serves, which ``stop`` ends."""
         task = asyncio.current_task()
         assert task is not None
         return RequestStream(self, task, requests)
 
 
 class RequestStream(Generic[RequestT]):
-    """An open stream."""
+    """The requests of an open stream, until its service stops."""
 
     __slots__ = ("_requests", "_streams", "_task")
 
@@ -75,5 +75,5 @@ class RequestStream(Generic[RequestT]):
 
 
 def stopping_error(plane: str) -> PlaneUnavailableError:
-    """Make the error that ends a stream when this process stops."""
+    """Return the error that ends a stream because this process is stopping."""
     return PlaneUnavailableError(f"the {plane} is stopping", retry_delay_s=1.0)

@@ -63,7 +63,9 @@ _RETRY_S: Final = 1.0
 
 
 class ReadmitResult(dict[int, int]):
-    """Tokens found cached, by sequence id. ``plan``, unless None, must run before later ones."""
+    """Result of ``readmit``: tokens found cached, by sequence id. ``plan``, unless None, must run
+    before later ones.
+    """
 
     def __init__(self, num_cached_tokens: Mapping[int, int], plan: Signed | None) -> None:
         super().__init__(num_cached_tokens)
@@ -72,8 +74,8 @@ class ReadmitResult(dict[int, int]):
 
 @dataclass(frozen=True, slots=True)
 class AbortResult:
-    """Every sequence of a session after an abort. ``plan``, unless None, contains all tables whole
-    and must run before later ones.
+    """Result of ``abort_plans``: the state of every sequence. ``plan``, unless None, contains all
+    tables whole and must run before later ones.
     """
 
     sequences: list[SequenceState]
@@ -81,7 +83,8 @@ class AbortResult:
 
 
 class Session:
-    """Made by ``ControlClient.open_session``. ``time_to_live_s``: the lease, renewed by any call.
+    """A session of an engine on a pool. Made by ``ControlClient.open_session``. ``time_to_live_s``:
+    the lease, renewed by any call.
 
     Every call takes ``timeout_s``, the client's default when None, and is sent again until then
     while the plane cannot be reached. A call that was cancelled or timed out may be made again: it
@@ -142,7 +145,7 @@ class Session:
 
     @property
     def incarnation(self) -> int:
-        """The run of the control plane that opened the session."""
+        """The incarnation of the control plane that opened the session."""
         return self.ref.incarnation
 
     @property
@@ -188,8 +191,8 @@ class Session:
         self._steps.add_receipt(cast(SignedPayload, receipt))
 
     def take_abandoned(self) -> list[AbandonedResult]:
-        """Answers to abandoned calls and to refused runs that had a plan, each given once. Their
-        plans must run before later ones.
+        """Return the answers to abandoned calls and to refused runs that had a plan, each once.
+        Their plans must run before later ones.
         """
         taken, self._steps.abandoned = self._steps.abandoned, []
         return taken
@@ -207,8 +210,8 @@ class Session:
         *,
         timeout_s: float | None = None,
     ) -> StepResult:
-        """Apply pending receipts, then deferred tokens, then ``operations`` in order; see
-        StepResult.
+        """Make a step: apply pending receipts, then deferred tokens, then ``operations`` in order;
+        see StepResult.
 
         Raises TooManyPlansInFlightError and whatever made the step as a whole fail; an item of an
         operation that fails by itself is in the result: see ``StepResult.raise_for_status``.
@@ -220,7 +223,7 @@ class Session:
         return self._steps.with_unread_news(result)
 
     async def run(self, operation: ops.Operation, *, timeout_s: float | None = None) -> StepResult:
-        """Take a step of one operation. Raises the error of an item that was not done
+        """Make a step of one operation. Raises the error of an item that was not done
         (``kvplane.results.error_of``): PoolFullError for LATER, with the time to wait, and
         NeverFitsError for NEVER. The step's plan, if it has one, is then in ``take_abandoned``.
         """
@@ -308,8 +311,8 @@ class Session:
             )
 
     async def detach(self) -> None:
-        """Close the executions, stop renewing the lease and end the stream; sends the control plane
-        nothing.
+        """Close the executions, stop renewing the lease and end the stream, without telling the
+        control plane.
         """
         await self._executions.close()
         for task in self._tasks:
@@ -341,7 +344,7 @@ class Session:
     async def get_block_table(
         self, sequence_id: int, *, timeout_s: float | None = None
     ) -> list[BlockTable]:
-        """Get a sequence's block table in each layer group. Renews no lease. Raises
+        """Get a sequence's table in each layer group. Renews no lease. Raises
         SequenceNotFoundError.
         """
         request = pb.ListSequencesRequest(
@@ -361,7 +364,7 @@ class Session:
         operations: Iterable[ops.Operation] = (),
         deferred_tokens: ops.DeferredTokens | None = None,
     ) -> pb.StreamStepsRequest:
-        """Return a step as the stream's message, since putting one into another copies it."""
+        """Return a step as the stream's message, made in place as copying costs time."""
         message = pb.StreamStepsRequest()
         message.step.session.CopyFrom(self.ref)
         message.step.operations.extend(cast("Iterable[pb.Operation]", operations))
@@ -370,7 +373,7 @@ class Session:
         return message
 
     async def _try_to_close(self) -> None:
-        """Close, unless that fails: the lease ends by itself."""
+        """Close the session, ignoring failures: the lease ends by itself."""
         try:
             await self.close(timeout_s=_CLOSE_TIMEOUT_S)
         except (UnavailableError, DeadlineExceededError, StaleError, CancelledError) as error:
@@ -391,7 +394,7 @@ class Session:
                 return
 
     async def _call(self, request: Any, send: Send, deadline: Deadline) -> Any:
-        """Make a numbered call, unless the session is known to be over."""
+        """Make a numbered call. Raises the session's error at once if it is known to be over."""
         if self._ended_by is not None:
             raise _copy(self._ended_by)
         name = f"kvplane.{type(request).__name__}"
@@ -474,5 +477,5 @@ async def _submit_when_idle(
 
 
 def _copy(error: KvplaneError) -> KvplaneError:
-    """Copy an error to raise it again: one raised twice would gather both tracebacks."""
+    """Copy an error to raise it again: one object raised twice would gather both tracebacks."""
     return type(error)(error.message, field=error.field, retry_delay_s=error.retry_delay_s)

@@ -46,7 +46,7 @@ _UNKNOWN_OUTCOME: Final = (PlaneUnavailableError, DeadlineExceededError, Cancell
 class AbandonedResult:
     """The answer to a call that its caller abandoned: a StepResult or an AbortPlansResponse.
 
-    When it has a plan, that plan must run before later ones, or be aborted.
+    If it has a plan, that plan must run before later ones, or be aborted.
     """
 
     number: int
@@ -62,7 +62,7 @@ class _Pending:
 
 
 class Steps:
-    """Numbers and sends requests, one after the other.
+    """Numbers a session's requests and sends them, one after the other.
 
     ``last_number``: of the last answered call, ``submit_idle`` left out; 0 before the first.
     ``changed`` is set when a receipt was added and when a call has ended.
@@ -79,13 +79,13 @@ class Steps:
         self._lock = asyncio.Lock()
 
     def add_receipt(self, receipt: pb.SignedPayload) -> None:
-        """Send ``receipt`` with the next call."""
+        """Add ``receipt`` to the next call."""
         self.receipts.append(receipt)
         self.changed.set()
 
     async def call(self, content: Any, send: Send, deadline: Deadline) -> Any:
-        """Return the result of ``send(request, deadline)`` for ``content`` with its number and all
-        pending receipts filled in.
+        """Send a request under the next number and return its answer: the result of ``send(request,
+        deadline)`` for ``content`` with its number and all pending receipts filled in.
 
         ``content``: a request message with ``number`` and ``receipts`` left empty; it is kept.
         """
@@ -100,8 +100,8 @@ class Steps:
             self.changed.set()
 
     async def submit_idle(self, content: Any, send: Send, deadline: Deadline) -> None:
-        """``call`` for pending receipts alone. Does nothing if there are none, or if a call runs or
-        was abandoned: that one, or the next, carries them.
+        """Make a ``call`` only to submit pending receipts. Does nothing if there are none, or if a
+        call runs or was abandoned: that one, or the next, carries them.
         """
         if self._lock.locked():
             return
@@ -112,7 +112,7 @@ class Steps:
                 self.keep_news(await self._answer(self._pending, deadline))
 
     def keep_news(self, answer: StepResult) -> None:
-        """Keep the news in the answer to a step without operations, which nobody reads."""
+        """Keep the news in an answer that the caller does not see, for its next answer."""
         if answer.has_news:
             self._unread = answer.news if self._unread is None else self._unread.then(answer.news)
 
@@ -122,7 +122,7 @@ class Steps:
         return answer if unread is None else answer.after(unread)
 
     def forget_grants(self) -> None:
-        """Drop kept news of grants, which say what sequences were before an abort."""
+        """Drop grants from kept news: after an abort they no longer say what the sequences hold."""
         if self._unread is not None:
             self._unread = replace(self._unread, granted=())
 
@@ -132,7 +132,7 @@ class Steps:
         return _Pending(content, send, is_asked_for)
 
     async def _settle(self, pending: _Pending, deadline: Deadline) -> None:
-        """Learn the outcome of an abandoned call. Raises when that cannot be learnt now."""
+        """Learn an abandoned call's outcome by sending it again. Raises when that fails now."""
         try:
             answer = await self._answer(pending, deadline)
         except KvplaneError:

@@ -26,7 +26,8 @@ _ASK_AGAIN_S: Final = 0.01
 
 
 class CallerLoop(LoopThread):
-    """Serves one caller at a time: another one waits until the first has its result.
+    """A loop that runs in the thread of the caller that waits. It serves one caller at a time:
+    another one waits until the first has its result.
 
     If the caller's thread runs a loop of its own, as a notebook's does, this one stays in its own
     thread.
@@ -39,14 +40,14 @@ class CallerLoop(LoopThread):
         super().__init__(name, asyncio.new_event_loop())
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Return the coroutine's result. An interrupt while waiting cancels it."""
+        """Run a coroutine and return its result. An interrupt while waiting cancels it."""
         if _has_a_loop():
             return super().run(coroutine)
         with self._borrowed():
             return self._finish(self._loop.create_task(coroutine))
 
     def send(self, coroutine: Coroutine[Any, Any, Result]) -> Pending[Result]:
-        """Run a coroutine until its request is under way."""
+        """Start a coroutine and run the loop until its request is sent."""
         if _has_a_loop():
             return self.begin(coroutine)
         with self._borrowed():
@@ -59,7 +60,7 @@ class CallerLoop(LoopThread):
         return _Sent(self, task)
 
     def finish(self, task: asyncio.Task[Result]) -> Result:
-        """Return the result of a task of this loop. An interrupt while waiting cancels it."""
+        """Wait for a task of this loop; returns its result. An interrupt cancels the task."""
         if task.done():
             return task.result()
         if _has_a_loop():
@@ -76,7 +77,7 @@ class CallerLoop(LoopThread):
 
     @contextmanager
     def _borrowed(self) -> Iterator[None]:
-        """Run the loop in this thread, and nowhere else."""
+        """Run the loop in this thread instead of its own, inside the context."""
         self._used_s = time.monotonic()
         while not self._turn.acquire(blocking=False):
             self._loop.call_soon_threadsafe(self._stop_serving)
@@ -89,7 +90,7 @@ class CallerLoop(LoopThread):
             self._turn.release()
 
     def _stop_serving(self) -> None:
-        """Stop the loop if its own thread runs it. Called on the loop."""
+        """Stop the loop if its own thread runs it. Must be called on the loop."""
         if threading.current_thread() is self._thread:
             self._loop.stop()
 
@@ -104,13 +105,13 @@ class CallerLoop(LoopThread):
 
 
 def _has_a_loop() -> bool:
-    """Return whether a loop runs in this thread, which then can run no other."""
+    """Return whether an event loop runs in this thread, which then can run no other."""
     return asyncio._get_running_loop() is not None
 
 
 async def _two_turns() -> None:
-    """Run the loop for two turns: this ends in the first, and the loop notices in the second. A
-    coroutine writes its request in the first turn, and asks for its answer in the second.
+    """Let the loop run for two turns: this coroutine ends in the first, and the loop notices in the
+    second. A coroutine writes its request in the first turn, and asks for its answer in the second.
     """
 
 
@@ -119,7 +120,7 @@ async def _result_of(task: asyncio.Task[Result]) -> Result:
 
 
 class _Sent(Generic[Result]):
-    """A coroutine whose request is under way."""
+    """A started coroutine whose request is sent, and whose answer is still to come."""
 
     def __init__(self, loop: CallerLoop, task: asyncio.Task[Result]) -> None:
         self._loop = loop

@@ -30,15 +30,17 @@ Given = ParamSpec("Given")
 
 @functools.cache
 def loop() -> LoopThread:
-    """Return the loop of all portals of this process."""
+    """Return the event loop of all portals of this process, in a thread of its own."""
     return LoopThread("kvplane-sync")
 
 
 class Portal(Generic[Wrapped]):
-    """An object of the asynchronous client. Attributes that a subclass declares are its own."""
+    """Lets other threads use one object of the asynchronous client. Attributes that a subclass
+    declares are its own.
+    """
 
     def __init__(self, make: Callable[[], Wrapped]) -> None:
-        """``make`` is called on the loop, to which gRPC binds the object."""
+        """``make`` creates the object. It is called on the loop, to which gRPC binds the object."""
         self._wrapped = loop().call(make)
 
     if not TYPE_CHECKING:  # a type checker goes by the declarations
@@ -59,7 +61,7 @@ class Portal(Generic[Wrapped]):
 def blocking(
     method: Callable[Concatenate[Wrapped, Given], Coroutine[Any, Any, Result]],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
-    """Make a portal's method of ``method``, which returns when it is done."""
+    """Make a portal's method from an asynchronous one; it blocks until the coroutine is done."""
 
     @functools.wraps(method)
     def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -72,7 +74,7 @@ def opening(
     method: Callable[Concatenate[Wrapped, Given], Opening[Closed]],
     wrap: Callable[[Closed], Other],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Other]:
-    """``blocking`` of a method that opens something, with the result wrapped in turn."""
+    """Make a portal's method as ``blocking`` does, and wrap its result in a portal too."""
 
     @functools.wraps(method)
     def call(portal: Portal[Wrapped], /, *args: Given.args, **kwargs: Given.kwargs) -> Other:
@@ -88,8 +90,8 @@ async def _opened(opening: Opening[Closed]) -> Closed:
 def immediate(
     method: Callable[Concatenate[Wrapped, Given], Result],
 ) -> Callable[Concatenate[Portal[Wrapped], Given], Result]:
-    """Make a portal's method of one that does not wait. It is called on the loop, because other
-    threads must not touch the loop's objects.
+    """Make a portal's method from one that is not asynchronous. It is called on the loop, because
+    other threads must not touch the loop's objects.
     """
 
     @functools.wraps(method)
@@ -100,7 +102,7 @@ def immediate(
 
 
 class Execution(Portal[execution.Execution]):
-    """A ``kvplane.Execution``, made by ``Session.open_execution`` or ``DataClient.open``."""
+    """A blocking ``kvplane.Execution``: ``Session.open_execution``, ``DataClient.open``."""
 
     layers: list[int]
     num_tokens: int
@@ -122,7 +124,7 @@ def _execution(opened: execution.Execution) -> Execution:
 
 
 class Session(Portal[sessions.Session]):
-    """A ``kvplane.Session``, made by ``ControlClient.open_session``."""
+    """A blocking ``kvplane.Session``, made by ``ControlClient.open_session``."""
 
     id: int
     incarnation: int
@@ -162,7 +164,7 @@ def _session(opened: sessions.Session) -> Session:
 
 
 class ControlClient(Portal[control_client.ControlClient]):
-    """A ``kvplane.ControlClient``, with its parameters."""
+    """A blocking ``kvplane.ControlClient``, with its parameters."""
 
     def __init__(
         self,
@@ -214,7 +216,7 @@ async def _next(events: Any) -> PrefixEvent:
 
 
 class DataClient(Portal[data_client.DataClient]):
-    """A ``kvplane.DataClient``, with its parameters."""
+    """A blocking ``kvplane.DataClient``, with its parameters."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ Given = TypeVar("Given", covariant=True)
 
 
 class Pending(Protocol[Given]):
-    """A coroutine that was begun."""
+    """A started coroutine, as its caller sees it."""
 
     def result(self) -> Given:
         """Wait for the result, or raise the coroutine's error."""
@@ -26,10 +26,10 @@ class Pending(Protocol[Given]):
 
 
 class LoopThread:
-    """Runs coroutines and waits for them. Their errors are raised to the caller."""
+    """An event loop in its own thread, on which other threads run coroutines and wait."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """``loop``: None for a new one."""
+        """``name``: of the thread. ``loop``: the event loop; None for a new one."""
         self._loop = _new_event_loop() if loop is None else loop
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -46,17 +46,15 @@ class LoopThread:
         return self.begin(coroutine)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Return the coroutine's result. An interrupt while waiting cancels it."""
+        """Run a coroutine and return its result. An interrupt while waiting cancels it."""
         return wait(self.begin(coroutine))
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have ``function`` called on the loop, before anything that is started later."""
+        """Schedule ``function`` on the loop, before anything that is started later."""
         self._loop.call_soon_threadsafe(function)
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call ``function`` on the loop and return its result: gRPC binds a channel to the loop
-        that it is made on.
-        """
+        """Call ``function`` on the loop, to which gRPC binds channels; returns its result."""
 
         async def called() -> Result:
             return function()
@@ -64,7 +62,7 @@ class LoopThread:
         return self.run(called())
 
     def close(self) -> None:
-        """Cancel what still runs, then end the thread. Harmless when called again."""
+        """Cancel the tasks that still run, then end the thread. Harmless when called again."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
@@ -78,7 +76,7 @@ class LoopThread:
 
 
 def wait(future: Pending[Result]) -> Result:
-    """Return the result of ``begin`` or ``send``. An interrupt while waiting cancels it."""
+    """Wait for what ``begin`` or ``send`` returned. An interrupt while waiting cancels it."""
     try:
         return future.result()
     except BaseException:

@@ -19,18 +19,19 @@ from kvplane.errors import InvalidRequestError
 
 
 def has_latents(module: Any) -> bool:
-    """Whether an attention module's code expands latents by a method that can be replaced."""
+    """Return whether an attention module expands latents by a method that can be replaced."""
     return hasattr(type(module), "expand_kv")
 
 
 def is_projection(module: Any, name: str) -> bool:
-    """Whether the child ``name`` of ``module`` is the layer whose weight is absorbed."""
+    """Return whether the child ``name`` of ``module`` is the layer whose weight is absorbed."""
     return has_latents(module) and name == "kv_b_proj"
 
 
 def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """Map [num_rows, num_heads, num_columns, head_size] to queries of latents, [..., latent size].
-    Raises InvalidRequestError for a projection whose weight is not one of plain numbers.
+    """Map queries [num_rows, num_heads, num_columns, head_size] to queries over latents, [...,
+    latent size]. Raises InvalidRequestError for a projection whose weight is not one of plain
+    numbers.
     """
     sizes = [module.qk_nope_head_dim, module.qk_rope_head_dim]
     plain, rotary = torch.split(query, sizes, dim=-1)
@@ -39,16 +40,16 @@ def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def from_latents(module: Any, out: torch.Tensor) -> torch.Tensor:
-    """Map weighted latents [num_tokens, num_heads, kv_lora_rank] to [num_tokens, num_heads,
-    v_head_dim].
+    """Map attention's sums of latents [num_tokens, num_heads, kv_lora_rank] to outputs [num_tokens,
+    num_heads, v_head_dim].
     """
     _, of_values = _projection(module, out.dtype)
     return torch.einsum("thr,hvr->thv", out, of_values)
 
 
 def _projection(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the weight by head: [num_heads, qk_nope_head_dim, kv_lora_rank] for keys, and
-    [num_heads, v_head_dim, kv_lora_rank] for values.
+    """Return views of the projection's weight by head: [num_heads, qk_nope_head_dim, kv_lora_rank]
+    for keys, and [num_heads, v_head_dim, kv_lora_rank] for values.
     """
     linear = module.kv_b_proj
     is_plain = type(linear) is nn.Linear and linear.weight.dtype == dtype and linear.bias is None

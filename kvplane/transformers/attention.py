@@ -28,11 +28,11 @@ _KEPT: Final = "_kvplane_options"
 
 
 class Step(Protocol):
-    """Runs a plan, one layer after another."""
+    """Computes the attention of a model's forward pass, one layer after another, as a plan says."""
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """Layers that keep latents."""
+        """The model's layers that keep latents."""
         ...
 
     def layer(
@@ -58,8 +58,8 @@ class Step(Protocol):
 
 @dataclass(slots=True)
 class Running:
-    """A forward pass. ``num_layers``: calls of attention so far. ``is_direct``: whether the step
-    takes transformers' shapes and computes all tokens.
+    """State of a forward pass. ``num_layers``: calls of attention so far. ``is_direct``: whether
+    the step takes transformers' shapes and computes all tokens.
     """
 
     step: Step
@@ -74,7 +74,7 @@ _RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
 
 @contextlib.contextmanager
 def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]:
-    """Send attention inside this block to ``step``.
+    """Have ``step`` compute the model's attention inside this context.
 
     ``tokens``: the tokens of the batch that the plan computes, int64, as indices into the
     concatenated rows, in the plan's order; None for all. The output of others is zero.
@@ -89,7 +89,7 @@ def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]
 
 
 def keeps_latents(module: Any) -> bool:
-    """Whether the step that runs now keeps the latents of ``module``; False outside a step."""
+    """Return whether the running step, if there is one, keeps the latents of ``module``."""
     forward = _RUNNING.get(None)
     if forward is None or not absorbed.has_latents(module):
         return False
@@ -97,9 +97,7 @@ def keeps_latents(module: Any) -> bool:
 
 
 def register() -> None:
-    """Register "kvplane" with transformers, which makes no mask for an attention that has none
-    registered. May be called again.
-    """
+    """Register attention "kvplane", which needs no mask, with transformers. Repeatable."""
     AttentionInterface.register(NAME, _attention)
 
 
@@ -118,8 +116,9 @@ def _refuse_later_tokens(
     device: torch.device,
     **_: Any,
 ) -> None:
-    """Takes the arguments of transformers' masks. It checks all columns so far, as a model may
-    count columns from the first of all or from the first of this pass.
+    """Raise InvalidRequestError if a mask lets a token see a later one. Has the arguments of
+    transformers' masks. It checks all columns so far, as a model may count columns from the first
+    of all or from the first of this pass.
     """
     if _RUNNING.get(None) is None or kv_length == 1:
         return
@@ -161,8 +160,8 @@ def _attention(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from query [num_rows, num_heads, num_queries, head_size] of the last columns, with key
-    and value [num_rows, num_kv_heads, num_columns, size] after RoPE. Returns [num_rows,
+    """Compute attention of query [num_rows, num_heads, num_queries, head_size], the last columns,
+    with key and value [num_rows, num_kv_heads, num_columns, size] after RoPE. Returns [num_rows,
     num_queries, num_heads, size of value].
     """
     if attention_mask is not None:
@@ -219,8 +218,9 @@ def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Options and the arguments they were made from. Sinks and slopes, a layer's parameters, are
-    compared by identity and count of changes: comparing values costs more than making options.
+    """Options of a module, and the arguments they were made from. Sinks and slopes, a layer's
+    parameters, are compared by identity and count of changes: comparing values costs more than
+    making options.
     """
 
     numbers: tuple[float, ...]
@@ -267,14 +267,14 @@ def options_of(
 
 
 def _slopes(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return the slopes, an attribute or buffer. ``getattr`` takes microseconds without them."""
+    """Return the module's ALiBi slopes, if any. ``getattr`` takes microseconds without them."""
     own = module.__dict__
     slopes: torch.Tensor | None = own.get("alibi_slopes")
     return own.get("_buffers", own).get("alibi_slopes") if slopes is None else slopes
 
 
 def _num_changes(tensor: torch.Tensor | None) -> int:
-    """Return the number of in-place changes. Torch does not count those of inference tensors."""
+    """Return how often a tensor was changed in place; not counted for inference tensors."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 

@@ -42,13 +42,13 @@ _FIELD: Final = "cache"
 
 
 class _Extent:
-    """The number of columns that the model has seen."""
+    """The number of columns that the model has seen so far."""
 
     num_columns = 0
 
 
 class _ColumnLayer(CacheLayerMixin):
-    """A layer as transformers sees it: a number of columns. One stands for all layers."""
+    """A cache layer as transformers sees it: a number of columns, the same for all layers."""
 
     is_croppable = True
 
@@ -58,12 +58,12 @@ class _ColumnLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """There is nothing to allocate."""
+        """Do nothing, because there is nothing to allocate."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``PlaneCache.update``."""
+        """Return the new keys and values as they are: see ``PlaneCache.update``."""
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -75,12 +75,12 @@ class _ColumnLayer(CacheLayerMixin):
         return self._extent.num_columns
 
     def get_max_length(self) -> int:
-        """Return -1: the layer itself has no limit."""
+        """Return -1, which means that the layer itself has no limit."""
         return -1
 
 
 class PlaneCache(Cache):
-    """The keys and values of one batch, as ``generate`` takes them.
+    """A cache for ``generate`` that keeps the keys and values of one batch in a pool.
 
     ``settings``: the fields of ``PlaneSettings``. Caches of one model with equal settings share
     planes and a session, so that a prompt finds prefixes of earlier ones. ``num_cached_tokens``:
@@ -113,7 +113,7 @@ class PlaneCache(Cache):
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
 
     def close(self) -> None:
-        """Free the sequences. Nothing may follow; harmless when called again."""
+        """Free the sequences. The cache cannot be used afterwards; harmless when called again."""
         if self._finalizer.detach() is not None:
             self.reset()
 
@@ -126,7 +126,7 @@ class PlaneCache(Cache):
             weights_changed(model)
 
     def get_pool(self) -> PoolInfo:
-        """Ask the control plane for the pool's layout, shards and usage."""
+        """Fetch the pool's layout, shards and usage from the control plane."""
         return self._planes.get_pool()
 
     def __enter__(self) -> PlaneCache:
@@ -141,7 +141,7 @@ class PlaneCache(Cache):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaneCache:
-        """Return a cache that continues from the same tokens: its sequences are forked."""
+        """Return a copy that continues from the same tokens: its sequences are forked."""
         model = self._model()
         if model is None:
             raise InvalidRequestError("its model is gone", field=_FIELD)
@@ -176,7 +176,7 @@ class PlaneCache(Cache):
         return key_states, value_states
 
     def reset(self) -> None:
-        """Free the sequences; another batch may follow."""
+        """Free the sequences, so that the cache can be used for another batch."""
         self._end_forward()
         self._rows, self._pending, self._extent.num_columns = [], [], 0
         self._held.free()
@@ -197,7 +197,7 @@ class PlaneCache(Cache):
         self._pending.append(ops.truncate(ids, [row.num_tokens for row in self._rows]))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Have row ``i`` continue the former row ``beam_idx[i]``. Rows that continue the same one
+        """Make row ``i`` continue the former row ``beam_idx[i]``. Rows that continue the same one
         share its blocks until they are written.
         """
         self._select(beam_idx.tolist())
@@ -218,7 +218,7 @@ class PlaneCache(Cache):
     # A forward pass.
 
     def _before(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Start the plan. Returns the arguments for the model."""
+        """Start the plan of a forward pass. Returns the arguments to call the model with."""
         ids = self._check(module, kwargs)
         wants_all = wants_all_columns(module.config, kwargs)
         inputs = inputs_of(module, ids, kwargs)
@@ -274,7 +274,7 @@ class PlaneCache(Cache):
         self._extent.num_columns = self._num_columns_after
 
     def _check(self, module: PreTrainedModel, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Return the token ids, [num_rows, num_columns]."""
+        """Check a forward pass's arguments, and return its token ids, [num_rows, num_columns]."""
         if self._forward is not None:
             raise InvalidRequestError(
                 "a forward pass was interrupted: call reset first", field=_FIELD
@@ -307,8 +307,8 @@ class PlaneCache(Cache):
         return ids
 
     def _admit(self, rows: list[list[int]], padding: Sequence[int], last: int) -> list[int]:
-        """Begin sequences. Returns the first column that each row has to compute. ``last``: number
-        of last columns whose logits are wanted; 0 for all.
+        """Admit the sequences of new rows. Returns the first column that each row has to compute.
+        ``last``: number of last columns whose logits are wanted; 0 for all.
         """
         sequence_ids = self._planes.new_ids(len(rows))
         self._held.ids.update(sequence_ids)
@@ -329,8 +329,8 @@ class PlaneCache(Cache):
         return [skip + num for skip, num in zip(padding, cached, strict=True)]
 
     def _admit_behind(self, sequence_id: int, tokens: list[int], num_found: int) -> int:
-        """Begin a sequence, with at most its first ``num_found - 1`` tokens from the cache. Returns
-        how many are.
+        """Admit a sequence with fewer than ``num_found`` cached tokens. Returns how many
+        it uses.
         """
         admit = ops.admit(sequence_id, tokens[:num_found], num_compute_tokens=0)
         (result,) = self._begin([admit])[1]
@@ -363,7 +363,7 @@ class PlaneCache(Cache):
         return self._held.session, results
 
     def _was_changed(self) -> None:
-        """Clear the pending operations, which were done."""
+        """Clear the pending operations, because they were done."""
         self._pending = []
         self._held.ids = {row.sequence_id for row in self._rows}
 
@@ -377,8 +377,8 @@ class PlaneCache(Cache):
                 self._planes.finish()
 
     def _select(self, indices: list[int]) -> None:
-        """Replace row ``i`` by row ``indices[i]``. The first use of a row takes its sequence, later
-        ones take forks of it.
+        """Let row ``i`` continue the former row ``indices[i]``. The first use of a row takes its
+        sequence, later ones take forks of it.
         """
         if not self._rows:
             return
@@ -403,9 +403,7 @@ class PlaneCache(Cache):
 
 
 class _Held:
-    """Sequences that the control plane may have for a cache; apart from the cache, for its
-    finalizer.
-    """
+    """The sequences that a cache may hold, in an object of their own for its finalizer."""
 
     def __init__(self, planes: Planes) -> None:
         self.ids: set[int] = set()
@@ -444,7 +442,7 @@ def _before_forward(
 def _after_forward(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """End the pass. Called after an error too, with no output."""
+    """End the forward pass of the cache. Called after an error too, with no output."""
     cache = _cache_in(kwargs)
     if cache is not None:
         cache._after(failed=output is None)
@@ -459,7 +457,7 @@ def _cache_in(kwargs: dict[str, Any]) -> PlaneCache | None:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row: its sequence, which has ``num_tokens`` tokens once all columns are computed."""
+    """A row of the batch: its sequence, and that one's tokens once all columns are computed."""
 
     sequence_id: int
     num_padding: int
@@ -467,8 +465,8 @@ class _Row:
 
 
 def _padding_of(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:
-    """Count columns of padding at the left of each row. Raises InvalidRequestError for a mask other
-    than [num_rows, num_columns] with zeros, then at least one 1, in each row.
+    """Return the number of padding columns at the left of each row. Raises InvalidRequestError for
+    a mask other than [num_rows, num_columns] with zeros, then at least one 1, in each row.
     """
     if mask is None:
         return [0] * num_rows
@@ -490,8 +488,9 @@ def _padding_of(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> l
 def _positions_of(
     given: torch.Tensor | None, padding: Sequence[int], first: int, stop: int, device: torch.device
 ) -> torch.Tensor:
-    """Positions of columns [first, stop) in their sequences, int64 [num_rows, stop - first]; 0 in
-    padding. Raises InvalidRequestError when others were ``given``: the cache would be wrong.
+    """Return the positions of columns [first, stop) in their sequences, int64 [num_rows, stop -
+    first]; 0 in padding. Raises InvalidRequestError when others were ``given``: the cache would be
+    wrong.
     """
     columns = torch.arange(first, stop, device=device)
     positions = columns - torch.tensor(padding, device=device)[:, None]

@@ -43,7 +43,7 @@ _MEDIA: Final = (*_KINDS, "pixel", "input_features", "feature_attention_mask", "
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Holds the inputs of one forward pass, as keys of prefixes.
+    """The inputs of one forward pass, in the form of ids by which prefixes are found.
 
     ``ids``: int64 [num_rows, num_columns], with types. ``names``: the arguments behind ``words``,
     none where no tensors or numbers are given. ``changed``: the columns [first, stop) of each row
@@ -120,8 +120,8 @@ def inputs_of(model: PreTrainedModel, ids: torch.Tensor, kwargs: Mapping[str, An
 
 
 def wants_all_columns(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a pass returns something of every column besides logits, such as hidden states, by
-    its arguments or by the config. Raises InvalidRequestError for attention weights.
+    """Return whether a pass returns something of every column besides logits, such as hidden
+    states, by its arguments or by the config. Raises InvalidRequestError for attention weights.
     """
     wanted = {
         name.removeprefix("_")
@@ -162,7 +162,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _content(name: str, path: str, leaf: Any) -> bytes:
-    """Encode a leaf. Its beginning gives its length, so two leaves never read as one."""
+    """Encode a leaf as bytes. They begin with its length, so two leaves are never read as one."""
     if isinstance(leaf, torch.Tensor):
         flat = leaf.detach().cpu().reshape(-1)
         data: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""

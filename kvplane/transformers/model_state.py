@@ -76,7 +76,7 @@ def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None
 
 
 def last_changes(model: PreTrainedModel) -> str:
-    """Name some of the parts of ``model`` whose change last changed its namespace."""
+    """Return the names of parts of ``model`` whose change last changed its namespace."""
     return ", ".join(_state_of(model).changed[:_MAX_NAMED])
 
 
@@ -89,7 +89,7 @@ def weights_changed(model: PreTrainedModel) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Names the contents of one tensor at one version."""
+    """A name for the contents of one tensor at one version."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -106,7 +106,7 @@ class _Known:
 
 
 class _ModelState:
-    """Remembers the last state of one model. It is the model's attribute, so it ends with it."""
+    """The last known state of one model, of which it is an attribute."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -129,7 +129,7 @@ class _ModelState:
         self._watch, self._known = None, {}
 
     def identity(self, model: PreTrainedModel) -> str:
-        """Return a name for what the model computes, as far as this process knows."""
+        """Return a name for what the model computes, by which this process knows it."""
         if self._watch is None or not self._watch.sees_no_change(model):
             self._see(model)
         else:
@@ -137,7 +137,7 @@ class _ModelState:
         return self._identity
 
     def digest(self) -> str:
-        """Return a name for what the model computes, by the contents of its tensors."""
+        """Return a name for what the model computes, which is a hash of its tensors' contents."""
         return _name(_texts(self._parts, self._digest_of))
 
     def is_stored(self, folder: Path, model: PreTrainedModel) -> bool:
@@ -289,7 +289,9 @@ def _require_versions(name: str, tensor: torch.Tensor) -> None:
 
 
 def _look_at(tensor: torch.Tensor) -> _Known:
-    """Record a tensor. Buffers are small, and models remake some of them: their contents count."""
+    """Record a tensor's present version. Buffers are small, and models remake some of them: their
+    contents count.
+    """
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     digest = "" if is_parameter else _digest(tensor)
     token = digest or str(next(_SERIALS))
@@ -341,8 +343,8 @@ def _of_kv(values: Any) -> Any:
 
 
 def _parts(module: torch.nn.Module, name: str) -> Iterator[Part]:
-    """Yield tensors and plain attributes of a module and its submodules. Of a layer with adapters:
-    its base layer and its active adapters.
+    """Yield tensors and plain attributes of a module and its submodules. A layer with adapters
+    yields its base layer and its active adapters.
     """
     children: dict[str, Any] = module._modules
     if "base_layer" in children and hasattr(module, "_disable_adapters"):

@@ -56,7 +56,7 @@ _SESSION_LOST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class PlaneSettings:
-    """The pool that keeps a model's keys and values.
+    """Settings of the pool that keeps a model's keys and values.
 
     control_plane: address of the control plane, "host:port"; empty means that both planes run in
         this process, with a pool for this model alone.
@@ -89,7 +89,8 @@ class PlaneSettings:
 
 
 class Planes:
-    """One session of one pool. Between ``begin`` and ``finish`` other threads wait.
+    """The planes that the caches of one model share: one session of one pool. Between ``begin`` and
+    ``finish`` other threads wait.
 
     Raises UnavailableError when planes do not answer in time, and LayoutMismatchError or
     InvalidRequestError for a pool or settings that are not the model's.
@@ -130,17 +131,17 @@ class Planes:
 
     @property
     def is_open(self) -> bool:
-        """Whether they were not closed yet, by ``close`` or at the process's end."""
+        """Return whether the planes were not closed yet, by ``close`` or at the process's end."""
         return self._finalizer.alive and not self._is_closed.is_set()
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model that have keys and values."""
+        """Number of the model's layers that have keys and values."""
         return self._layout.num_layers
 
     @property
     def block_size_tokens(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens of a block."""
         return self._layout.block_size_tokens
 
     def follow(self, model: PreTrainedModel) -> None:
@@ -163,7 +164,7 @@ class Planes:
                 )
 
     def get_pool(self) -> PoolInfo:
-        """Ask the control plane about the pool."""
+        """Fetch the pool's description from the control plane."""
         return self._link.get_pool()
 
     def close(self) -> None:
@@ -210,7 +211,7 @@ class Planes:
         return present, results
 
     def finish(self) -> None:
-        """Take the receipt, after the last layer."""
+        """Receive the plan's receipt, after the last layer."""
         try:
             if self._has_plan:
                 self._link.add_receipts(self.backend.finish())
@@ -240,7 +241,7 @@ class Planes:
                 _LOGGER.warning("sequences not freed yet: %s", error)
 
     def free_later(self, session: Session, sequence_ids: Sequence[int]) -> None:
-        """``free`` from a finalizer."""
+        """Free sequences at the next step; safe to call in a finalizer."""
         _in_background(lambda: self.free(session, sequence_ids))
 
     def _acquire(self) -> None:
@@ -278,9 +279,7 @@ class Planes:
         self._namespace, self._is_lost = self._wanted_namespace, False
 
     def _fail(self, error: BaseException | None) -> None:
-        """Abort the plan. The session is lost if that fails, or if it is unknown what the control
-        plane did.
-        """
+        """Abort the plan. If that fails, or the step's outcome is unknown, the session is lost."""
         is_known = isinstance(error, KvplaneError) and not isinstance(error, _SESSION_LOST)
         self._is_lost = self._is_lost or not (is_known or self._has_plan)
         try:
@@ -302,11 +301,11 @@ _Groups = tuple[LayerGroup, ...]
 _PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[_Groups, _Groups]]] = (
     weakref.WeakKeyDictionary()
 )
-"""Layer groups that the probe found, by the config's groups."""
+"""The layer groups that the probe found for a model, by the groups of its config."""
 _MAX_TOKENS: Final[weakref.WeakKeyDictionary[PreTrainedModel, int | None]] = (
     weakref.WeakKeyDictionary()
 )
-"""The longest sequence, in tokens, that does not change RoPE's frequencies for other sequences."""
+"""Tokens of the longest sequence that does not change RoPE's frequencies for others."""
 
 
 def planes_of(model: PreTrainedModel, settings: PlaneSettings) -> Planes:
@@ -364,7 +363,7 @@ def _connect(
     loop: LoopThread,
     closing: ExitStack,
 ) -> tuple[str, DataBackend]:
-    """Return the control plane's address and the backend."""
+    """Connect to a model's planes: return the control plane's address and the backend."""
     if settings.control_plane:
         remote = RemoteBackend(loop, settings.timeout_s, settings.tls)
         closing.callback(remote.stop)
@@ -399,8 +398,8 @@ def _connect(
 
 
 def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) -> Layout:
-    """Return the model's layout in another process's pool, which the control plane compares with
-    the pool's. Whether latents are kept is the pool's choice.
+    """Return the layout that the model needs in another process's pool, which the control plane
+    compares with the pool's. Whether latents are kept is the pool's choice.
     """
     groups = _prepare(model, settings.probe, latent=bool(pool.latent_layers))
     model_id = settings.model_id

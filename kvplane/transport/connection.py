@@ -21,12 +21,12 @@ BROKEN_CALL: Final = "Internal error from Core"
 
 
 class Connection:
-    """Calls on one channel. Every call has a deadline and ends in an answer or a typed error."""
+    """Calls to one plane, on one channel. Each has a deadline, and a typed error if it fails."""
 
     def __init__(
         self, target: str, *, tls: Tls | None, timeout_s: float, health_of: str = ""
     ) -> None:
-        """``target``, ``health_of``: as of ``open_channel``."""
+        """``target``, ``health_of``: as for ``open_channel``."""
         Deadline.after(timeout_s)  # raises unless it is a valid timeout
         self.target = target
         self.timeout_s = timeout_s
@@ -71,7 +71,7 @@ class Connection:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Raise KvplaneError for any error of gRPC in the body."""
+    """Convert any error of gRPC in the body to a KvplaneError."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -16,7 +16,8 @@ _STATES: Final = {0: "UNKNOWN", 1: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKN
 async def check(
     target: str, *, service: str = "", tls: Tls | None = None, timeout_s: float = 5.0
 ) -> str:
-    """Return the state of ``service`` (empty: of the whole server) at ``target``: "SERVING" etc.
+    """Ask the server at ``target`` for the health of ``service`` (empty: of the whole server):
+    "SERVING" etc.
 
     A server that cannot be reached is tried until ``timeout_s`` has passed. Raises KvplaneError:
     PlaneUnavailableError or DeadlineExceededError then, and NotFoundError for a service that the

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 
 class Closable(Protocol):
-    """An object for ``async with``."""
+    """An object that ``async with`` can close."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -18,9 +18,10 @@ Opened = TypeVar("Opened", bound=Closable)
 
 
 class Opening(Generic[Opened]):
-    """Gives an opened object to ``await``, and to ``async with``, which closes it at its end.
+    """The opening of an object by a call: ``await`` gives it, and ``async with`` also closes it at
+    its end.
 
-    Nothing is sent before that.
+    The call is not sent before that.
     """
 
     def __init__(self, call: Callable[[], Coroutine[Any, Any, Opened]]) -> None:

@@ -21,12 +21,10 @@ T = TypeVar("T")
 
 
 class Renewed(Generic[T]):
-    """A value made from files. Thread-safe."""
+    """A value made from files, and made again when they change. Thread-safe."""
 
     def __init__(self, make: Callable[[], T], files: Sequence[Path | None]) -> None:
-        """``make`` raises OSError or InvalidRequestError for files that are wrong; at first it is
-        called here.
-        """
+        """``make`` makes the value, also here. Raises its OSError or InvalidRequestError."""
         self._make = make
         self._files = [file for file in files if file is not None]
         self._lock = threading.Lock()
@@ -34,7 +32,7 @@ class Renewed(Generic[T]):
         self._value = make()
 
     def get(self) -> T:
-        """Return the value of the files as they are, or as they were when they were last valid."""
+        """Return the value for the files as they are, or as they were when they were last valid."""
         with self._lock:
             stamps = self._look()
             if stamps == self._stamps:
@@ -50,7 +48,7 @@ class Renewed(Generic[T]):
             return self._value
 
     def _look(self) -> list[tuple[int, int, int] | None]:
-        """Return a value that changes when the files do."""
+        """Return a value that changes whenever one of the files does."""
         stamps: list[tuple[int, int, int] | None] = []
         for file in self._files:
             try:
@@ -63,8 +61,9 @@ class Renewed(Generic[T]):
 
 
 def server_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """Make a server's context with a certificate and its key. ``client_ca``: signs the certificates
-    that clients must present. All are PEM files. Raises OSError for those that are wrong.
+    """Make a server's TLS context with a certificate and its key. ``client_ca``: signs the
+    certificates that clients must present. All are PEM files. Raises OSError for those that are
+    wrong.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key, password="")  # it never asks the terminal
@@ -75,7 +74,7 @@ def server_context(certificate: Path, key: Path, client_ca: Path | None = None) 
 
 
 def renewed_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """Make a ``server_context`` whose connections use the files as they are when they begin."""
+    """Make a ``server_context`` whose new connections use the files as they then are."""
     files = certificate, key, client_ca
     renewed = Renewed(lambda: server_context(*files), files)
 

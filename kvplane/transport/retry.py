@@ -38,14 +38,16 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
-        """Make one ``timeout_s`` from now. Raises InvalidRequestError unless above 0 and finite."""
+        """Return the deadline ``timeout_s`` from now. Raises InvalidRequestError unless it is above
+        0 and finite.
+        """
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
             raise InvalidRequestError("must be above 0 and finite", field="timeout_s")
         return cls(timeout_s, time.monotonic() + timeout_s)
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, at least a millisecond, so that they are a valid timeout."""
+        """Return the seconds left, at least a millisecond, so that they are a valid timeout."""
         return max(0.001, self.at_s - time.monotonic())
 
     @asynccontextmanager

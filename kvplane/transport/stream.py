@@ -23,7 +23,9 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 class Stream(Generic[Request, Response]):
-    """``open_call`` starts the RPC. Waits have no deadline of their own: cancel them."""
+    """A bidirectional gRPC stream, used for one request and answer at a time. ``open_call`` starts
+    the RPC. Waits have no deadline of their own: cancel them.
+    """
 
     def __init__(self, open_call: Callable[[], Any]) -> None:
         self._open_call = open_call
@@ -32,17 +34,17 @@ class Stream(Generic[Request, Response]):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a call that, as far as this side knows, has not ended."""
+        """Return whether there is a call that, as far as this side knows, has not ended."""
         return self._call is not None and not self._call.done()
 
     def open(self) -> None:
-        """Start a call in place of any earlier one. gRPC connects by itself."""
+        """Start a call, which replaces any earlier one. gRPC connects by itself."""
         self.drop()
         with typed_errors():
             self._call = self._open_call()
 
     async def send(self, request: Request) -> None:
-        """Send. Raises the KvplaneError that the stream ended with, or PlaneUnavailableError."""
+        """Send a request. Raises the error that the stream ended with, or PlaneUnavailableError."""
         if self._call is None:
             raise PlaneUnavailableError("the stream is not open")
         self._expect()
@@ -57,7 +59,7 @@ class Stream(Generic[Request, Response]):
         return response  # type: ignore[no-any-return]
 
     async def arrives(self, timeout_s: float) -> bool:
-        """Return whether a message, or the stream's end, comes in time. ``receive`` takes it."""
+        """Return whether a message, or the end, comes in time, which ``receive`` then returns."""
         if not self.is_open:
             await asyncio.sleep(timeout_s)
             return False
@@ -65,14 +67,14 @@ class Stream(Generic[Request, Response]):
         return bool(done)
 
     def _expect(self) -> asyncio.Future[Any]:
-        """Begin to read the next message, unless that has begun."""
+        """Start to read the next message, unless it is being read."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
             self._reading.add_done_callback(lambda read: read.cancelled() or read.exception())
         return self._reading
 
     def drop(self) -> None:
-        """Forget the call; answers still under way are lost."""
+        """Abandon the call; answers still under way are lost."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -81,7 +83,7 @@ class Stream(Generic[Request, Response]):
             self._call = None
 
     async def close(self) -> None:
-        """Half-close the stream and wait for its end; drop it when the peer does not answer."""
+        """Half-close the stream and wait for its end; abandon it when the peer does not answer."""
         if not self.is_open:
             return
         try:

@@ -18,7 +18,8 @@ from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files. A certificate, with its key, identifies the client by its name.
+    """TLS options of a client, as PEM files. A certificate, with its key, identifies the client by
+    its name.
 
     ``ca_file``: the authority that signs the server's certificate; None means gRPC's own list.
     ``server_name``: the name that the certificate must have when it is not the target's.
@@ -33,12 +34,14 @@ class Tls:
 
     @property
     def files(self) -> tuple[Path | None, ...]:
-        """The files that a channel is opened with."""
+        """Return the files that a channel is opened with."""
         return self.ca_file, self.cert_file, self.key_file
 
 
 def credentials_of(tls: Tls) -> grpc.ChannelCredentials:
-    """Read the files of ``tls``. Raises InvalidRequestError naming the option at fault."""
+    """Read the files of ``tls`` as a channel's credentials. Raises InvalidRequestError naming the
+    option at fault.
+    """
     if (tls.cert_file is None) != (tls.key_file is None):
         missing = "tls.cert_file" if tls.cert_file is None else "tls.key_file"
         raise InvalidRequestError(
@@ -64,7 +67,7 @@ def credentials_of(tls: Tls) -> grpc.ChannelCredentials:
 
 
 class _TokenFile(grpc.AuthMetadataPlugin):
-    """Sends the token that the file has when a call begins."""
+    """Adds the token that the file holds when a call begins to the call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -110,7 +113,7 @@ def open_channel(target: str, tls: Tls | None, *, health_of: str = "") -> grpc.a
 
 
 def _by_turns(health_of: str) -> str:
-    """Return a service config for round robin, in which gRPC itself follows the servers' health."""
+    """Return a service config for round robin, in which gRPC watches the servers' health."""
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
     if health_of:
         config["healthCheckConfig"] = {"serviceName": health_of}

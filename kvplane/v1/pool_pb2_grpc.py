@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ServerServiceStub(object):
-    """Says who answers, at the addresses of both planes.
+    """Says which process answers, at the addresses of both planes.
     """
 
     def __init__(self, channel):
@@ -43,7 +43,7 @@ class ServerServiceStub(object):
 
 
 class ServerServiceServicer(object):
-    """Says who answers, at the addresses of both planes.
+    """Says which process answers, at the addresses of both planes.
     """
 
     def GetServerInfo(self, request, context):
@@ -70,7 +70,7 @@ def add_ServerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ServerService(object):
-    """Says who answers, at the addresses of both planes.
+    """Says which process answers, at the addresses of both planes.
     """
 
     @staticmethod

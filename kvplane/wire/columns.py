@@ -36,7 +36,7 @@ def pack(kind: str, values: Iterable[int] | array[int]) -> bytes:
 
 
 def read(kind: str, column: bytes, field: str, *, length: int | None = None) -> array[int]:
-    """Read the elements of a column. Raises InvalidRequestError naming ``field`` when the column
+    """Parse the elements of a column. Raises InvalidRequestError naming ``field`` when the column
     ends inside an element, or does not have ``length`` elements.
     """
     elements = array(kind)
@@ -54,22 +54,22 @@ def read(kind: str, column: bytes, field: str, *, length: int | None = None) -> 
 
 
 def count(kind: str, column: bytes) -> int:
-    """Count the elements of a column, from its bytes alone."""
+    """Return the number of elements of a column, computed from its length alone."""
     return len(column) // _SIZES[kind]
 
 
 def size_bytes(kind: str) -> int:
-    """Return the size of an element of a column."""
+    """Return the size in bytes of one element of a column of this kind."""
     return _SIZES[kind]
 
 
 def part(kind: str, column: bytes, begin: int, end: int) -> bytes:
-    """Return the column of the elements from ``begin`` up to ``end``."""
+    """Return the part of a column that holds the elements from ``begin`` up to ``end``."""
     return column[_SIZES[kind] * begin : _SIZES[kind] * end]
 
 
 def zeros(kind: str, length: int) -> array[int]:
-    """Return ``length`` elements of 0."""
+    """Return an array of ``length`` zeros."""
     return array(kind, bytes(_SIZES[kind] * length))
 
 

@@ -28,7 +28,8 @@ _SEND_LESS: Final = "send it in parts, or raise the control plane's --max-messag
 
 
 def to_rich_status(error: KvplaneError) -> status_pb2.Status:
-    """Return a status whose details are ErrorInfo and, where they apply, BadRequest and RetryInfo.
+    """Convert an error to a gRPC status whose details are ErrorInfo and, where they apply,
+    BadRequest and RetryInfo.
 
     The scheme is Google's AIP-193.
     """
@@ -54,7 +55,8 @@ def to_rich_status(error: KvplaneError) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.Call | grpc.aio.AioRpcError) -> KvplaneError:
-    """Return the error of a failed call; by its status code alone if it has no details of ours.
+    """Convert the error of a failed gRPC call to ours; by its status code alone if it has no
+    details of ours.
 
     ``error``: as an awaited or a blocking gRPC call raised it (the latter is a ``grpc.Call`` too).
     """

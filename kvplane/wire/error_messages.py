@@ -60,11 +60,11 @@ _BY_CODE: Final[dict[str, type[KvplaneError]]] = {
 
 
 REQUEST_ID: Final[ContextVar[str]] = ContextVar("kvplane_request_id", default="")
-"""The request id of the call that a server is answering."""
+"""Context variable: the request id of the call that a server is answering."""
 
 
 def to_wire(error: KvplaneError) -> pb.Error:
-    """Return the message that streams carry."""
+    """Convert an error to the message that streams carry."""
     return pb.Error(
         code=_code(error),
         reason=error.reason,
@@ -77,7 +77,7 @@ def to_wire(error: KvplaneError) -> pb.Error:
 
 
 def from_wire(message: pb.Error) -> KvplaneError:
-    """Invert ``to_wire``."""
+    """Convert a message of ``to_wire`` back to an error."""
     delay_s = seconds_of(message.retry_delay) if message.HasField("retry_delay") else None
     error = make_error(message.reason, message.code, message.message, message.field, delay_s)
     error.request_id, error.next_number = message.request_id, message.next_number
@@ -87,7 +87,7 @@ def from_wire(message: pb.Error) -> KvplaneError:
 def make_error(
     reason: str, code: int, message: str, field: str, retry_delay_s: float | None
 ) -> KvplaneError:
-    """Make the error of a reason or, if the reason is not known, of a gRPC status code."""
+    """Make the error for a reason or, if the reason is not known, for a gRPC status code."""
     cls = REASONS.get(reason)
     if cls is None:
         known = code in code_pb2.Code.values()
@@ -100,12 +100,12 @@ def _code(error: KvplaneError) -> int:
 
 
 def duration_of(seconds: float | None) -> duration_pb2.Duration | None:
-    """Return the message; None for None."""
+    """Convert seconds to a Duration message; None to None."""
     if seconds is None:
         return None
     return duration_pb2.Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 
 
 def seconds_of(duration: duration_pb2.Duration) -> float:
-    """Invert ``duration_of``."""
+    """Convert a Duration message to seconds: the inverse of ``duration_of``."""
     return duration.seconds + duration.nanos / 1e9

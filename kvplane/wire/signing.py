@@ -27,17 +27,17 @@ _NOTHING: Final = hashlib.sha256()
 
 
 def new_key() -> bytes:
-    """Make a random key of ``KEY_BYTES`` bytes."""
+    """Make a random signing key of ``KEY_BYTES`` bytes."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 def sign(key: bytes, type_tag: str, payload: bytes) -> bytes:
-    """Return the 32-byte signature of ``payload`` as a ``type_tag``."""
+    """Return the 32-byte signature of ``payload`` as a payload of type ``type_tag``."""
     return sign_digest(key, type_tag, digest(payload))
 
 
 def sign_digest(key: bytes, type_tag: str, payload_digest: bytes) -> bytes:
-    """Return the 32-byte signature of the payload with this ``digest``."""
+    """Return the 32-byte signature of the payload whose ``digest`` is given."""
     begun = _begun(key, type_tag)
     inner, outer = begun[0].copy(), begun[1].copy()
     inner.update(payload_digest)
@@ -49,8 +49,8 @@ def sign_digest(key: bytes, type_tag: str, payload_digest: bytes) -> bytes:
 def verify(
     key: bytes, want_type: str, type_tag: str, payload: bytes, signature: bytes, *, field: str
 ) -> bytes:
-    """Return the payload's ``digest``. Raises BadSignatureError naming ``field`` unless it is a
-    ``want_type`` signed with ``key``.
+    """Check a signature and return the payload's ``digest``. Raises BadSignatureError naming
+    ``field`` unless it is a ``want_type`` signed with ``key``.
     """
     if type_tag != want_type:
         raise BadSignatureError(f"expected a signed {want_type}", field=f"{field}.type")
@@ -69,7 +69,7 @@ def key_id(key: bytes) -> bytes:
 
 
 def digest(payload: bytes) -> bytes:
-    """Return the SHA-256 of a payload, which is signed, and which identifies a plan."""
+    """Return the SHA-256 of a payload, which is what is signed and what identifies a plan."""
     state = _NOTHING.copy()  # OpenSSL takes longer to make a state than to hash a short payload
     state.update(payload)
     return state.digest()
@@ -77,7 +77,7 @@ def digest(payload: bytes) -> bytes:
 
 @lru_cache(_NUM_KEYS)
 def _begun(key: bytes, type_tag: str) -> tuple[Any, Any]:
-    """Return the two hashes of an HMAC (RFC 2104, section 4), fed with the key and the type."""
+    """Return the two hashes of an HMAC (RFC 2104, section 4) after key and type."""
     if len(key) > _BLOCK_BYTES:
         key = hashlib.sha256(key).digest()
     padded = key.ljust(_BLOCK_BYTES, b"\0")

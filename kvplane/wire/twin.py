@@ -27,8 +27,8 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def whole(message: MessageT, data: bytes, *, field: str = "", reader: str = "server") -> MessageT:
-    """Return everything that ``data`` says. ``message``: what ``FromString(data)`` of a type of the
-    twin returned, which is returned itself unless something is missing in it.
+    """Return the complete message that ``data`` encodes. ``message``: what ``FromString(data)`` of
+    a type of the twin returned, which is returned itself unless something is missing in it.
 
     Raises InvalidRequestError when the message, or one in it, has a field that this release does
     not know: it could change what the others mean. The error names the message that has one, below
@@ -57,7 +57,7 @@ def whole(message: MessageT, data: bytes, *, field: str = "", reader: str = "ser
 
 @cache
 def _typed(twin: Any) -> Any:
-    """Return the contract's own type of a message. Those of plug-ins have no twin."""
+    """Return the contract's own type of a twin's message. Those of plug-ins have no twin."""
     described = twin.DESCRIPTOR
     name = described.full_name
     if not name.startswith(TWIN):

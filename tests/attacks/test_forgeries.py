@@ -16,13 +16,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-import torch
 
 from kvplane import ControlClient, ops
 from kvplane.errors import (
     BadSignatureError,
     KvplaneError,
-    PlanOutOfOrderError,
     SessionExpiredError,
     SessionNotFoundError,
 )
@@ -78,19 +76,11 @@ def changed(signed: tpb.SignedPayload, **fields: Any) -> tpb.SignedPayload:
     return other
 
 
-def flipped(data: bytes) -> bytes:
-    return data[:-1] + bytes([data[-1] ^ 1])
-
-
 Forge = Callable[[tpb.SignedPayload], tpb.SignedPayload]
 FORGED: dict[str, Forge] = {
-    "a payload with one bit changed": lambda s: changed(s, payload=flipped(s.payload)),
-    "a payload that is cut off": lambda s: changed(s, payload=s.payload[:-1]),
-    "a payload with more behind it": lambda s: changed(s, payload=s.payload + b"\x08\x01"),
-    "no payload": lambda s: changed(s, payload=b""),
-    "a signature with one bit changed": lambda s: changed(s, signature=flipped(s.signature)),
-    "a signature that is cut off": lambda s: changed(s, signature=s.signature[:-1]),
-    "no signature": lambda s: changed(s, signature=b""),
+    "a payload with one bit changed": lambda s: changed(
+        s, payload=s.payload[:-1] + bytes([s.payload[-1] ^ 1])
+    ),
     "a signature under a key of one's own": lambda s: changed(
         s, signature=signing.sign(bytes(32), s.type, s.payload)
     ),
@@ -134,26 +124,6 @@ async def test_a_forged_plan_grant_or_receipt_is_refused(
     error = await refused(peers.control.metrics, session.submit_receipts(), BadSignatureError)
     assert error.field.startswith("receipts[1]")
     await session.abort_plans(number_of(answer.plan))
-
-
-async def test_plans_out_of_order_are_refused_and_repeated_ones_change_nothing(
-    peers: Peers, victim: Engine
-) -> None:
-    session, execution = victim.session, victim.execution
-    first = await session.step([next_token(20)])
-    second = await session.step([next_token(21)])
-    stub = data_stub(execution)
-    early = pb.RunLayerRequest(grant=session.grant, plan=second.plan)
-    early.key.CopyFrom(tpb.Tensor(dtype=tpb.ELEMENT_TYPE_FLOAT32, shape=[0, 2, 16], data=b""))
-    early.value.CopyFrom(early.key)
-    await refused(peers.data.metrics, stub.ReshapeAndCache(early), PlanOutOfOrderError)
-    tier = peers.data.executor.pools.device_tier.view(torch.uint8)  # it may hold NaNs
-    before = tier.clone()
-    for _ in range(2):
-        await execution.start(first.plan)
-        assert execution.num_tokens == 1
-    assert torch.equal(tier, before)
-    await session.abort_plans(number_of(first.plan))
 
 
 async def test_what_is_of_another_session_is_refused(peers: Peers, victim: Engine) -> None:

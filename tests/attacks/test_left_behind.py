@@ -62,12 +62,3 @@ async def test_blocks_that_another_session_left_are_not_read(peers: Peers) -> No
         blocks = read.blocks.torch()
         assert bool(blocks[:, 2, :, :, :4].any(-1).all()), "the last four tokens"
         assert not bool(blocks[:, 2, :, :, 4:].any()), "what was left behind them"
-
-
-async def test_what_was_found_cached_is_read(peers: Peers) -> None:
-    async with peers.engine("engine-a") as engine:
-        await engine.step(ops.admit(1, SECRET[:20]), spans=[(16, 4)])
-        (read,) = await engine.execution.read_blocks(1, range(3))
-        blocks = read.blocks.torch()
-        assert bool(blocks[:, :2].any(-1).all())
-        assert not bool(blocks[:, 2, :, :, 4:].any())

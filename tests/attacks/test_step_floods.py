@@ -19,7 +19,7 @@ ATTEMPTS = 5
 def engine(peers: Peers, name: str, num_sessions: int, pause_s: float) -> HonestCaller:
     token_file = peers.tls(name).token_file
     arguments = peers.control.address, token_file, num_sessions, pause_s
-    return HonestCaller(*map(str, arguments), program="decoding_engine.py")
+    return HonestCaller(*map(str, arguments), kind="decoder")
 
 
 def measure(peers: Peers) -> None:

@@ -16,7 +16,7 @@ from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.wire import protocol
 from kvplane.wire.v1 import execution_pb2 as pb
 from tests.helpers.attacked_planes import (
-    HELPERS,
+    CALLER,
     PATIENCE_S,
     PlaneProcess,
     data_plane_process,
@@ -74,13 +74,13 @@ async def test_answers_that_are_not_read_are_bounded(tmp_path: Path) -> None:
         file = tmp_path / "request"
         file.write_bytes(request.SerializeToString())
         begin_bytes = plane.begin_peak()
-        command = [sys.executable, str(HELPERS / "deaf_reader.py"), plane.address, str(file)]
+        command = [sys.executable, str(CALLER), "deaf", plane.address, str(file)]
         with subprocess.Popen(
             [*command, str(NUM_READS)], env=environment(), stdout=subprocess.PIPE
         ) as deaf:
             try:
                 assert deaf.stdout is not None
-                assert await asyncio.to_thread(deaf.stdout.readline) == b"sent\n"
+                assert await asyncio.to_thread(deaf.stdout.readline) == b'"sent"\n'
                 deaf.send_signal(signal.SIGSTOP)
                 await quiet(plane)
                 assert plane.peak_bytes() - begin_bytes < MOST_BYTES

@@ -19,7 +19,7 @@ from kvplane.errors import (
 )
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
-from tests.helpers.planes.planes_engine import Engine
+from tests.helpers.planes.planes_engine import Engine, end_all
 from tests.helpers.planes.planes_world import World
 
 OWNER = ("ann", "")
@@ -85,20 +85,7 @@ class Scenario:
 
     def finish(self) -> None:
         """All end and arrive: then nothing is held, and a session can have the whole pool."""
-        for engine in self.engines:
-            engine.close()
-        self.world.mend()
-        self.world.deliver_all()
-        for usage in self.world.control.core.get_pool("pool").usage:
-            idle = usage.num_free_blocks + usage.num_cached_blocks
-            assert idle == usage.num_blocks, f"blocks are held by nobody: {usage}"
-        last = self._engine()
-        result = last.step(ops.admit(1, [5] * (self.setting.num_blocks * 8)))
-        assert result is not None
-        assert not result.results[0].failures, "nobody holds the pool, and it is not to be had"
-        last.run_all()
-        last.submit()
-        self.world.check()
+        end_all(self.world, self.engines)
 
     # Engines
 
@@ -138,7 +125,7 @@ class Scenario:
         return bool(self.engines[i].receipts) and not self.engines[i].ended
 
     def submit(self, i: int) -> None:
-        self.engines[i].submit()
+        self.engines[i].step()
 
     def can_abort(self, i: int) -> bool:
         engine = self.engines[i]

@@ -25,6 +25,7 @@ from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
 from tests.fuzz.fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
 from tests.helpers.attacked_planes import PlaneProcess, data_plane_process, free_port
 from tests.helpers.data.plan_author import set_blocks
+from tests.helpers.honest_caller import beat
 from tests.helpers.planning.control_wire import RawSession, RawShard, stub_of
 
 MAX_GROWTH_BYTES = 512 << 20
@@ -81,7 +82,7 @@ async def _control(folder: Path, num_inputs: int, seed: int) -> Result:
             fuzzer = Fuzzer(shard.key, probe)
             for service in CONTROL_SERVICES:
                 fuzzer.serve(SERVICES[f"{service}Service"], channel)
-            beats = asyncio.create_task(_beat(shard, victim))
+            beats = asyncio.create_task(beat(shard, victim))
             begin_bytes = plane.begin_peak()
             await fuzzer.attack(num_inputs, seed, session)
             beats.cancel()
@@ -125,13 +126,6 @@ async def _data(folder: Path, num_inputs: int, seed: int) -> Result:
             begin_bytes = plane.begin_peak()
             await fuzzer.attack(num_inputs, seed, session)
         return _inspected(plane, begin_bytes, fuzzer.result)
-
-
-async def _beat(shard: RawShard, session: RawSession) -> None:
-    while True:
-        await asyncio.sleep(1.0)
-        await shard.send(heartbeat=rpb.Heartbeat())
-        await session.stub.RenewSession(cpb.RenewSessionRequest(session=session.ref))
 
 
 def _inspected(plane: PlaneProcess, begin_bytes: int, result: Result) -> Result:

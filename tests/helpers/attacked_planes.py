@@ -29,8 +29,8 @@ from tests.helpers.data.data_server import write_layout
 from tests.helpers.data.plan_author import POOL_ID, PlanAuthor
 from tests.helpers.planning.register_side import RegisterSide
 
-HELPERS = Path(__file__).parent
-ROOT = HELPERS.parents[1]
+CALLER = Path(__file__).with_name("honest_caller.py")
+ROOT = Path(__file__).parents[2]
 START_S = 30.0
 PATIENCE_S = 30.0
 # Longest wait of a caller beside an attack: 50 ms, and a multiple of its wait in quiet.
@@ -110,11 +110,11 @@ async def data_plane_process(
 
 
 class HonestCaller:
-    """Runs ``honest_caller.py``, or another program with the same interface."""
+    """Runs ``honest_caller.py``. ``arguments``: of the caller that ``kind`` names."""
 
-    def __init__(self, *arguments: str, program: str = "honest_caller.py") -> None:
+    def __init__(self, *arguments: str, kind: str = "engine") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HELPERS / program), *arguments],
+            [sys.executable, str(CALLER), kind, *arguments],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,

@@ -191,7 +191,7 @@ class Link:
         return result
 
     def has_news(self, wait_s: float) -> bool:
-        self.planes.noticed.update(session_id for session_id, _ in self.planes.core.take_notices())
+        self.planes.noticed.update(session_id for session_id, _ in self.planes.core.take_news())
         has_news = self.session.id in self.planes.noticed
         self.planes.noticed.discard(self.session.id)
         return has_news
@@ -288,6 +288,10 @@ def loaded(folder: Path, max_total_tokens: int) -> loader.LoadedModel:
     return loader.load(folder, "float32", probe=False, max_total_tokens=max_total_tokens)
 
 
+ENGINES: list[Engine] = []
+"""Those that were made since they were last checked."""
+
+
 @dataclass
 class Engine:
     """An engine core over ``planes``."""
@@ -305,8 +309,11 @@ class Engine:
     shared_with: Engine | None = None
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
+    asked: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    """The prompts, and how many tokens each may get."""
 
     def __post_init__(self) -> None:
+        ENGINES.append(self)
         layout = layout_from_hf(self.folder, block_size_tokens=self.block_size_tokens)
         other = self.shared_with
         self.planes = (
@@ -334,7 +341,9 @@ class Engine:
         )
 
     def add(self, prompt: list[int], **params: Any) -> str:
-        return self.core.add_request("", prompt, SamplingParams(**params))
+        request_id = self.core.add_request("", prompt, SamplingParams(**params))
+        self.asked[request_id] = prompt, SamplingParams(**params).max_tokens
+        return request_id
 
     def run(self, max_steps: int = 2000) -> None:
         """Step until nothing is left to do."""
@@ -352,8 +361,16 @@ class Engine:
             self.outputs[request_id] = output
         return [each.token_ids for each in self.outputs[request_id].outputs]
 
-    def check_quiet(self) -> None:
-        """Check that nothing is held and that counts add up."""
+    def check_greedy(self, reference: Reference, *request_ids: str) -> None:
+        """Compare these requests' answers, or all, with transformers' of the same length."""
+        for request_id in request_ids or self.asked:
+            assert self.tokens(request_id) == [reference.greedy(*self.asked[request_id])]
+
+    def check(self) -> None:
+        """Check that counts add up, and that nothing is held where no work is left."""
+        if self.core.has_work:
+            self.planes.check_integrity()
+            return
         self.core.settle()
         self.planes.check_integrity()
         for tier in self.planes.pool().usage:

@@ -8,6 +8,9 @@ import pytest
 from backends import ALL, CPUS, DeviceBackend, chosen_backend, in_place_of_the_cpu, used
 
 from data_plane.kernels.backend import Kernels
+from tests.helpers.data import data_rig
+
+sound_rigs = pytest.fixture(autouse=True)(data_rig.sound_rigs)
 
 
 @pytest.fixture(params=ALL)

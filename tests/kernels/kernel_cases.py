@@ -15,7 +15,12 @@ from typing import Any, Literal
 import oracle
 import torch
 
-from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.arguments import (
+    AttentionArguments,
+    HostLengths,
+    SharedPlans,
+    WriteArguments,
+)
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory.pages import PageShape
@@ -59,6 +64,11 @@ class Case:
         options += f"-cap{self.soft_cap}" * (self.soft_cap > 0) + "-sinks" * self.sinks
         options += "-latent" * self.latent
         return f"{lens}-{shape}-{dtypes}{options}"
+
+
+def with_pages(case: Case, pages_dtype: torch.dtype) -> Case:
+    """Return the case with pages of another type; each head of fp8 pages has a scale."""
+    return replace(case, pages_dtype=pages_dtype, scales="head" if pages_dtype in FP8 else None)
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,14 @@ class Batch:
             self.key_scales,
             self.value_scales,
         )
+
+    def with_lengths(
+        self, plans: SharedPlans | None = None, *, tables_may_share: bool = False
+    ) -> AttentionArguments:
+        """The same, with lengths that the host knows too."""
+        starts, contexts = self.query_starts.numpy(), self.context_lens.numpy()
+        lengths = HostLengths(starts, contexts, tables_may_share)
+        return replace(self.to_attend(), lengths=lengths, plans=plans)
 
     def attend(self, *, num_threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """The kernel's output and lse."""

@@ -30,7 +30,16 @@ from tests.helpers.data.executor_twins import (
     run_twins,
 )
 from tests.helpers.data.kernel_faults import FAULTS, with_fault
-from tests.helpers.data.plan_author import HOST, LAYOUT, POOL_ID, ref, set_blocks, span, transfer
+from tests.helpers.data.plan_author import (
+    HOST,
+    LAYOUT,
+    POOL_ID,
+    moved,
+    ref,
+    set_blocks,
+    span,
+    transfer,
+)
 
 GPU = torch.device("cuda", 0)
 LONG_CYCLES = 2_000_000_000  # about a second
@@ -113,20 +122,20 @@ def test_a_planted_fault_is_noticed(fault: str) -> None:
 
 def run_a_prompt(side: Side) -> None:
     """Also loads the kernels that a later plan of 12 tokens takes, because loading may block."""
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    side.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     for layer in LAYERS:
-        side.layer(1, layer, *qkv(12))
+        side.feed(1, layer, *qkv(12))
     side.finish(1)
 
 
 def test_layers_run_ahead_of_the_device_and_the_receipt_waits_for_it(side: Side) -> None:
     run_a_prompt(side)
-    side.start(2, 1, changes=[set_blocks(2, [(2, 1), (3, 1)])], spans=[span(2, 0, 12)])
+    side.start(2, set_blocks(2, [(2, 1), (3, 1)]), span(2, 0, 12))
     tensors = qkv(12)
     torch.cuda.synchronize()
     end = long_work()
     for layer in LAYERS:
-        side.layer(1, layer, *tensors)
+        side.feed(1, layer, *tensors)
     assert not end.query(), "a layer has waited"
     side.finish(1)
     assert end.query()
@@ -135,16 +144,8 @@ def test_layers_run_ahead_of_the_device_and_the_receipt_waits_for_it(side: Side)
 def test_swaps_go_on_beside_the_callers_own_work(side: Side) -> None:
     run_a_prompt(side)
     before = side.blocks(1, 1, 2)
-    side.start(
-        2,
-        1,
-        changes=[
-            set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True),
-            set_blocks(2, [(4, 1)]),
-        ],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-        spans=[span(2, 0, 2)],
-    )
+    move = moved(1, [ref(0), ref(1)], [ref(3, 1, HOST), ref(0, 1, HOST)])
+    side.start(2, *move, set_blocks(2, [(4, 1)]), span(2, 0, 2))
     end = long_work()
     blocks, _ = side.executor.read_blocks(1, 1, range(2))
     assert not end.query(), "the swaps have waited for the caller's work"
@@ -152,24 +153,24 @@ def test_swaps_go_on_beside_the_callers_own_work(side: Side) -> None:
 
 
 def test_threads_with_streams_of_their_own_keep_the_order_of_commands(side: Side) -> None:
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    side.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     tensors = qkv(12)
     torch.cuda.synchronize()
     end = long_work()
-    side.layer(1, 0, *tensors)
+    side.feed(1, 0, *tensors)
     with ThreadPoolExecutor(1, initializer=side.executor.use_own_stream) as other:
         its_own = other.submit(torch.cuda.current_stream, GPU).result()
         assert its_own != torch.cuda.current_stream(GPU)
-        other.submit(side.layer, 1, 1, *tensors).result()
+        other.submit(side.feed, 1, 1, *tensors).result()
         other.submit(side.finish, 1).result()
     assert end.query(), "the other thread's receipt came before this thread's layer was done"
 
 
 def test_a_fence_waits_for_the_device(side: Side) -> None:
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)])
+    side.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 8))
     end = long_work()
-    side.layer(1, 0, *qkv(8))
-    fence = threading.Thread(target=side.executor.fence, args=(side.author.session(1), 1))
+    side.feed(1, 0, *qkv(8))
+    fence = threading.Thread(target=side.fence, args=(1,))
     fence.start()
     fence.join()
     assert end.query()
@@ -179,22 +180,15 @@ def test_a_fence_waits_for_the_device(side: Side) -> None:
 def test_another_tenants_blocks_are_cleared_on_both_tiers(kv_dtype: str) -> None:
     side = Side(replace(LAYOUT, kv_dtype=kv_dtype), device="cuda")
     run_a_prompt(side)
-    side.start(
-        2,
-        1,
-        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-    )
-    side.executor.fence(side.author.session(1), 1)
-    side.executor.open(side.author.grant(3, tenant="another"))
+    side.start(2, *moved(1, [ref(0), ref(1)], [ref(3, 1, HOST), ref(0, 1, HOST)]))
+    side.fence(1)
+    side.open(3, tenant="another")
     side.start(
         1,
-        3,
-        changes=[
-            set_blocks(1, [(1, 2), (0, 2), (5, 1)]),
-            set_blocks(2, [(0, 2), (3, 2)], tier=HOST),
-        ],
-        transfers=[transfer(ref(0, 2), ref(5, 1))],
+        set_blocks(1, [(1, 2), (0, 2), (5, 1)]),
+        set_blocks(2, [(0, 2), (3, 2)], tier=HOST),
+        transfer(ref(0, 2), ref(5, 1)),
+        session_id=3,
     )
     assert not side.blocks(3, 1, 3).any()
     assert not side.blocks(3, 2, 2).any()
@@ -202,19 +196,19 @@ def test_another_tenants_blocks_are_cleared_on_both_tiers(kv_dtype: str) -> None
 
 
 def test_what_a_kernel_could_not_follow_takes_the_receipt(side: Side) -> None:
-    side.start(1, 1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)])
-    side.layer(1, 0, *qkv(8))
+    side.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 8))
+    side.feed(1, 0, *qkv(8))
     run = side.executor._sessions.get(1).latest
     assert run is not None
     run.attention[0].slots.fill_(10**6)
-    side.layer(1, 1, *qkv(8))
+    side.feed(1, 1, *qkv(8))
     with pytest.raises(InternalError, match="slots"):
         side.executor.receipt(1)
     side.outputs[1].clear()
     whole = set_blocks(1, [(0, 1)], allocated=False)
-    side.start(3, 1, previous=0, resync=True, changes=[whole], spans=[span(1, 0, 8)])
+    side.start(3, whole, span(1, 0, 8), previous=0, resync=True)
     for layer in LAYERS:
-        side.layer(1, layer, *qkv(8))
+        side.feed(1, layer, *qkv(8))
     side.finish(1)
 
 

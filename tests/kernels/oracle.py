@@ -65,19 +65,6 @@ def paged_attention(
     return torch.cat(outs), torch.cat(lses)
 
 
-def merged(
-    *states: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the same queries to several ranges of positions, from the output [num_tokens,
-    num_heads, value_head_size] and the lse [num_tokens, num_heads] of each range.
-    """
-    lses = torch.stack([lse.double() for _, lse in states])
-    lse = lses.logsumexp(dim=0)
-    weights = (lses - lse).exp()
-    outs = torch.stack([out.double() for out, _ in states])
-    return (weights[..., None] * outs).sum(dim=0), lse
-
-
 def gather(
     keys: torch.Tensor,
     values: torch.Tensor,

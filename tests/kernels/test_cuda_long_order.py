@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from backends import DeviceBackend
 from kernel_cases import Batch, Case, build
-
-from data_plane.kernels.arguments import HostLengths
 
 GROUP = 2
 LONGEST_ITEM = 256  # tokens: long contexts are cut into splits of four times 64
@@ -32,11 +29,9 @@ def planned(device: DeviceBackend, batch: Batch) -> list[list[int]]:
     """Three arrays of the plan: the items of short sequences up to each, the order of the long
     ones, and their items in it.
     """
-    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy(), False)
-    arguments = replace(device._all_there(batch.to_attend()), lengths=lengths)
-    memory = device.kernels.plan(arguments).memory.cpu()
+    memory = device.kernels.plan(device._all_there(batch.with_lengths())).memory.cpu()
     device.kernels.check_faults()
-    num_sequences = len(lengths.context_lens)
+    num_sequences = len(batch.context_lens)
     first = _rounded_up(SEQUENCE_BYTES * num_sequences)
     of_each = _rounded_up(4 * num_sequences)
     starts = [first + i * of_each for i in range(3)]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from backends import DeviceBackend
-from kernel_cases import FP8, Batch, Case, assert_same_bits, build
+from kernel_cases import FP8, Batch, Case, assert_same_bits, build, with_pages
 
-from data_plane.kernels.arguments import AttentionArguments, HostLengths, SharedPlans
+from data_plane.kernels.arguments import AttentionArguments, SharedPlans
 from data_plane.kernels.backends.cuda import MAX_SHARED_PLANS
 from kvplane.errors import InvalidRequestError
 from tests.helpers.data.data_rig import Rig
@@ -28,11 +28,6 @@ def layers_of(case: Case) -> list[Batch]:
     return [first, *(replace(layer, block_tables=first.block_tables) for layer in others)]
 
 
-def with_lengths(batch: Batch, plans: SharedPlans | None) -> AttentionArguments:
-    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy(), False)
-    return replace(batch.to_attend(), lengths=lengths, plans=plans)
-
-
 def launches_of(device: DeviceBackend, arguments: AttentionArguments) -> tuple[torch.Tensor, int]:
     """The output, and how many kernels were launched for it: 0 on a GPU, which does not tell."""
     if device.torch_device.type == "cuda":
@@ -46,12 +41,12 @@ def launches_of(device: DeviceBackend, arguments: AttentionArguments) -> tuple[t
 def test_layers_that_share_a_plan_give_the_bits_of_layers_that_do_not(
     device: DeviceBackend, dtype: torch.dtype, pages_dtype: torch.dtype
 ) -> None:
-    case = Case(lens=LENS, heads=(2, 1), head_size=16, dtype=dtype, pages_dtype=pages_dtype)
-    layers = layers_of(replace(case, scales="head" if pages_dtype in FP8 else None))
+    case = Case(lens=LENS, heads=(2, 1), head_size=16, dtype=dtype)
+    layers = layers_of(with_pages(case, pages_dtype))
     plans, launches = SharedPlans(), []
     for layer in layers:
-        alone, num_alone = launches_of(device, with_lengths(layer, None))
-        out, num_launches = launches_of(device, with_lengths(layer, plans))
+        alone, num_alone = launches_of(device, layer.with_lengths())
+        out, num_launches = launches_of(device, layer.with_lengths(plans))
         assert_same_bits(out, alone)
         launches.append(num_alone - num_launches)
     assert launches == [0, 1, 1] or device.torch_device.type == "cuda"
@@ -64,8 +59,8 @@ def test_a_call_that_needs_another_plan_makes_it(device: DeviceBackend) -> None:
     batch = build(Case(lens=SHORT, heads=(2, 1), head_size=16, dtype=BFLOAT))
     for window in (0, 100, 0, 100):
         windowed = replace(batch, window=window)
-        alone = device.paged_attention(with_lengths(windowed, None))
-        assert_same_bits(device.paged_attention(with_lengths(windowed, plans)), alone)
+        alone = device.paged_attention(windowed.with_lengths())
+        assert_same_bits(device.paged_attention(windowed.with_lengths(plans)), alone)
     assert len(plans.made) == 2
 
 
@@ -73,15 +68,15 @@ def test_a_batch_keeps_a_few_plans_whatever_its_callers_ask_for(device: DeviceBa
     plans = SharedPlans()
     batch = build(Case(lens=SHORT, heads=(2, 1), head_size=16, dtype=BFLOAT))
     for window in range(1, MAX_SHARED_PLANS + 4):
-        device.paged_attention(with_lengths(replace(batch, window=window), plans))
+        device.paged_attention(replace(batch, window=window).with_lengths(plans))
         assert len(plans.made) <= MAX_SHARED_PLANS
-    alone = device.paged_attention(with_lengths(batch, None))
-    assert_same_bits(device.paged_attention(with_lengths(batch, plans)), alone)
+    alone = device.paged_attention(batch.with_lengths())
+    assert_same_bits(device.paged_attention(batch.with_lengths(plans)), alone)
 
 
 def test_a_plan_is_refused_for_another_batch(device: DeviceBackend) -> None:
     batch = build(Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT))
-    kernels, arguments = device.kernels, with_lengths(batch, None)
+    kernels, arguments = device.kernels, batch.with_lengths()
     if device.torch_device.type == "cuda":
         arguments = device._all_there(arguments)
     plan = kernels.plan(arguments)
@@ -110,11 +105,11 @@ def test_a_plan_is_refused_for_another_batch(device: DeviceBackend) -> None:
 
 def test_a_batch_that_needs_several_calls_is_planned_for_each(device: DeviceBackend) -> None:
     batch = build(Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT))
-    expected = device.paged_attention(with_lengths(batch, None))
+    expected = device.paged_attention(batch.with_lengths())
     device.kernels.max_workspace_bytes = 3_000
     plans = SharedPlans()
     for _ in range(2):
-        assert_same_bits(device.paged_attention(with_lengths(batch, plans)), expected)
+        assert_same_bits(device.paged_attention(batch.with_lengths(plans)), expected)
     assert list(plans.made.values()) == [None]
 
 
@@ -125,7 +120,7 @@ def test_the_layers_of_a_step_share_one_plan() -> None:
     native, launches = kernels._module, []
     for number in (2, 3):
         start = native.num_launches()
-        rig.start(number, spans=[span(1, 12 if number == 2 else 13, 1)])
+        rig.start(number, span(1, 12 if number == 2 else 13, 1))
         for layer in (0, 1):
             rig.layer(layer, 1)
             launches.append(native.num_launches() - start)

@@ -7,12 +7,18 @@ The emulator refuses a launch that asks for more than the block it is told to ha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 from backends import DeviceBackend, used
-from kernel_cases import FP8, Case, assert_as_exact_as_torch, assert_same_bits, build
+from kernel_cases import (
+    FP8,
+    Case,
+    assert_as_exact_as_torch,
+    assert_same_bits,
+    build,
+    with_pages,
+)
 from launched import launched_kernels
 from test_oracle_bits import assert_same, rows_of
 
@@ -58,7 +64,7 @@ def test_attention_is_right_where_a_block_has_99_kib(
 ) -> None:
     backend.native.set_shared_bytes_of_block(SMALL_BYTES)
     case = Case(lens=LENS, heads=(group, 1), head_size=head_size, dtype=dtype)
-    assert_as_exact_as_torch(replace_pages(case, pages_dtype))
+    assert_as_exact_as_torch(with_pages(case, pages_dtype))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_a_shorter_ring_of_tiles_gives_the_same_bits(
     backend: DeviceBackend, pages_dtype: torch.dtype, head_size: int, group: int
 ) -> None:
     case = Case(lens=LENS, heads=(group, 1), head_size=head_size, dtype=BFLOAT)
-    batch = build(replace_pages(case, pages_dtype))
+    batch = build(with_pages(case, pages_dtype))
     expected, expected_lse = batch.attend()
     for shared_bytes in (A100_BYTES, SMALL_BYTES):
         backend.native.set_shared_bytes_of_block(shared_bytes)
@@ -98,7 +104,7 @@ def test_a_ring_has_the_tiles_that_a_device_has_room_for(
     backend: DeviceBackend, pages_dtype: torch.dtype, head_size: int, stages: tuple[int, ...]
 ) -> None:
     case = Case(lens=((1, 150),), heads=(2, 1), head_size=head_size, dtype=BFLOAT)
-    batch = build(replace_pages(case, pages_dtype))
+    batch = build(with_pages(case, pages_dtype))
     found = []
     for shared_bytes in (LARGE_BYTES, A100_BYTES, SMALL_BYTES):
         backend.native.set_shared_bytes_of_block(shared_bytes)
@@ -117,8 +123,3 @@ def test_a_row_has_the_bits_of_its_sequence_alone_on_a_small_device(
     answer = batch.attend()
     for s in range(len(LENS)):
         assert_same(batch.only([s]).attend(), rows_of(batch, answer, [s]))
-
-
-def replace_pages(case: Case, pages_dtype: torch.dtype) -> Case:
-    is_scaled = pages_dtype in FP8
-    return replace(case, pages_dtype=pages_dtype, scales="head" if is_scaled else None)

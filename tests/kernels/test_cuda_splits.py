@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from backends import DeviceBackend, chosen_backend, in_place_of_the_cpu
-from kernel_cases import FP8, Batch, Case, assert_as_exact_as_torch, assert_same_bits, build
+from kernel_cases import FP8, Case, assert_as_exact_as_torch, assert_same_bits, build
 from launched import Launched, launched_kernels
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths, SharedPlans
@@ -19,11 +19,6 @@ E4M3, _ = FP8
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
 GIB = 1 << 30
 pytestmark = pytest.mark.usefixtures("device")
-
-
-def with_lengths(batch: Batch) -> AttentionArguments:
-    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy(), False)
-    return replace(batch.to_attend(), lengths=lengths)
 
 
 def of_lengths(
@@ -95,7 +90,7 @@ def test_tiles_are_as_wide_as_the_widest_short_sequence_beside_a_prefill_too(
     """A column is eight rows. Keys and values are read once for each tile of rows."""
     batch = build(Case(lens=lens, heads=(4, 1), head_size=64, dtype=BFLOAT))
     expected, _ = batch.attend()
-    arguments = replace(with_lengths(batch), max_query_len=max(length for length, _ in lens))
+    arguments = replace(batch.with_lengths(), max_query_len=max(length for length, _ in lens))
     if with_plan:
         arguments = replace(arguments, plans=SharedPlans())
     launches_of(device)
@@ -144,7 +139,7 @@ def test_a_batch_that_needs_too_much_memory_runs_in_parts_with_the_same_bits(
     for device.kernels.max_workspace_bytes in (GIB, max_workspace_bytes):
         launches_of(device)
         lse = torch.full_like(expected_lse, torch.nan)
-        assert_same_bits(device.paged_attention(with_lengths(batch), lse=lse), expected)
+        assert_same_bits(device.paged_attention(batch.with_lengths(), lse=lse), expected)
         assert_same_bits(lse, expected_lse)
         launches.append(len(launches_of(device)))
     if device.torch_device.type == "cpu":

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_plane import Executor
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.errors import InternalError
@@ -17,8 +16,7 @@ from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.executor_twins import run_twins
 from tests.helpers.data.kernel_faults import FAULTS, with_fault
 from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
-from tests.helpers.data.latest_plan import of_latest
-from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, PlanAuthor, set_blocks, span, tokens
+from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, set_blocks, span, tokens
 
 BACKENDS = {"cpu": lambda: CpuKernels(1), "emulated": emulated_kernels}
 
@@ -61,7 +59,7 @@ def test_a_fault_can_be_planted_in_any_kernels(kernels: Kernels, fault: str) -> 
 def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
     rig = Rig(kernels=emulated_kernels())
     rig.admit(1)
-    rig.start(2, spans=[span(1, 12, 1)])
+    rig.start(2, span(1, 12, 1))
     rig.layer(0, 1)
     run = rig.executor._sessions.get(1).latest
     assert run is not None
@@ -71,7 +69,7 @@ def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
         with pytest.raises(InternalError, match="bad argument: slots: must be slots"):
             rig.executor.receipt(1)
     whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
-    again = rig.run(5, previous=0, resync=True, changes=[whole], spans=[span(1, 12, 1)])
+    again = rig.run(5, whole, span(1, 12, 1), previous=0, resync=True)
     assert again.plan_number == 5
 
 
@@ -84,14 +82,10 @@ def layout_of(kv_dtype: str) -> Layout:
     "kv_dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 )
 def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -> None:
-    layout = layout_of(kv_dtype)
-    executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
+    rig = Rig(layout=layout_of(kv_dtype), kernels=kernels)
+    executor = rig.executor
     executor.pools.device_tier.view(torch.uint8).fill_(0x33)
-    author = PlanAuthor(executor.epoch, layout=layout)
-    executor.install(1, author.key)
-    executor.open(author.grant())
-    whole = set_blocks(1, [(2, 1), (1, 1)])
-    executor.start(1, author.plan(1, changes=[whole], spans=[span(1, 3, BLOCK_SIZE)]))
+    rig.start(1, set_blocks(1, [(2, 1), (1, 1)]), span(1, 3, BLOCK_SIZE))
     shape = (2, 2, 2, 2, BLOCK_SIZE, 16)
     blocks = torch.empty(shape, dtype=executor.pools.device_tier.dtype)
     bits = blocks.view(torch.uint8)
@@ -108,17 +102,12 @@ def test_blocks_written_whole_keep_their_bits(kernels: Kernels, kv_dtype: str) -
 
 
 def test_scales_reach_the_kernels_that_write_and_those_that_attend(kernels: Kernels) -> None:
-    layout = layout_of("float8_e4m3fn")
-    executor = Executor(layout, pool_id="pool", num_device_blocks=4, kernels=kernels)
-    author = PlanAuthor(executor.epoch, layout=layout)
-    executor.install(1, author.key)
-    executor.open(author.grant())
-    plan = author.plan(1, changes=[set_blocks(1, [(2, 1)])], spans=[span(1, 0, 1)])
-    executor.start(1, plan)
+    rig = Rig(layout=layout_of("float8_e4m3fn"), kernels=kernels)
+    rig.start(1, set_blocks(1, [(2, 1)]), span(1, 0, 1))
     key, value = tokens(1, seed=1) * 100, tokens(1, seed=2) * 300
     # One token alone attends to itself, so that the answer is its value as it was rounded.
     for layer, scale in ((0, 0.25), (1, 4.0)):
-        output = executor.layer(1, layer, tokens(1, 4), key, value, **of_latest(executor))
+        output = rig.run_layer(layer, tokens(1, 4), key, value)
         assert output is not None
         rounded = (value / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
         torch.testing.assert_close(output, rounded.repeat_interleave(2, dim=1))

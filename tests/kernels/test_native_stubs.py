@@ -33,22 +33,13 @@ def stub_of(name: str) -> Stub:
 
 
 @pytest.mark.parametrize("name", ("_native", "_cuda"))
-def test_a_stub_names_what_its_module_holds(name: str) -> None:
+def test_a_stub_has_the_names_arguments_and_classes_of_its_module(name: str) -> None:
     stub = stub_of(name)
     held = {n for n in vars(stub.module) if not n.startswith("__")}
     assert stub.names() == held - (OF_THE_EMULATOR if name == "_cuda" else set())
-
-
-@pytest.mark.parametrize("name", ("_native", "_cuda"))
-def test_functions_of_a_stub_take_the_arguments_of_the_module(name: str) -> None:
-    stub = stub_of(name)
     assert len(stub.functions()) >= 6
     stub.check_functions()
-
-
-@pytest.mark.parametrize("name", ("_native", "_cuda"))
-def test_classes_of_a_stub_are_those_of_the_module(name: str) -> None:
-    stub_of(name).check_classes()
+    stub.check_classes()
 
 
 def test_the_package_gives_the_native_module_whole() -> None:

@@ -327,7 +327,7 @@ POOL = (3, 2, 2, 4, 8)
 @pytest.mark.parametrize(
     ("pairs", "field"),
     [
-        (torch.tensor([[0, 1], [5, 0]]), "pairs[1, 0]"),
+        (torch.tensor([[0, 1], [2, 3], [5, 0]]), "pairs[2, 0]"),
         (torch.tensor([[0, 1], [0, 5]]), "pairs[1, 1]"),
         (torch.tensor([[0, 1], [-1, 0]]), "pairs[1, 0]"),
         (torch.tensor([[0, 1], [0, -(2**63)]]), "pairs[1, 1]"),

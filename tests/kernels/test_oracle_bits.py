@@ -12,7 +12,6 @@ from pathlib import Path
 
 import kvplane_kernels as native
 import numpy as np
-import oracle
 import pytest
 import torch
 from backends import ALL, CPUS, DeviceBackend
@@ -20,7 +19,6 @@ from emulated_build import ROOT
 from emulated_build import build as build_program
 from kernel_cases import FLOATS, FP8, Batch, Case, assert_same_bits, build, has_bits_of_its_own
 
-from data_plane.kernels.arguments import HostLengths
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.backends.cuda import CudaKernels
@@ -358,27 +356,6 @@ def test_random_tables_that_share_give_the_bits_of_each_alone(
     assert_same(answer, apart(device, batch))
 
 
-def test_shared_blocks_give_what_float64_gives(cpu: str) -> None:
-    batch = sharing(Case(lens=OF_CPU, heads=(8, 2)), 64)
-    out, lse = batch.attend(num_threads=2)
-    tensors = (batch.query, batch.pages, batch.block_tables, batch.query_starts)
-    exact, exact_lse = oracle.paged_attention(*tensors, batch.context_lens, scale=batch.scale)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=2e-6, atol=5e-6)
-
-
-def test_a_prefix_and_the_rest_merge_into_the_whole(cpu: str) -> None:
-    batch = sharing(Case(lens=((1, 1100), (1, 1300), (1, 1030)), heads=(8, 2)), 64)
-    whole, whole_lse = batch.attend()
-    prefix = replace(batch, context_lens=torch.full((3,), 1024))
-    rest = replace(
-        batch, block_tables=batch.block_tables[:, 64:], context_lens=batch.context_lens - 1024
-    )
-    out, lse = oracle.merged(prefix.attend(num_threads=2), rest.attend())
-    torch.testing.assert_close(out, whole.double(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse, whole_lse.double(), rtol=1e-6, atol=1e-6)
-
-
 def test_tiles_that_sequences_share_are_read_once() -> None:
     """shared_reads.cpp counts the reads of the CPU's kernels."""
     if not CPUS:
@@ -404,10 +381,8 @@ def test_what_is_shared_is_read_once_for_as_many_sequences_as_a_tile_has(
     def num_bytes(num: int, kernels: CudaKernels, *, tables_may_share: bool = True) -> int:
         case = Case(lens=((1, 1025),) * num, heads=(4, 1), head_size=64, dtype=BF16)
         batch = sharing(case, 64)
-        starts, lens = batch.query_starts.numpy(), batch.context_lens.numpy()
-        lengths = HostLengths(starts, lens, tables_may_share)
         before = device.native.num_copied_bytes()
-        kernels.paged_attention(replace(batch.to_attend(), lengths=lengths))
+        kernels.paged_attention(batch.with_lengths(tables_may_share=tables_may_share))
         return int(device.native.num_copied_bytes() - before)
 
     alone = CudaKernels(device.native, device.torch_device, split_tokens=64, share_reads=False)
@@ -430,8 +405,8 @@ def test_a_bad_entry_that_sequences_share_is_reported(device: DeviceBackend) -> 
 def test_a_sequence_without_room_is_reported_and_the_others_share(device: DeviceBackend) -> None:
     batch = sharing(Case(lens=((1, 200),) * 3, heads=(4, 2), head_size=16, dtype=BF16), 11)
     arguments, kernels = device._all_there(batch.to_attend()), device.kernels
-    lengths = HostLengths(batch.query_starts.numpy(), batch.context_lens.numpy())
-    room = int(kernels.count_partials(replace(arguments, lengths=lengths))[:2].sum())
+    known = device._all_there(batch.with_lengths(tables_may_share=True))
+    room = int(kernels.count_partials(known)[:2].sum())
     num_bytes = kernels.attention_workspace_bytes(arguments, room)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
     out = kernels.paged_attention(arguments, workspace=workspace)

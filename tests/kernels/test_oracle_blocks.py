@@ -32,24 +32,10 @@ def random_pairs(num_pairs: int, num_from: int, num_to: int) -> torch.Tensor:
 def test_copies_inside_a_pool_are_done_in_order(backend: Kernels, dtype: torch.dtype) -> None:
     pool = new_pool(10, dtype)
     expected = pool.clone()
-    pairs = random_pairs(256, 10, 10)
+    pairs = random_pairs(256, 10, 10)  # also of a block with itself, and of blocks just written
     for source, destination in pairs.tolist():
         expected[destination] = expected[source].clone()
     backend.copy_blocks(pool, pairs)
-    assert_same_bits(pool, expected)
-
-
-def test_a_later_pair_reads_what_an_earlier_one_wrote(backend: Kernels) -> None:
-    pool = new_pool(4)
-    first = pool[0].clone()
-    backend.copy_blocks(pool, torch.tensor([[0, 1], [1, 2], [2, 3]]))
-    assert_same_bits(pool[3], first)
-
-
-def test_a_block_copied_to_itself_stays(backend: Kernels) -> None:
-    pool = new_pool(4)
-    expected = pool.clone()
-    backend.copy_blocks(pool, torch.tensor([[2, 2]]))
     assert_same_bits(pool, expected)
 
 
@@ -65,16 +51,6 @@ def test_swaps_move_blocks_between_pools_of_other_sizes(
     before = device.clone()
     backend.swap_blocks(device, host, pairs)
     assert_same_bits(host, expected)
-    assert_same_bits(device, before)
-
-
-def test_a_swap_there_and_back_gives_the_same_bits(backend: Kernels) -> None:
-    device, host = new_pool(8, torch.bfloat16), new_pool(8, torch.bfloat16)
-    before = device.clone()
-    out = torch.stack((torch.arange(8), torch.randperm(8)), dim=1)
-    backend.swap_blocks(device, host, out)
-    device.fill_(torch.nan)
-    backend.swap_blocks(host, device, out.flip(1))
     assert_same_bits(device, before)
 
 
@@ -136,15 +112,6 @@ def test_of_equal_ids_the_last_block_stays(backend: Kernels) -> None:
     blocks = torch.randn(2, 3, 2, 1, 4, 8)
     backend.scatter_blocks(pool, torch.tensor([1, 1, 1]), blocks)
     assert_same_bits(pool[1], blocks[:, 2])
-
-
-def test_runs_of_neighbours_are_swapped_as_singles_are(backend: Kernels) -> None:
-    source, destination = torch.randn(2, 12, 1, 2, 1, 4, 8).unbind()
-    pairs = torch.tensor([[0, 4], [1, 5], [2, 6], [9, 7], [10, 8], [11, 0], [5, 1]])
-    expected = destination.clone()
-    expected[pairs[:, 1]] = source[pairs[:, 0]]
-    backend.swap_blocks(source, destination, pairs)
-    assert_same_bits(destination, expected)
 
 
 BLOCK = (2, 1, 16, 64)  # [2, num_kv_heads, block_size, head_size]: 2^11 elements

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from backends import DeviceBackend
-from kernel_cases import FLOATS, FP8, Case, assert_same_bits, build
+from kernel_cases import FLOATS, FP8, Case, assert_same_bits, build, with_pages
 from test_oracle_bits import assert_same, at_an_odd_address
 
 from data_plane.kernels.backend import Kernels
@@ -207,8 +207,8 @@ def test_values_may_be_scaled_by_a_number_near_the_smallest(
 def test_pages_that_no_16_bytes_fit_are_taken_all_the_same(
     device: DeviceBackend, pages_dtype: torch.dtype, offset: int
 ) -> None:
-    case = Case(lens=((1, 100), (20, 50)), dtype=BF16, pages_dtype=pages_dtype, head_size=24)
-    batch = build(replace(case, scales="head" if pages_dtype in FP8 else None))
+    case = Case(lens=((1, 100), (20, 50)), dtype=BF16, head_size=24)
+    batch = build(with_pages(case, pages_dtype))
     exact, _ = batch.oracle(torch.float64)
     out, _ = replace(batch, pages=at_an_odd_address(batch.pages, offset)).attend()
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=0.02)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from backends import DeviceBackend
-from kernel_cases import Batch, Case, assert_same_bits, build
+from kernel_cases import Case, assert_same_bits, build
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths
 from data_plane.kernels.backends.cuda import CudaKernels, StepMemory
@@ -46,15 +46,6 @@ class Counted(CudaKernels):
         return made
 
 
-def arguments_of(device: DeviceBackend, batch: Batch) -> AttentionArguments:
-    return device._all_there(batch.to_attend())
-
-
-def with_lengths(arguments: AttentionArguments) -> AttentionArguments:
-    starts, contexts = arguments.query_starts.cpu().numpy(), arguments.context_lens.cpu().numpy()
-    return replace(arguments, lengths=HostLengths(starts, contexts, False))
-
-
 def test_steps_and_calls_together_take_what_a_pool_leaves_free(device: DeviceBackend) -> None:
     kernels = Counted(device)
     batches = [
@@ -69,12 +60,12 @@ def test_steps_and_calls_together_take_what_a_pool_leaves_free(device: DeviceBac
             memory = StepMemory(kernels)
             memory.begin()
             # Without room its kernels report a fault, which nobody asks for here.
-            memory.attend(arguments_of(device, batch), None)
+            memory.attend(device._all_there(batch.to_attend()), None)
             steps.append(memory)
             plan_bytes += kernels.plan_bytes(batch.to_attend())
     assert kernels.peak_bytes <= MAX_BYTES // 2 + plan_bytes
     for batch, right in zip(batches, expected, strict=True):
-        arguments = with_lengths(arguments_of(device, batch))
+        arguments = device._all_there(batch.with_lengths())
         assert_same_bits(kernels.paged_attention(arguments).cpu(), right)
     assert kernels.peak_bytes <= MAX_BYTES + plan_bytes < kernels.scratch_bytes
 
@@ -88,7 +79,7 @@ def test_a_step_has_the_bits_of_a_call_in_memory_that_it_shares(device: DeviceBa
     for _ in range(2):
         for step, batch in zip(steps, batches, strict=True):
             step.begin()
-            out = step.attend(arguments_of(device, batch), None)
+            out = step.attend(device._all_there(batch.to_attend()), None)
             kernels.check_faults()
             assert_same_bits(out.cpu(), batch.attend()[0])
     first, second = (kernels.attention_workspace_bytes(b.to_attend()) for b in batches)
@@ -102,7 +93,7 @@ def test_what_a_step_has_no_room_for_is_refused_before_it_runs(device: DeviceBac
         batch = build(Case(lens=LENS, heads=(heads, 2), head_size=32, dtype=BFLOAT))
         memory = StepMemory(kernels)
         memory.begin()
-        memory.attend(arguments_of(device, batch), None)
+        memory.attend(device._all_there(batch.to_attend()), None)
         memories.append(memory)
     starts = np.arange(7, dtype=np.int64)
     lengths = HostLengths(starts, np.full(6, 300, dtype=np.int64), False)
@@ -115,7 +106,7 @@ def test_what_a_step_has_no_room_for_is_refused_before_it_runs(device: DeviceBac
 def test_the_memory_of_steps_that_are_gone_is_there_again(device: DeviceBackend) -> None:
     kernels = Counted(device)
     batch = build(Case(lens=LENS, heads=(4, 2), head_size=32, dtype=BFLOAT))
-    arguments = arguments_of(device, batch)
+    arguments = device._all_there(batch.to_attend())
     room, step_room = kernels.room(arguments), kernels.step_room(arguments)
     assert 0 < step_room < room
     memory = StepMemory(kernels)

@@ -82,7 +82,7 @@ def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
     model, eager = tiny_model(model_type), tiny_model(model_type)
     model.set_attn_implementation("kvplane")
     ids = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(1))
-    how = {"do_sample": False, "max_new_tokens": 140, "min_new_tokens": 140, "pad_token_id": 0}
+    how = {"do_sample": False, "max_new_tokens": 40, "min_new_tokens": 40, "pad_token_id": 0}
     with PlaneCache(model, num_device_blocks=256) as cache:
         output = model.generate(ids, **{ARGUMENT: cache}, **how)
         pool = cache.get_pool()

@@ -45,8 +45,8 @@ NUM_LAYERS = 2
 OTHER_UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
 
-# An engine in a process of its own imports torch, which takes seconds. On push, layers of one, its
-# death and its session's end stand for all.
+# An engine in a process of its own imports torch, which takes seconds. On push, layers of one and
+# its session's end stand for all.
 another_process = pytest.mark.nightly
 
 
@@ -359,6 +359,7 @@ async def test_a_session_that_ends_takes_the_region_from_its_engine(
     await rig.num_regions(0)
 
 
+@another_process
 async def test_an_engine_that_dies_takes_no_memory_with_it(rig: Rig, engine: GpuEngine) -> None:
     await rig.engine(engine)
     check_outputs(await engine.soon("run_plan", rig.plan(), NUM_LAYERS, 100), 1)
@@ -383,11 +384,8 @@ UNUSABLE = (
 )
 
 
-# Each starts a process that imports torch.
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [UNUSABLE[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in UNUSABLE[1:])],
-)
+@another_process
+@pytest.mark.parametrize(("fields", "why"), UNUSABLE)
 async def test_an_engine_that_cannot_open_the_region_gives_it_back(
     rig: Rig, engine: GpuEngine, fields: dict[str, Any], why: str
 ) -> None:

@@ -306,24 +306,6 @@ async def test_a_plan_that_was_run_elsewhere_is_not_written_again(rig: Rig) -> N
     other.close()
 
 
-async def test_other_packets_between_bound_ones_are_answered_in_order(rig: Rig) -> None:
-    for _ in range(2):
-        await rig.run()
-    await rig.start()
-    num_native = await rig.num_native()
-    error_of(await rig.peer.ask(b"\xff\xff"))
-    assert (await rig.layer(0)).output.layer == 0
-    assert await rig.num_native() == num_native + 1
-    assert (await rig.layer(0)).output.layer == 0  # again
-    rig.check_output()
-    message = rig.peer.layer(0, 2, seed=100 * rig.number)
-    assert (await rig.peer.ask(layer=message)).output.layer == 0  # and by a message
-    rig.check_output()
-    assert await rig.num_native() == num_native + 2
-    assert (await rig.layer(1)).output.HasField("receipt")
-    await rig.run()
-
-
 async def test_an_output_over_the_tensors_is_left_to_python(rig: Rig) -> None:
     """There it is computed beside them, and copied."""
     for number in (1, 2, 3):
@@ -334,15 +316,6 @@ async def test_an_output_over_the_tensors_is_left_to_python(rig: Rig) -> None:
             assert not (await rig.peer.bind(request)).HasField("error")
             assert (await rig.peer.ask_bound(layer)).output.layer == layer
     assert await rig.num_native() == 0
-
-
-async def test_while_a_client_is_looked_for_others_are_served(rig: Rig) -> None:
-    """Both at once would take a second: that is how long packets are looked for."""
-    for _ in range(3):
-        await rig.run()
-        began_s = time.monotonic()
-        assert await rig.server._worker.run(lambda: 5) == 5
-        assert time.monotonic() - began_s < 0.8
 
 
 @pytest.mark.parametrize("native", ["new", "old", None])

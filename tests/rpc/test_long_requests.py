@@ -73,20 +73,6 @@ async def test_others_are_served_while_a_request_takes_long(
     assert len(result.results) == 5
 
 
-async def test_a_large_plan_is_answered_on_a_stream_too(
-    lingering: Lingering, session: RawSession
-) -> None:
-    lingering.is_enough = True
-    step = long(session)
-    stream: Any = session.stub.StreamSteps()
-    await stream.write(pb.StreamStepsRequest(step=step))
-    answer = await stream.read()
-    assert answer.number == step.number
-    assert len(answer.step.plan.payload) > 300
-    session.ran(answer.step)
-    assert not (await session.step(ops.free([1]))).results[0].failures, "its receipt is taken"
-
-
 async def test_the_sessions_own_requests_wait_and_keep_their_order(
     lingering: Lingering, session: RawSession, other: RawSession
 ) -> None:

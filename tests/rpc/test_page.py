@@ -250,6 +250,7 @@ def look(browser: Browser, wanted: str) -> dict[str, Any]:
     return shown
 
 
+@pytest.mark.nightly  # starts chromium; what it is told is tested above
 async def test_a_browser_draws_it_and_draws_it_again_when_it_changes(
     planes: Planes, control: ControlClient, data: DataClient
 ) -> None:

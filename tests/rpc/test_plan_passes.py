@@ -67,46 +67,6 @@ async def test_a_plan_runs_pass_by_pass(rig: Served, shared_memory: bool, begins
     check(outputs)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True], ids=["gRPC", "shared memory"])
-async def test_a_stream_that_breaks_in_a_pass_goes_on_with_it(
-    rig: Served, shared_memory: bool
-) -> None:
-    plan, outputs = plan_of(rig.author), []
-    async with (
-        rig.client(shared_memory=shared_memory) as client,
-        await client.open(rig.author.grant()) as execution,
-    ):
-        for of_pass in range(NUM_TOKENS):
-            await execution.start(plan, pass_index=of_pass)
-            for index in LAYERS:
-                if of_pass in (0, 3):
-                    shards_of(execution)[0]._drop()
-                output = await layer(execution, index, of_pass)
-            outputs.append(output)
-        assert rig.author.read_receipt(*execution.receipts).plan_number == 1
-    check(outputs)
-
-
-async def test_native_code_answers_the_layers_of_each_pass(rig: Served) -> None:
-    """In memory that both share, as an engine computes them."""
-    plan, outputs = plan_of(rig.author), []
-    async with (
-        rig.client() as client,
-        await client.open(rig.author.grant()) as execution,
-    ):
-        layers = RegionLayers(shards_of(execution)[0])
-        for of_pass in range(NUM_TOKENS):
-            assert layers.begin(plan, 1, of_pass)
-            own = slice(of_pass, of_pass + 1)
-            for index in LAYERS:
-                output = layers.layer(index, QUERY[own], KEY[own], VALUE[own], AttentionOptions())
-                assert output is not None
-            outputs.append(output)
-        assert await rig.num_native() == NUM_TOKENS * (len(LAYERS) - 1)
-        assert execution.has_run
-    check(outputs)
-
-
 async def test_native_code_refuses_a_late_layer_of_an_earlier_pass(rig: Served) -> None:
     """On a stream that its client has left: it began the pass before, and came with one token."""
     plan, outputs, options = plan_of(rig.author), [], AttentionOptions()

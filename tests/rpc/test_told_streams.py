@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from control_plane.server import registration_server, service
-from control_plane.watching import Follower
+from control_plane.watching import Watcher
 from kvplane import Session, ops
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
@@ -32,7 +32,7 @@ class Told:
         self.followed = Counter[str]()
         self.num_notices = 0
         core = world.server.core
-        take_outgoing, take = core.take_outgoing, Follower.take
+        take_outgoing, take = core.take_outgoing, Watcher.take
         send, push = registration_server.Registrar._send, service._StepStream.push
 
         def counted_outgoing(pool_id: str, shard_index: int) -> Any:
@@ -43,7 +43,7 @@ class Told:
             self.sent[stream.key[0]] += len(messages)
             send(registrar, stream, messages)
 
-        def counted_take(follower: Follower) -> Any:
+        def counted_take(follower: Watcher) -> Any:
             self.followed[follower.pool.id] += 1
             return take(follower)
 
@@ -53,7 +53,7 @@ class Told:
 
         patch.setattr(core, "take_outgoing", counted_outgoing)
         patch.setattr(registration_server.Registrar, "_send", counted_send)
-        patch.setattr(Follower, "take", counted_take)
+        patch.setattr(Watcher, "take", counted_take)
         patch.setattr(service._StepStream, "push", counted_push)
 
 

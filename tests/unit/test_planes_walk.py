@@ -42,7 +42,7 @@ def test_the_walk_knows_what_the_line_took() -> None:
     ):
         engine.step(*operations)
         engine.run_all()
-        engine.submit()
+        engine.step()
     assert waiter.sequences[1].tier == HOST
     for _ in range(3):
         world.clock.now += LEASE_S * 0.4

@@ -4,7 +4,7 @@
         ...  # this process leads; when it no longer does, PlaneUnavailableError is raised
 
 An election decides only which process serves. A former leader can do no harm, because data planes
-refuse lower incarnations, whoever holds the lease: two leaders at a time cost a failed call, never
+refuse lower incarnations, lease or not: two leaders at a time cost a failed call, never
 a wrong byte. Beyond a lease, an elector has to promise that incarnations rise.
 """
 
@@ -24,13 +24,15 @@ _ENDING_S: Final = 0.002
 
 
 class Elector(ABC):
-    """One candidate of one election."""
+    """One candidate (this process) in an election of the leading control plane."""
 
     @asynccontextmanager
     async def lead(self) -> AsyncIterator[int]:
-        """Wait until this process leads; yields its incarnation, above those of earlier leaders.
+        """Wait until this process leads, then yield its incarnation, which is above those of
+        earlier leaders.
 
-        The body is cancelled when leadership is lost. Leaving it lets another lead at once.
+        The body is cancelled when leadership is lost. Leaving the body lets another process lead at
+        once.
         """
         incarnation = await self.win()
         body = asyncio.current_task()
@@ -65,11 +67,13 @@ class Elector(ABC):
 
     @abstractmethod
     async def resign(self) -> None:
-        """Let another lead, if this process still does. Does not raise."""
+        """Give up the leadership, if this process has it, to let another lead. Does not raise."""
 
 
 def next_incarnation(last: int) -> int:
-    """Return an incarnation above ``last``, and above runs that took the clock's nanoseconds."""
+    """Return an incarnation that is above ``last`` and above those of processes that took the
+    clock's nanoseconds for it.
+    """
     return max(last + 1, time.time_ns())
 
 

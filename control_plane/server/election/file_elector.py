@@ -17,14 +17,18 @@ _CHECK_S: Final = 1.0
 
 
 class FileElector(Elector):
-    """``path``: on a local file system. ``path``.incarnation has the last leader's."""
+    """An election by a lock on the file ``path``, on a local file system. The file
+    ``path``.incarnation keeps the incarnation of the last leader.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = -1
 
     async def win(self) -> int:
-        """Raises OSError when a file cannot be written, ValueError for a malformed counter."""
+        """Wait until this process holds the lock; returns its incarnation. Raises OSError when a
+        file cannot be written, ValueError for a malformed counter.
+        """
         while not self._try_to_lock():
             await asyncio.sleep(_POLL_S)
         counter = self._path.with_name(f"{self._path.name}.incarnation")
@@ -34,12 +38,12 @@ class FileElector(Elector):
         return incarnation
 
     async def hold(self) -> None:
-        """Wait until the file is replaced or removed: other processes can then lock a new one."""
+        """Wait until the lock's file is replaced or removed: others can then lock a new one."""
         while self._is_locked():
             await asyncio.sleep(_CHECK_S)
 
     async def resign(self) -> None:
-        """Release the lock."""
+        """Release the lock, so that another process can lead."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -67,7 +71,7 @@ class FileElector(Elector):
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and so that it survives a power failure."""
+    """Replace a file's content atomically, and so that it survives a power failure."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)

@@ -36,7 +36,9 @@ Lease = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KubernetesApi:
-    """The API server. ``token_file`` is read again for each call, as tokens are replaced."""
+    """A client of the Kubernetes API server. ``token_file`` is read again for each call, as tokens
+    are replaced.
+    """
 
     url: str
     token_file: Path | None = None
@@ -44,14 +46,18 @@ class KubernetesApi:
 
     @classmethod
     def of_pod(cls, host: str, port: str) -> KubernetesApi:
-        """Use a pod's service account; the arguments are in the pod's environment."""
+        """Return a client with the pod's service account; the pod's environment has the
+        arguments.
+        """
         host = f"[{host}]" if ":" in host else host
         return cls(
             f"https://{host}:{port}", _SERVICE_ACCOUNT / "token", _SERVICE_ACCOUNT / "ca.crt"
         )
 
     def call(self, method: str, path: str, body: Lease | None, timeout_s: float) -> Lease:
-        """Send a request; returns the answer. Blocks. Raises urllib.error.HTTPError or OSError."""
+        """Send a request and return its answer. Blocks. Raises urllib.error.HTTPError or
+        OSError.
+        """
         request = urllib.request.Request(f"{self.url}{path}", method=method)
         request.add_header("Content-Type", "application/json")
         if self.token_file is not None:
@@ -67,7 +73,9 @@ class KubernetesApi:
 
 
 class KubernetesElector(Elector):
-    """``address``: this process's, for standbys; empty for none."""
+    """An election by a Lease of Kubernetes. ``address``: where standbys reach this process to see
+    whether it lives, empty for nowhere.
+    """
 
     def __init__(
         self, api: KubernetesApi, namespace: str, name: str, address: str, *, ttl_s: int = 5
@@ -96,7 +104,7 @@ class KubernetesElector(Elector):
                 await asyncio.sleep(RETRY_DELAY_S)
 
     async def hold(self) -> None:
-        """Renew the Lease until it is another's, or may be."""
+        """Renew the Lease until another process holds it, or may hold it."""
         interval_s = self._ttl_s / _RENEWALS_PER_TTL
         while (left_s := self._expires_s - time.monotonic()) > 0:
             await asyncio.sleep(min(interval_s, left_s))
@@ -108,7 +116,7 @@ class KubernetesElector(Elector):
                 _LOGGER.warning("lease not renewed: %s", error)
 
     async def resign(self) -> None:
-        """Release the Lease, unless it is another's already."""
+        """Release the Lease, unless another process already holds it."""
         if self._lease:
             self._lease["spec"]["holderIdentity"] = ""
             try:
@@ -148,7 +156,7 @@ class KubernetesElector(Elector):
             _cancel(dying)
 
     async def _take(self, lease: Lease) -> int:
-        """Become the holder; returns the incarnation. Raises HTTPError 409 if another was first."""
+        """Become the Lease's holder; returns the incarnation. Raises HTTPError 409 if too late."""
         annotations = lease["metadata"].setdefault("annotations", {})
         incarnation = next_incarnation(int(annotations.get(_INCARNATION, 0)))
         annotations |= {_INCARNATION: str(incarnation), _ADDRESS: self._address}
@@ -161,7 +169,7 @@ class KubernetesElector(Elector):
         return incarnation
 
     async def _write(self, lease: Lease) -> None:
-        """Replace the version that was read last. The Lease's time runs from before the request."""
+        """Replace the version read last. The Lease's time runs from before the request."""
         sent_s = time.monotonic()
         lease["spec"]["renewTime"] = _now()
         self._lease = await self._send("PUT", lease)

@@ -29,7 +29,7 @@ from kvplane.transport.renewed import renewed_context
 _LOGGER: Final = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.5
-"""Shortest time between two events."""
+"""Shortest time between two events of a stream, in seconds."""
 _MAX_CONNECTIONS: Final = 32
 _MAX_HEAD_BYTES: Final = 16_384
 _HEAD_TIMEOUT_S: Final = 10.0
@@ -51,10 +51,12 @@ View = Callable[[str], list[dict[str, Any]]]
 
 
 class PageServer:
-    """A running page. ``start`` makes it, on the event loop of the core."""
+    """The server of the status page. ``start`` binds it, on the event loop of the core."""
 
     def __init__(self, view: View, access: AccessList, plane: Mapping[str, Any]) -> None:
-        """``view``: the pools as a tenant may see them. ``plane``: facts about the process."""
+        """``view`` returns the pools as a tenant may see them. ``plane``: facts about the
+        process.
+        """
         self._view = view
         self._access = access
         self._plane = plane
@@ -64,14 +66,14 @@ class PageServer:
         self.port = 0
 
     async def start(self, host: str, port: int, tls: ServerTls | None) -> None:
-        """Serve; port 0 picks a free one. Raises OSError when it cannot bind."""
+        """Start to serve; port 0 picks a free one. Raises OSError when it cannot bind."""
         self._server = await asyncio.start_server(
             self._connected, host, port, limit=_MAX_HEAD_BYTES, ssl=_context(tls)
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        """Stop serving, and end the streams."""
+        """Stop serving, and end all event streams."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:
@@ -142,7 +144,7 @@ class PageServer:
     async def _send_events(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tenant: str
     ) -> None:
-        """Send the view now, and whenever it has changed, until the browser leaves."""
+        """Send the pools' state now and whenever it has changed, until the browser leaves."""
         writer.write(_head("200 OK", {"Content-Type": "text/event-stream"}))
         last, said_s = "", time.monotonic()
         while True:
@@ -160,7 +162,7 @@ class PageServer:
                     return  # the browser has left
 
     def _text(self, tenant: str) -> str:
-        """Return the view as JSON, made at most once an interval for all browsers of a tenant."""
+        """Return the pools' state as JSON, made at most once an interval for each tenant."""
         now_s = time.monotonic()
         made_s, text = self._views.get(tenant, (-INTERVAL_S, ""))
         if now_s - made_s >= INTERVAL_S:
@@ -173,8 +175,8 @@ class PageServer:
 
 
 def _is_ours(host: str) -> bool:
-    """Return whether a request's host is an address or localhost. Another name may be one that an
-    attacker's page has pointed here, so that the browser lets that page read the answer.
+    """Return whether a request's Host header is an address or localhost. Another name may be one
+    that an attacker's page has pointed here, so that the browser lets that page read the answer.
     """
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name == "localhost":

@@ -27,7 +27,7 @@ _MEMORY_CALLS: Final = 4
 
 
 def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
-    """Return the arguments for some of the query rows alone. ``lengths`` must not be None."""
+    """Return the attention arguments of some of the query rows. ``lengths`` must be given."""
     lengths = arguments.lengths
     assert lengths is not None
     starts = lengths.query_starts
@@ -50,7 +50,7 @@ def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
 
 
 class SliceSizes:
-    """Estimates how long rows take, from the calls so far."""
+    """Estimates from earlier calls how long the attention of a query row takes."""
 
     def __init__(self) -> None:
         self._pair_s = _FIRST_GUESS_S  # for one query row and one position that it attends to
@@ -74,7 +74,7 @@ class SliceSizes:
 
     @contextmanager
     def timing(self, arguments: AttentionArguments) -> Iterator[None]:
-        """Learn from the call inside."""
+        """Measure the attention call made inside the context, for later estimates."""
         begin_s = time.perf_counter()
         yield
         lengths = arguments.lengths

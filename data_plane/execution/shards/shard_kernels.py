@@ -56,7 +56,7 @@ _DIRECTIONS = {
 
 
 _LayerScales = tuple[torch.Tensor | None, torch.Tensor | None]
-"""One layer's scales of 8-bit keys and of values."""
+"""One layer's scales for keys and for values, where the pool stores 8 bits."""
 
 
 _TIMED_CALLS: Final = 16
@@ -64,7 +64,7 @@ _MAX_PENDING: Final = 1024
 
 
 class ShardKernels:
-    """The kernels of one shard. A layer is given by its index in the shard."""
+    """Calls the kernels on the pools of one shard. A layer is given by its index in the shard."""
 
     def __init__(
         self,
@@ -104,9 +104,10 @@ class ShardKernels:
         value: torch.Tensor | None,
         prefix: str = "",
     ) -> WriteArguments:
-        """Check arguments for ``write``. Raises InvalidRequestError naming the tensor, after
-        ``prefix``, unless key and value are [num_tokens, num_kv_heads, head_size] of the layout's
-        dtype, value with value_head_size, and None where the layer keeps latents.
+        """Check a layer's tensors and return them as arguments for ``write``. Raises
+        InvalidRequestError naming the tensor, after ``prefix``, unless key and value are
+        [num_tokens, num_kv_heads, head_size] of the layout's dtype, value with value_head_size, and
+        None where the layer keeps latents.
         """
         with _errors_under(prefix):
             pages = self._pools.pages(layer)
@@ -117,7 +118,7 @@ class ShardKernels:
         return arguments
 
     def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
-        """Return the options with which a layer attends if a caller passes ``options``."""
+        """Return the options with which a layer attends when a caller passes ``options``."""
         return options.in_group(self._windows[layer])
 
     def attention_arguments(
@@ -129,10 +130,10 @@ class ShardKernels:
         prefix: str = "",
         of_heads: NumbersOfHeads | None = None,
     ) -> AttentionArguments:
-        """Check arguments for ``attend``. ``of_heads``: as in ``AttentionArguments``.
-        Raises InvalidRequestError naming the argument, after ``prefix``, unless the query is
-        [num_tokens, num_heads, head_size] of the layout's dtype and the options fit it, and
-        InternalError when the device failed.
+        """Check a layer's query and options and return them as arguments for ``attend``.
+        ``of_heads``: as in ``AttentionArguments``. Raises InvalidRequestError naming the argument,
+        after ``prefix``, unless the query is [num_tokens, num_heads, head_size] of the layout's
+        dtype and the options fit it, and InternalError when the device failed.
         """
         key_scales, value_scales = self._scales[layer]
         options = self.options_of(layer, options)
@@ -160,7 +161,7 @@ class ShardKernels:
         return arguments
 
     def count(self, bound: BoundLayer, run: RunningPlan, seconds: Sequence[float]) -> None:
-        """Count a call of a bound layer. ``seconds``: how long writing and attending took."""
+        """Add a call of a bound layer to the counters. ``seconds``: of writing, of attending."""
         counters, num_tokens = self._counters, bound.num_tokens
         write_s, attention_s = seconds
         num_context = run.num_context_tokens(bound.window_tokens)
@@ -172,7 +173,7 @@ class ShardKernels:
         counters.num_attention_tokens += num_tokens
 
     def clear(self, blocks: BlocksByTier) -> None:
-        """Zero whole blocks, after all work queued before."""
+        """Zero whole blocks, after all work queued before on the device."""
         for tier_key, of_tier in blocks.items():
             ids = torch.from_numpy(of_tier)
             if tier_of(tier_key) == pb.TIER_HOST:
@@ -201,12 +202,12 @@ class ShardKernels:
         self._counters.transfer_bytes[direction] += num_bytes
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch with its tensors on the kernels' device."""
+        """Return the batch with its tensors moved to the kernels' device."""
         with self._streams.computing():
             return batch.to(self._device)
 
     def step_memory(self) -> StepMemory | None:
-        """Return ``Kernels.step_memory()``."""
+        """Return the memory for captured steps, as ``Kernels.step_memory`` does."""
         return self._kernels.step_memory()
 
     def computing(self) -> AbstractContextManager[None]:
@@ -227,20 +228,20 @@ class ShardKernels:
         return memory.attend(attention, out)
 
     def count_step(self, num_tokens: int, num_layers: int) -> None:
-        """Count a step whose layers were queued by ``queue``, or by a graph."""
+        """Add a step to the counters whose layers were queued by ``queue``, or by a graph."""
         self._counters.num_written_tokens += num_tokens * num_layers
         self._counters.num_attention_tokens += num_tokens * num_layers
 
     def write(self, arguments: WriteArguments) -> None:
-        """Write all spans' keys and values of one layer."""
+        """Write the keys and values of all spans of a plan in one layer."""
         num_bytes = len(arguments.slots) * bytes_of_token(arguments.keys, arguments.values)
         with self._streams.computing(), self._times.timing("write", num_bytes):
             self._kernels.reshape_and_cache(arguments)
         self._counters.num_written_tokens += len(arguments.slots)
 
     def slices(self, lengths: HostLengths | None, slice_s: float | None) -> list[range]:
-        """Cut an attention call into rows that take ``slice_s`` each; none for a call of one slice,
-        and on a GPU.
+        """Divide an attention call into ranges of rows that take ``slice_s`` seconds each. Returns
+        none for a call of one slice, and on a GPU.
         """
         if slice_s is None or lengths is None or self._device.type != "cpu":
             return []
@@ -253,8 +254,9 @@ class ShardKernels:
         num_context_tokens: int,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend for all spans in one layer. Returns [num_tokens, num_heads, value_head_size], in
-        ``out`` if given. ``num_context_tokens``: positions that it reads, for metrics.
+        """Compute the attention of all spans in one layer. Returns [num_tokens, num_heads,
+        value_head_size], in ``out`` if given. ``num_context_tokens``: positions that it reads, for
+        metrics.
         """
         there = {} if out is None else {"out": out}
         num_bytes = num_context_tokens * bytes_of_token(arguments.keys, arguments.values)
@@ -378,7 +380,7 @@ class ShardKernels:
         blocks: torch.Tensor,
         tokens: range,
     ) -> None:
-        """``write_span``, slot by slot."""
+        """Do as ``write_span`` does, with one copy for each slot."""
         block_size = self._block_size_tokens
         start = int(batch.starts[span])
         first = int(batch.first_positions[span]) + tokens.start - first_block * block_size
@@ -396,13 +398,15 @@ class ShardKernels:
                     stored.view(bits)[block_ids, :, offsets] = rows
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse other dtypes than the layout's, which the kernels would accept and round."""
+        """Raise InvalidRequestError for a dtype that is not the layout's: kernels would
+        round it.
+        """
         wanted, has = (str(dtype).removeprefix("torch.") for dtype in (self._dtype, tensor.dtype))
         require(has == wanted, f"must have the layout's dtype {wanted}, has {has}", name)
 
 
 def check_window(window_tokens: int, most: int | None) -> None:
-    """Refuse a window, 0 for none, that reaches back to trimmed entries."""
+    """Raise InvalidRequestError for a window, 0 for none, that reaches trimmed entries."""
     if most is not None:
         require(
             0 < window_tokens <= most,
@@ -414,7 +418,7 @@ def check_window(window_tokens: int, most: int | None) -> None:
 
 @contextmanager
 def _errors_under(prefix: str) -> Iterator[None]:
-    """Put ``prefix`` before the field that an InvalidRequestError names."""
+    """Prefix the field that an InvalidRequestError names, for errors raised inside the context."""
     try:
         yield
     except InvalidRequestError as error:
@@ -422,8 +426,9 @@ def _errors_under(prefix: str) -> Iterator[None]:
 
 
 def layer_scales(layout: Layout, shard: Shard, device: torch.device) -> list[_LayerScales]:
-    """Return a pair for each layer of ``shard``, ascending: float32 [KV heads held of its group]
-    on ``device``, or None where the layout has no scales, which means that all are 1.
+    """Return the scales of keys and values of each layer of ``shard``, ascending: float32 [KV heads
+    held of its group] on ``device``, or None where the layout has no scales, which means that all
+    are 1.
     """
     of_layer: dict[int, _LayerScales] = {}
     for i in range(len(layout.groups)):
@@ -462,12 +467,12 @@ class _KernelTimes(Protocol):
         ...
 
     def collect(self) -> None:
-        """Count the calls that have ended."""
+        """Add the timed calls that have ended to the counters."""
         ...
 
 
 class _HostTimes:
-    """Times kernels on the CPU, where a call has ended when it returns."""
+    """Times kernels on the CPU, where a call has finished when it returns."""
 
     def __init__(self, counters: ExecutorCounters) -> None:
         self._counters = counters
@@ -480,11 +485,11 @@ class _HostTimes:
         self._counters.kernel_bytes[kernel] += num_bytes
 
     def collect(self) -> None:
-        """Do nothing: ``timing`` counts."""
+        """Do nothing, because ``timing`` already counts."""
 
 
 class _DeviceTimes:
-    """Times kernels on a GPU, by events."""
+    """Times kernels on a GPU, by events on the stream."""
 
     def __init__(self, counters: ExecutorCounters) -> None:
         self._counters = counters

@@ -26,14 +26,14 @@ _BATCH: Final = ("bound",)  # among a batch's shared plans
 
 Signature = tuple[Any, ...]
 LayerTensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Query, key and value. Without a query a layer only writes; without a key it only attends."""
+"""Query, key and value of a layer. Without a query it only writes; without a key, attends."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer bound for tensors of one signature. ``token_bytes``: from ``bytes_of_token``.
-    ``held``: tensors whose addresses ``native`` uses. The caller keeps a call's tensors alive until
-    it returns.
+    """A layer whose arguments were checked for tensors of one signature, so that a call needs no
+    more checks. ``token_bytes``: from ``bytes_of_token``. ``held``: tensors whose addresses
+    ``native`` uses. The caller keeps a call's tensors alive until it returns.
     """
 
     native: Any
@@ -45,8 +45,8 @@ class BoundLayer:
     held: tuple[torch.Tensor | None, ...]
 
     def fits(self, batch: StepRows) -> bool:
-        """Return whether the batch has as many tokens, and the layer's window reaches no trimmed
-        entry of its tables.
+        """Return whether the layer may run for this batch: it has as many tokens, and the layer's
+        window reaches no trimmed entry of its tables.
         """
         most = batch.max_window_tokens
         return self.num_tokens == batch.num_tokens and (
@@ -55,7 +55,7 @@ class BoundLayer:
 
 
 class BoundLayers:
-    """The layers of one shard on the CPU. A layer is given by its index."""
+    """Binds and runs the layers of one shard on the CPU. A layer is given by its index."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class BoundLayers:
         bind: Callable[[WriteArguments, AttentionArguments], Any],
         num_threads: Callable[[], int],
     ) -> None:
-        """``bind`` makes the module's BoundLayer. ``num_threads`` returns the threads of a call."""
+        """``bind`` makes the module's BoundLayer. ``num_threads`` returns a call's threads."""
         self._module = module
         self._bind = bind
         self._num_threads = num_threads
@@ -80,8 +80,9 @@ class BoundLayers:
         out: torch.Tensor | None,
     ) -> BoundLayer | None:
         """Return the layer that ``bind`` bound, if these arguments need no more checks; else None.
-        There is a query and a key. Tensors of four dimensions, [num_rows, heads, num_columns,
-        size], stand for [num_rows * num_columns, heads, size] where that is a view of them.
+        Both a query and a key must be given. Tensors of four dimensions, [num_rows, heads,
+        num_columns, size], stand for [num_rows * num_columns, heads, size] where that is a view of
+        them.
         """
         bound = self._of_tensors(layer, tensors, options)
         if bound is None or not bound.fits(batch):
@@ -91,8 +92,8 @@ class BoundLayers:
     def _of_tensors(
         self, layer: int, tensors: LayerTensors, options: AttentionOptions
     ) -> BoundLayer | None:
-        """Return the bound layer; None if it is not bound, or if these arguments differ from the
-        ones that were checked then.
+        """Return the layer as it was bound for tensors and options of this signature; None if it
+        was not.
         """
         query = tensors[0]
         assert query is not None
@@ -123,7 +124,9 @@ class BoundLayers:
         write: WriteArguments,
         attention: AttentionArguments,
     ) -> BoundLayer:
-        """Bind a layer for calls like the one with these arguments. ``options``: the caller's."""
+        """Bind a layer for later calls whose tensors have the same signature as these arguments.
+        ``options``: the caller's.
+        """
         bound = BoundLayer(
             self._bind(write, attention),
             _signature((attention.query, write.key, write.value), options),
@@ -146,10 +149,10 @@ class BoundLayers:
         tensors: LayerTensors,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, float, float]:
-        """Write and attend. Returns the output, which is ``out`` if given, and the seconds that
-        each of them took.
+        """Write and attend with a bound layer that fits the batch. Returns the output, which is
+        ``out`` if given, and the seconds that each of the two took.
 
-        The layer fits the batch. Raises InvalidRequestError for a bad id or length.
+        Raises InvalidRequestError for a bad id or length.
         """
         query, key, value = tensors
         assert query is not None and key is not None
@@ -172,7 +175,7 @@ class BoundLayers:
         return output, write_s, time.perf_counter() - began_s - write_s
 
     def batch(self, batch: StepRows) -> Any:
-        """Return the native object that the layers of ``batch`` share, which the batch keeps."""
+        """Return the native object that all layers of ``batch`` share. The batch keeps it."""
         made = batch.plans.made
         if _BATCH not in made:
             made[_BATCH] = self._bind_batch(batch)
@@ -180,7 +183,7 @@ class BoundLayers:
 
     @property
     def num_threads(self) -> int:
-        """Threads of a call."""
+        """Number of threads of a call."""
         return self._num_threads()
 
     def _bind_batch(self, batch: StepRows) -> Any:
@@ -214,8 +217,8 @@ def _signature(tensors: LayerTensors, options: AttentionOptions) -> Signature:
 
 
 def _of_rows(tensors: LayerTensors) -> LayerTensors | None:
-    """Return [num_rows, heads, num_columns, size] as [num_rows * num_columns, heads, size]; None
-    where these would be copies, or on another device.
+    """Convert [num_rows, heads, num_columns, size] to views [num_rows * num_columns, heads, size];
+    returns None where these would be copies, or are on another device.
     """
     if any(t is not None and (t.dim() != 4 or not t.is_cpu) for t in tensors):
         return None
@@ -227,7 +230,7 @@ def _of_rows(tensors: LayerTensors) -> LayerTensors | None:
 
 
 def _of_any_number(signature: Signature) -> Signature:
-    """Replace each tensor's number of tokens by whether it equals the query's."""
+    """Replace each tensor's number of tokens in a signature by whether it equals the query's."""
     options, *tensors = signature
     num_tokens = tensors[0][0][:1]
     of_one = [t and (t[0][:1] == num_tokens, t[0][1:], *t[1:]) for t in tensors]

@@ -25,7 +25,7 @@ _ON_ONE_THREAD: Final = ("gather_blocks", "scatter_blocks")
 
 
 class CpuKernels(NativeKernels):
-    """The operations of ``data_plane.kernels.backend.Kernels`` on the CPU.
+    """The kernels on the CPU; ``data_plane.kernels.backend.Kernels`` describes the operations.
 
     ``num_threads``: 0 for as many as torch uses. No bit of a result depends on it. Raises
     InvalidRequestError for a number out of range, and when KVPLANE_KERNELS_ISA names an instruction
@@ -67,10 +67,10 @@ class CpuKernels(NativeKernels):
         return BoundLayers(self._module, self._bound_layer, self._threads)
 
     def step_memory(self) -> None:
-        """Return None: a CPU has no graphs."""
+        """Return None, because a CPU has no graphs."""
 
     def check_faults(self) -> None:
-        """Do nothing: each call checks the values of its arguments and raises."""
+        """Do nothing, because each call checks the values of its arguments and raises."""
 
     def _call(self, name: str, **arguments: Any) -> Any:
         if name not in _ON_ONE_THREAD:

@@ -50,30 +50,33 @@ _FAULTS: Final = {
     "BAD_WORKSPACE": ("workspace", "must have room for the partial results of the batch"),
 }
 MAX_WORKSPACE_BYTES: Final = 1 << 30
-"""Bounds the workspaces of all calls together. Attention runs in several calls if one would need
-more for its partial results. Fixed steps keep up to half of it."""
+"""Bound in bytes of the workspaces of all calls together. Attention runs in several calls if one
+would need more for its partial results. Fixed steps keep up to half of it.
+"""
 MAX_SHARED_PLANS: Final = 16
-"""Plans kept for a batch. Callers choose each call's window, and so could fill memory with them."""
+"""Maximum number of work plans kept for a batch. Callers choose each call's window, and so could
+fill memory with them.
+"""
 _SHORT_ROWS: Final = 32
-"""A short sequence has at most this many rows of a KV head, as in csrc/cuda/attention/cutting.h."""
+"""Maximum number of rows of a KV head in a short sequence, as in csrc/cuda/attention/cutting.h."""
 _TENSOR_BYTES: Final = 256 << 20  # for queries, outputs and block tables beside the workspace
 _FINDING_FAULTS: Final = ("reshape_and_cache", "paged_attention", "plan_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How a batch is cut into items of work: ``native`` refers to ``memory``."""
+    """A work plan: how a batch is cut into items of work. ``native`` refers to ``memory``."""
 
     native: Any
     memory: torch.Tensor
     workspace_bytes: int
-    """Size of the workspace of each call that uses the plan."""
+    """Bytes of the workspace of each call that uses the plan."""
 
 
 class StepWorkspaces:
-    """Workspaces of one device's fixed steps, each kept as long as a step uses it. All layer groups
-    and sessions share them: the executor runs its steps one after another, on whatever streams.
-    Only calls without rows can run beside a step, and these write no partial results.
+    """The workspaces of one device's fixed steps, each kept as long as a step uses it. All layer
+    groups and sessions share them: the executor runs its steps one after another, on whatever
+    streams. Only calls without rows can run beside a step, and these write no partial results.
     """
 
     def __init__(self, empty: Callable[[int], torch.Tensor]) -> None:
@@ -104,8 +107,8 @@ class StepWorkspaces:
 
 
 class CudaKernels(NativeKernels):
-    """The operations of ``data_plane.kernels.backend.Kernels`` on one GPU. Of tokens with equal
-    slots, any one may be stored.
+    """The kernels on one GPU; ``data_plane.kernels.backend.Kernels`` describes the operations. Of
+    tokens with equal slots, any one may be stored.
 
     module: the compiled one. device: of all tensors except pairs and block_ids.
     streams: those of the device; the emulator needs none.
@@ -153,7 +156,7 @@ class CudaKernels(NativeKernels):
         return self._module.allocate_shared(device=self._index, num_bytes=num_bytes)
 
     def bound_layers(self) -> None:
-        """Return None: launches are queued, so binding would save little."""
+        """Return None: launches are queued, so binding layers would save little."""
 
     def step_memory(self) -> StepMemory:
         return StepMemory(self)
@@ -167,12 +170,13 @@ class CudaKernels(NativeKernels):
         workspace: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
     ) -> torch.Tensor:
-        """Attend. ``out``: of ``arguments.output_shape`` and the query's dtype, contiguous.
-        ``workspace``: uint8 [num_bytes], of ``attention_workspace_bytes``. Either is allocated if
-        not given; a captured graph needs both, and ``arguments`` made before the capture. ``plan``:
-        made for these lengths and tables; the workspace is then of ``plan.workspace_bytes``. Raises
-        InvalidRequestError, before it allocates, if neither lengths nor a workspace is given and
-        the tables have room for contexts that could need more than ``max_workspace_bytes``.
+        """Compute attention as ``Kernels.paged_attention``. ``out``: of ``arguments.output_shape``
+        and the query's dtype, contiguous. ``workspace``: uint8 [num_bytes], of
+        ``attention_workspace_bytes``. Either is allocated if not given; a captured graph needs
+        both, and ``arguments`` made before the capture. ``plan``: made for these lengths and
+        tables; the workspace is then of ``plan.workspace_bytes``. Raises InvalidRequestError,
+        before it allocates, if neither lengths nor a workspace is given and the tables have room
+        for contexts that could need more than ``max_workspace_bytes``.
         """
         if plan is not None and workspace is None:
             workspace = self.empty(plan.workspace_bytes)
@@ -225,8 +229,8 @@ class CudaKernels(NativeKernels):
     def attention_workspace_bytes(
         self, arguments: AttentionArguments, num_partials: int | None = None
     ) -> int:
-        """Return enough bytes for every batch of these shapes and this window that needs up to
-        ``num_partials`` partial results; None: for any lengths.
+        """Return a workspace size in bytes that suffices for every batch of these shapes and this
+        window with up to ``num_partials`` partial results; None: for any lengths.
         """
         if num_partials is None:
             num_partials = self.max_partials(arguments)
@@ -236,7 +240,7 @@ class CudaKernels(NativeKernels):
         return num_bytes
 
     def max_partials(self, arguments: AttentionArguments) -> int:
-        """Return the most partial results that a batch of these shapes and window can need."""
+        """Return how many partial results a batch of these shapes and window needs at most."""
         count: int = super()._call(
             "max_partials",
             **self._sizes(arguments),
@@ -248,14 +252,14 @@ class CudaKernels(NativeKernels):
         return count
 
     def count_partials(self, arguments: AttentionArguments) -> NDArray[np.int64]:
-        """Return [num_sequences]: the partial results that each sequence needs: one for each split
+        """Return [num_sequences]: how many partial results each sequence needs, one for each split
         and query token, or none for a single split. ``arguments`` must have ``lengths``.
         """
         assert arguments.lengths is not None
         return self._count(self._sizes(arguments), self._options(arguments), arguments.lengths)
 
     def partials_counter(self, arguments: AttentionArguments) -> Callable[[HostLengths], int]:
-        """Return a function that counts the partial results of lengths. It keeps no tensor."""
+        """Return a function that counts the partial results of lengths, keeping no tensor."""
         sizes, options = self._sizes(arguments), self._options(arguments)
         return lambda lengths: int(self._count(sizes, options, lengths).sum())
 
@@ -276,24 +280,26 @@ class CudaKernels(NativeKernels):
 
     @property
     def scratch_bytes(self) -> int:
-        """Device memory that the calls need beside the pools: ``room`` and ``step_room`` keep all
-        workspaces, those of fixed steps too, within ``max_workspace_bytes``.
+        """Bytes on the device that calls need at most beside the pools: ``room`` and ``step_room``
+        keep all workspaces, those of fixed steps too, within ``max_workspace_bytes``.
         """
         return self.max_workspace_bytes + _TENSOR_BYTES
 
     def room(self, arguments: AttentionArguments) -> int:
-        """Return how many partial results a call's workspace can have, beside those of steps."""
+        """Return how many partial results one call's workspace may hold, beside fixed steps'."""
         kept = self._kept_by_steps.num_bytes
         return self._room_in(arguments, self.max_workspace_bytes - kept)
 
     def step_room(self, arguments: AttentionArguments) -> int:
-        """Return how many partial results a workspace of ``step_workspace`` can have."""
+        """Return how many partial results a workspace of ``step_workspace`` may hold."""
         kept = self._kept_by_steps
         new = self.max_workspace_bytes // 2 - kept.num_bytes
         return self._room_in(arguments, max(new, kept.largest))
 
     def step_workspace(self, num_bytes: int) -> torch.Tensor:
-        """Return a workspace that fixed steps keep and share, since they run one after another."""
+        """Return a workspace of at least ``num_bytes`` that fixed steps keep and share, since they
+        run one after another.
+        """
         return self._kept_by_steps.of(num_bytes)
 
     def _room_in(self, arguments: AttentionArguments, num_bytes: int) -> int:
@@ -308,8 +314,8 @@ class CudaKernels(NativeKernels):
         return self.empty(self.attention_workspace_bytes(arguments, num_partials))
 
     def _most_partials(self, arguments: AttentionArguments) -> int:
-        """Return ``max_partials``. Raises InvalidRequestError if there is no room for them: lengths
-        that only the device knows cannot be divided among several calls.
+        """Return ``max_partials`` if the workspace has room for them. Raises InvalidRequestError
+        otherwise: lengths that only the device knows cannot be divided among several calls.
         """
         most = self.max_partials(arguments)
         num_bytes = self.attention_workspace_bytes(arguments, most)
@@ -327,7 +333,7 @@ class CudaKernels(NativeKernels):
 
     @staticmethod
     def plan_key(arguments: AttentionArguments) -> tuple[object, ...]:
-        """Return everything that a plan depends on beside the lengths and tables."""
+        """Return everything that a work plan depends on, except the lengths and tables."""
         query, keys, values = arguments.query, arguments.keys, arguments.values
         of_pages = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
         between = values.data_ptr() - keys.data_ptr()
@@ -338,7 +344,7 @@ class CudaKernels(NativeKernels):
     def _shared_plan(
         self, arguments: AttentionArguments, plans: SharedPlans
     ) -> AttentionPlan | None:
-        """Return the plan of calls like this one; None if one workspace would not suffice."""
+        """Return the work plan shared with other calls; None if one workspace is too small."""
         key = self.plan_key(arguments)
         if key not in plans.made:
             if len(plans.made) >= MAX_SHARED_PLANS:
@@ -351,7 +357,7 @@ class CudaKernels(NativeKernels):
         return plan
 
     def plan_bytes(self, arguments: AttentionArguments) -> int:
-        """Return the size of a plan's memory."""
+        """Return the size in bytes of a work plan's memory."""
         num_sequences = arguments.context_lens.shape[0]
         num_bytes: int = super()._call("attention_plan_bytes", num_sequences=num_sequences)
         return num_bytes
@@ -435,7 +441,7 @@ class CudaKernels(NativeKernels):
                 raise InvalidRequestError(wanted, field=field)
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        """Call on the caller's stream, with the device as the current one."""
+        """Call a native function on the caller's stream, with the device as the current one."""
         if name in _FINDING_FAULTS:
             arguments["faults"] = self._faults.data_ptr()
         if self.device.type != "cuda":
@@ -446,9 +452,9 @@ class CudaKernels(NativeKernels):
 
 
 def _max_short_query_len(arguments: AttentionArguments) -> int:
-    """Return the most query tokens of a short sequence; 0 if the host does not know the lengths.
-    Tiles are then wide enough for the rows of speculative sequences, also in a batch with a
-    prefill, so that these read their keys and values once.
+    """Return the maximum number of query tokens of the batch's short sequences; 0 if the host does
+    not know the lengths. Tiles are then wide enough for the rows of speculative sequences, also in
+    a batch with a prefill, so that these read their keys and values once.
     """
     if arguments.lengths is None:
         return 0
@@ -459,7 +465,9 @@ def _max_short_query_len(arguments: AttentionArguments) -> int:
 
 
 def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of one sequence or more, whose partial results fit in ``room`` if several."""
+    """Divide sequences into consecutive ranges whose partial results fit in ``room``; a range of
+    one sequence may exceed it.
+    """
     first = total = 0
     for i, count in enumerate(counts.tolist()):
         if total + count > room and i > first:
@@ -472,7 +480,7 @@ def _parts(counts: NDArray[np.int64], room: int) -> Iterator[tuple[int, int]]:
 def _part(
     arguments: AttentionArguments, lengths: HostLengths, first: int, end: int
 ) -> tuple[AttentionArguments, slice]:
-    """Return the arguments of sequences first to end - 1, and the range of their query tokens."""
+    """Return the arguments of sequences ``first`` to ``end`` - 1, and their query tokens."""
     tokens = slice(int(lengths.query_starts[first]), int(lengths.query_starts[end]))
     part = replace(
         arguments,
@@ -488,22 +496,22 @@ def _part(
 
 @dataclass(slots=True)
 class _Buffers:
-    """Memory of all calls that can share a plan."""
+    """Memory for a work plan and a workspace, shared by all calls that can share the plan."""
 
     plan_memory: torch.Tensor
     workspace: torch.Tensor
     num_partials: int
-    """Partial results for which the workspace has room."""
+    """Number of partial results for which the workspace has room."""
     count: Callable[[HostLengths], int] | None
-    """Counts the partial results of a batch; None where there is room for those of any batch."""
+    """Counts the partial results of a batch; None where there is room for any batch."""
     plan: Any = None
-    """The plan queued in this step; None before."""
+    """The work plan queued in this step; None before."""
 
 
 class StepMemory:
-    """Plans and workspaces of one layer group's steps. The first call of a kind allocates memory
-    for every batch of its shapes, as far as ``CudaKernels.step_room`` allows; later calls allocate
-    nothing.
+    """Work plans and workspaces for the fixed steps of one layer group. The first call of a kind
+    allocates memory for every batch of its shapes, as far as ``CudaKernels.step_room`` allows;
+    later calls allocate nothing.
     """
 
     def __init__(self, kernels: CudaKernels) -> None:
@@ -511,13 +519,14 @@ class StepMemory:
         self._buffers: dict[tuple[object, ...], _Buffers] = {}
 
     def begin(self) -> None:
-        """Begin a step, before its first layer: its lengths are new, so plans are made again."""
+        """Begin a step before its first layer: work plans are made again for its lengths."""
         for buffers in self._buffers.values():
             buffers.plan = None
 
     def attend(self, arguments: AttentionArguments, out: torch.Tensor | None) -> torch.Tensor:
-        """Attend as ``CudaKernels.paged_attention``. A step's first layer that needs a plan queues
-        it too. Raises InvalidRequestError if memory would have to be allocated during a capture.
+        """Compute attention as ``CudaKernels.paged_attention``. A step's first layer that needs a
+        work plan queues it too. Raises InvalidRequestError if memory would have to be allocated
+        during a capture.
         """
         key = self._kernels.plan_key(arguments)
         buffers = self._buffers.get(key)
@@ -538,7 +547,7 @@ class StepMemory:
         )
 
     def check_room(self, lengths: HostLengths) -> None:
-        """Raise InvalidRequestError unless there is room for a batch of these lengths."""
+        """Raise InvalidRequestError unless workspaces have room for a batch of these lengths."""
         for buffers in self._buffers.values():
             count = 0 if buffers.count is None else buffers.count(lengths)
             if count > buffers.num_partials:

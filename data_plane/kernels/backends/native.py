@@ -27,8 +27,8 @@ _DTYPES: Final = {
 
 
 class NativeKernels:
-    """One native module's functions on tensors of one device, as described in
-    ``data_plane.kernels.backend.Kernels``.
+    """The kernels as functions of one native module, on tensors of one device;
+    ``data_plane.kernels.backend.Kernels`` describes them.
     """
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class NativeKernels:
         return out
 
     def _batch(self, a: AttentionArguments) -> dict[str, Any]:
-        """Return the native arguments for a batch's tables and lengths."""
+        """Return the arguments of native functions that describe a batch's tables and lengths."""
         return {
             "block_tables": a.block_tables.data_ptr(),
             "wide_block_tables": a.block_tables.dtype == torch.int64,
@@ -124,7 +124,7 @@ class NativeKernels:
         }
 
     def _bound_layer(self, write: WriteArguments, attention: AttentionArguments) -> Any:
-        """Make the module's BoundLayer for calls like the ones with these arguments."""
+        """Make the module's BoundLayer for later calls whose tensors are like these."""
         return self._module.BoundLayer(
             query=self._view(attention.query),
             key=self._view(write.key),
@@ -168,7 +168,7 @@ class NativeKernels:
         )
 
     def _call(self, name: str, **arguments: Any) -> Any:
-        """Call a native function; a bad id or length comes back as "<tensor>[i] must ..."."""
+        """Call a native function; raises InvalidRequestError for a bad id or length."""
         try:
             return getattr(self._module, name)(**arguments)
         except IndexError as error:

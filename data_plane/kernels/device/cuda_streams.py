@@ -22,7 +22,7 @@ from kvplane.errors import InternalError
 
 @contextmanager
 def device_errors() -> Iterator[None]:
-    """Turn a device call that fails, for lack of memory included, into an InternalError."""
+    """Convert a failing device call, also for lack of memory, to an InternalError."""
     try:
         yield
     except RuntimeError as error:
@@ -73,20 +73,20 @@ class HostStreams:
         yield
 
     def finish(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, because calls have finished when they return."""
 
     def finish_swaps(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, because swaps have finished when they return."""
 
     def drain(self) -> None:
-        """Nothing to wait for."""
+        """Return at once, because calls have finished when they return."""
 
     def use_own_stream(self) -> None:
-        """There are no streams."""
+        """Do nothing, because the CPU has no streams."""
 
 
 class Runtime(Protocol):
-    """A device's stream operations. A stream is a value that can be compared."""
+    """A device's stream operations, as torch has them. A stream is a value that can be compared."""
 
     def current_stream(self) -> Any:
         """Return the stream that the calling thread queues work on."""
@@ -97,11 +97,11 @@ class Runtime(Protocol):
         ...
 
     def set_stream(self, stream: Any) -> None:
-        """Make ``stream`` the calling thread's."""
+        """Set the stream that the calling thread queues work on."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """Make ``stream`` the calling thread's inside the context."""
+        """Return a context in which the calling thread queues work on ``stream``."""
         ...
 
     def order(self, before: Any, after: Any) -> None:
@@ -109,16 +109,16 @@ class Runtime(Protocol):
         ...
 
     def wait(self, stream: Any) -> None:
-        """Return when all work queued on ``stream`` is done."""
+        """Block until all work queued on ``stream`` is done."""
         ...
 
     def wait_for_all(self) -> None:
-        """Return when all work queued on any stream of the device is done."""
+        """Block until all work queued on any stream of the device is done."""
         ...
 
 
 class DeviceStreams:
-    """Streams of one GPU. Several threads may compute in turn, each on its own stream."""
+    """The streams of one GPU. Several threads may compute in turn, each on its own stream."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -166,7 +166,7 @@ class DeviceStreams:
 
 
 class CudaRuntime:
-    """Torch's streams of one GPU."""
+    """Torch's stream operations for one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

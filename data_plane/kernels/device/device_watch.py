@@ -9,8 +9,9 @@ from kvplane.errors import InternalError
 
 
 class DeviceWatch:
-    """Watches one device. Some failures end one call. After others, such as an illegal access,
-    every call of the process fails, and only a new process can use the device again.
+    """Finds out whether a device is lost. Some failures end one call. After others, such as an
+    illegal access, every call of the process fails, and only a new process can use the device
+    again.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -18,11 +19,11 @@ class DeviceWatch:
         self._on_lost: Callable[[], None] | None = None
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """Have ``check`` call this once, on its caller's thread, when the device is lost."""
+        """Have ``check`` call ``call`` once, on its caller's thread, when the device is lost."""
         self._on_lost = call
 
     def check(self) -> None:
-        """Find out whether the device still works, after an InternalError."""
+        """Test whether the device still works, after an InternalError."""
         try:
             self._streams.drain()
         except InternalError:

@@ -22,12 +22,12 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The hardware and builds that this machine has for running on a GPU."""
+    """The GPUs of this machine, and which of torch and the kernels are built for them."""
 
     has_cuda_kernels: bool
     torch_has_cuda: bool
     gpus: tuple[Capability, ...]
-    """GPUs that both the kernels and torch can use."""
+    """The GPUs that both the kernels and torch can use."""
 
 
 def this_machine() -> Machine:
@@ -44,8 +44,9 @@ def this_machine() -> Machine:
 def choose_device(name: str, look: Callable[[], Machine]) -> torch.device:
     """Return the device for ``name``: "auto", "cpu", "cuda" (the first GPU) or "cuda:N".
 
-    ``look``: ``this_machine``. It is called only where a GPU may be meant, so that a slow or broken
-    driver does not affect a pool on the CPU. Raises InvalidRequestError saying what is missing.
+    ``look``: the function ``this_machine``. It is called only where a GPU may be meant, so that a
+    slow or broken driver does not affect a pool on the CPU. Raises InvalidRequestError saying what
+    is missing.
     """
     if name == "cpu":
         return torch.device("cpu")

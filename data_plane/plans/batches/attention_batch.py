@@ -47,33 +47,34 @@ MAX_PADDED_ENTRIES = 2**28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch(StepRows):
-    """S spans of T tokens in all. Arrays are on the host; tensors too unless moved with ``to``.
-    Each span's table ends with its last token; padding and trimmed entries are 0.
+    """A plan's spans as attention needs them: S spans of T tokens in all. Arrays are on the host;
+    tensors too unless moved with ``to``. Each span's table ends with its last token; padding and
+    trimmed entries are 0.
     """
 
     group: int
     """The layer group whose tables these are."""
     sequence_ids: NDArray[np.int64]
-    """[S]."""
+    """[S]: the sequence of each span."""
     first_positions: NDArray[np.int64]
-    """[S]."""
+    """[S]: the position of each span's first token in its sequence."""
     starts: NDArray[np.int64]
     """[S + 1]: span s has the tokens [starts[s], starts[s + 1])."""
     written_blocks: NDArray[np.int64]
     """Device blocks written, each listed once for each span that writes it."""
     num_written: NDArray[np.int64]
-    """Leading slots of each such block that are written, by this plan or before."""
+    """For each of ``written_blocks``, how many leading slots are written after the plan."""
     written_by: NDArray[np.int64]
-    """The span that writes each such block."""
+    """For each of ``written_blocks``, the span that writes it."""
 
     @property
     def num_spans(self) -> int:
-        """S."""
+        """Number of spans, S."""
         return len(self.sequence_ids)
 
     def num_context_tokens(self, window_tokens: int) -> int:
-        """Return the positions whose keys and values attention reads, summed over the spans; with a
-        window, 0 for none, those that some query of the span attends to.
+        """Return how many positions' keys and values attention reads, summed over the spans; with a
+        window, 0 for none, only those that some query of the span attends to.
         """
         seen = self.first_positions
         if window_tokens:
@@ -81,7 +82,7 @@ class AttentionBatch(StepRows):
         return int(seen.sum()) + self.num_tokens
 
     def span_of(self, sequence_id: int) -> int:
-        """Return a sequence's span. Raises InvalidRequestError when the plan has none for it."""
+        """Return a sequence's span by its index. Raises InvalidRequestError if there is none."""
         spans = np.flatnonzero(self.sequence_ids == sequence_id)
         if not len(spans):
             raise InvalidRequestError(
@@ -164,7 +165,7 @@ def prepare_batch(
 
 
 def check_entries(tables: BlockTables, found: list[Table], sequence_ids: NDArray[np.int64]) -> None:
-    """Raise StaleGenerationError if a block of one of these tables has been allocated again."""
+    """Raise StaleGenerationError if one of these tables has a block allocated again since."""
     i = tables.first_stale(found)
     if i is not None:
         at = f"{AT_SPANS}.sequence_ids[{i}]"
@@ -174,7 +175,7 @@ def check_entries(tables: BlockTables, found: list[Table], sequence_ids: NDArray
 def _tables_of(
     tables: Mapping[int, Table], sequence_ids: NDArray[np.int64], group: int
 ) -> list[Table]:
-    """Return each span's table. Refuses one in the host tier, and a sequence with two spans."""
+    """Return each span's table. Raises for a table on the host, and for two spans of one."""
     ids = sequence_ids.tolist()
     found = list(map(tables.get, ids))
     if None in found:
@@ -205,7 +206,9 @@ def _check_positions(
     trimmed: NDArray[np.int64],
     num_slots: NDArray[np.int64],
 ) -> None:
-    """Check spans' positions. ``trimmed``: positions dropped from the front of each table."""
+    """Check the positions of spans against their tables. ``trimmed``: positions dropped from the
+    front of each table.
+    """
     refuse(
         (first < trimmed) | (first >= num_slots),
         InvalidRequestError,
@@ -248,7 +251,7 @@ def _too_large(
 def _batch(
     group: int, sequence_ids: NDArray[np.int64], first: NDArray[np.int64], rows: SpanRows
 ) -> AttentionBatch:
-    """Make the batch of ``rows``, which native code returned for the spans."""
+    """Build the batch from ``rows``, which native code computed for the spans."""
     starts, lens, block_tables, slots, written, num_written, written_by, most, window = rows
     return AttentionBatch(
         group=group,

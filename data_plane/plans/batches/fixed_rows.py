@@ -23,16 +23,18 @@ _MOST = 2**30  # of tokens: positions are 32 bits wide in the kernels
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The largest step. Raises InvalidRequestError naming the bound that is out of range."""
+    """Bounds of the steps that a captured graph can run. Raises InvalidRequestError naming the
+    bound that is out of range.
+    """
 
     num_tokens: int
-    """Tokens that all sequences compute."""
+    """Maximum number of tokens that all sequences of a step compute."""
     context_tokens: int
-    """Tokens of one sequence, those of the step included."""
+    """Maximum number of tokens of one sequence, those of the step included."""
     num_sequences: int = 0
-    """Sequences; 0 for as many as tokens."""
+    """Maximum number of sequences of a step; 0 for as many as tokens."""
     query_tokens: int = 1
-    """Tokens that one sequence computes."""
+    """Maximum number of tokens that one sequence of a step computes."""
 
     def __post_init__(self) -> None:
         if self.num_sequences == 0:
@@ -44,10 +46,10 @@ class StepBounds:
 
 
 class FixedRows:
-    """The buffers of one layer group."""
+    """Buffers at fixed addresses for the slots, tables and lengths of a layer group's steps."""
 
     def __init__(self, bounds: StepBounds, block_size: int, device: torch.device) -> None:
-        """Raises InvalidRequestError for tables that would be too large."""
+        """Allocate the buffers. Raises InvalidRequestError for tables that would be too large."""
         self._bounds = bounds
         num_tokens, num_sequences = bounds.num_tokens, bounds.num_sequences
         max_blocks = -(-bounds.context_tokens // block_size)
@@ -69,7 +71,7 @@ class FixedRows:
         self._padded: dict[int, StepRows] = {}
 
     def padded(self, num_tokens: int) -> StepRows:
-        """Return the rows as a step of ``num_tokens`` reads them. Raises InvalidRequestError for
+        """Return the buffers as a step of ``num_tokens`` reads them. Raises InvalidRequestError for
         more tokens than the bounds allow.
         """
         rows = self._padded.get(num_tokens)
@@ -94,7 +96,7 @@ class FixedRows:
         return rows
 
     def check_fits(self, batch: AttentionBatch) -> None:
-        """Raise InvalidRequestError naming the bound unless there is room for the batch."""
+        """Raise InvalidRequestError naming a bound if the batch does not fit in the buffers."""
         most_tokens = max(batch.context_lens.tolist(), default=0)
         for name, has in (
             ("num_tokens", batch.num_tokens),
@@ -110,7 +112,7 @@ class FixedRows:
             )
 
     def load(self, batch: AttentionBatch) -> None:
-        """Copy a batch that is on the host and fits, without waiting for the device."""
+        """Copy a batch on the host, which fits, to the buffers; does not wait for the device."""
         num_spans, pinned = batch.num_spans, self._packed.device.type == "cuda"
         packed = torch.empty(sum(self._sizes), dtype=torch.int64, pin_memory=pinned)
         # By numpy: torch would wake its threads.
@@ -128,14 +130,14 @@ class FixedRows:
         self._tables[:num_spans, : tables.shape[1]].copy_(tables, non_blocking=True)
 
     def lengths(self, num_tokens: int) -> HostLengths:
-        """Return the lengths of the last loaded batch, as a step of ``num_tokens`` reads it."""
+        """Return the lengths of the batch loaded last, as a step of ``num_tokens`` reads it."""
         num_sequences = self._num_sequences(num_tokens)
         return HostLengths(self._starts[: num_sequences + 1], self._lens[:num_sequences])
 
     def clear(self) -> None:
-        """Forget the batch, after all work queued before."""
+        """Empty the buffers, after all work queued before."""
         self._packed.copy_(self._empty, non_blocking=True)
 
     def _num_sequences(self, num_tokens: int) -> int:
-        """Return the most sequences that a step can have: each has a token or more."""
+        """Return how many sequences a step of ``num_tokens`` can have: each has a token or more."""
         return min(num_tokens, self._bounds.num_sequences)

@@ -35,7 +35,7 @@ _MAX_TIER_KEYS = 256
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Consecutive transfers of one direction."""
+    """Consecutive transfers of one direction, which make one kernel call."""
 
     source: TierKey
     destination: TierKey
@@ -45,7 +45,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnds:
-    """The blocks that transfers read, or those that they write; one element for each transfer."""
+    """Columns of the blocks that transfers read, or write; an element for each transfer."""
 
     tier_keys: NDArray[np.int64]
     blocks: NDArray[np.int64]
@@ -53,12 +53,12 @@ class TransferEnds:
 
     @property
     def tiers(self) -> NDArray[np.int64]:
-        """The tier of each block."""
+        """Return the tier of each block."""
         return (self.tier_keys - 1) % len(TIERS) + 1
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """A number for each block, unique over all tiers and layer groups."""
+        """Return a number for each block that is unique over all tiers and layer groups."""
         return self.blocks * _MAX_TIER_KEYS + self.tier_keys
 
 
@@ -67,14 +67,14 @@ _NONE = TransferEnds(*(np.zeros(0, np.int64) for _ in range(3)))
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """The columns of ``plan.transfers``, checked one by one."""
+    """The columns of ``plan.transfers``, each checked by itself."""
 
     sources: TransferEnds
     destinations: TransferEnds
 
     @classmethod
     def read(cls, num_blocks: dict[TierKey, int], message: plan_pb2.Transfers) -> Transfers:
-        """Read and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
+        """Parse and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
         if not message.ByteSize():
             return cls(_NONE, _NONE)
         sources = _read_ends(
@@ -115,9 +115,10 @@ class Transfers:
         return len(self.sources.blocks)
 
     def check_generations(self, tables: BlockTables, allocated: AllocatedBlocks) -> None:
-        """Check against the tables after the plan's changes. Raises StaleGenerationError for a
-        destination that the plan does not allocate, for a source of another generation, and for a
-        source whose content is not the expected one when its turn comes.
+        """Check the transfers against the tables after the plan's changes. Raises
+        StaleGenerationError for a destination that the plan does not allocate, for a source of
+        another generation, and for a source whose content is not the expected one when its turn
+        comes.
 
         A source need not be in a table. One that the plan allocates may be read as it was before
         the plan, until a transfer overwrites it; evicted blocks are saved like this.
@@ -181,7 +182,7 @@ class Transfers:
         )
 
     def batches(self) -> list[Batch]:
-        """Return the batches, to be run in order."""
+        """Return the transfers as batches for the kernels, to be run in order."""
         if not len(self):
             return []
         sources, destinations = self.sources, self.destinations
@@ -203,9 +204,7 @@ class Transfers:
 def _look_up(
     ends: TransferEnds, tables: BlockTables, allocated: AllocatedBlocks
 ) -> tuple[NDArray[np.int64], Mask]:
-    """Return each block's present generation, and whether the plan allocates it with the generation
-    in ``ends``.
-    """
+    """Return blocks' present generations, and which the plan allocates with those in ``ends``."""
     present = np.zeros(len(ends.blocks), np.int64)
     of_plan = np.zeros(len(ends.blocks), np.bool_)
     for tier_key, generations in tables.generations.items():

@@ -16,7 +16,7 @@ BlocksByTier = dict[TierKey, NDArray[np.int64]]
 
 
 class LastTenants:
-    """The last tenant of each block, by tier key.
+    """Remembers, for each block, which tenant's data it may hold.
 
     A tenant is kept as a digest of 64 bits, so that former tenants cost no memory. The digest is
     keyed, so that nobody can look for two tenants whose digests collide.
@@ -60,7 +60,7 @@ class LastTenants:
         return before, after
 
     def take_over(self, tenant: str, allocated: AllocatedBlocks, transfers: Transfers) -> None:
-        """Note whose data the blocks of ``allocated`` hold once the clears and transfers are
+        """Record whose data the blocks of ``allocated`` hold once the clears and transfers are
         queued: the tenant's, or that of the block that a transfer copied.
         """
         if not allocated:

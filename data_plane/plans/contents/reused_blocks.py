@@ -29,9 +29,10 @@ _DEVICE = tier_key_of(0, pb.TIER_DEVICE)
 
 @dataclass(frozen=True, slots=True)
 class ReusedPrefix:
-    """Leading blocks of a sequence that it did not compute.
+    """Leading blocks that a new sequence found in the cache, and did not compute.
 
-    ``blocks`` and ``generations``: [num_blocks]. ``token_ids``: int32 column of all of them.
+    ``blocks`` and ``generations``: [num_blocks]. ``token_ids``: int32 column of the tokens of all
+    of them.
     """
 
     tenant: str
@@ -49,8 +50,8 @@ class _Noted:
 
 
 class ReusedBlocks:
-    """The prefixes of an executor of one layer group. Not thread-safe: the executor's lock guards
-    it.
+    """Records which prefixes new sequences find, for an executor of one layer group. Not
+    thread-safe: the executor's lock guards it.
     """
 
     def __init__(self, tables: BlockTables, on_reuse: Callable[[], None]) -> None:
@@ -62,8 +63,8 @@ class ReusedBlocks:
         self._noted: deque[_Noted] = deque()
 
     def note(self, plan: plan_pb2.Plan, transfers: Transfers) -> None:
-        """Note the prefixes of sequences that a plan admits. Its changes must have been applied, so
-        that they are known to be valid.
+        """Record the prefixes that a plan's admitted sequences found. The plan's changes must have
+        been applied, so that they are known to be valid.
         """
         changes = plan.changes
         if plan.resync or not changes.kinds:
@@ -87,12 +88,12 @@ class ReusedBlocks:
                 self._add(_Noted(blocks[begin:end], generations[begin:end]))
 
     def published(self) -> None:
-        """Report to ``on_reuse`` that blocks were published, if prefixes wait."""
+        """Call ``on_reuse`` if recorded prefixes wait, because blocks were published now."""
         if self._noted:
             self._on_reuse()
 
     def take(self) -> list[ReusedPrefix]:
-        """Return each prefix once, except those that still wait for a receipt."""
+        """Return each recorded prefix once, except those that still wait for a receipt."""
         taken = []
         noted, self._noted = self._noted, deque()
         for each in noted:
@@ -107,7 +108,7 @@ class ReusedBlocks:
         return taken
 
     def drop(self, tenant: str | None) -> None:
-        """Drop the prefixes of a tenant, or with None of all, that ``take`` would return."""
+        """Drop the recorded prefixes of a tenant, or of all tenants for None."""
         for each in self.take():
             if tenant not in (None, each.tenant):
                 self._add(_Noted(each.blocks, each.generations))

@@ -25,17 +25,17 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class SlotsToWrite:
-    """The blocks that a plan's spans write in one layer group, as the plan allocated them."""
+    """The blocks of one layer group that a plan's spans write, with their generations."""
 
     tier_key: TierKey
     blocks: NDArray[np.int64]
     num_slots: NDArray[np.int64]
-    """Leading slots of each block that are written when the plan has run."""
+    """How many leading slots of each block are written once the plan has run."""
     generations: NDArray[np.int64]
 
 
 class WrittenSlots:
-    """Written slots of all blocks of one data plane; the counts are ``BlockTables.num_written``."""
+    """Counts the written slots of all blocks of one data plane, in ``BlockTables.num_written``."""
 
     def __init__(self, tables: BlockTables) -> None:
         self._tables = tables
@@ -51,7 +51,7 @@ class WrittenSlots:
         return counts
 
     def copy(self, transfers: Transfers, of_sources: NDArray[np.int64]) -> None:
-        """Count the slots that transfers have copied. ``of_sources``: that method's result."""
+        """Record that transfers have copied written slots. ``of_sources``: that method's result."""
         if not len(transfers):
             return
         sources, destinations = transfers.sources.keys, transfers.destinations.keys
@@ -69,7 +69,7 @@ class WrittenSlots:
                 num_written[ends.blocks[of_tier]] = of_sources[of_tier]
 
     def to_write(self, batches: Sequence[AttentionBatch]) -> tuple[SlotsToWrite, ...]:
-        """Return the slots that the spans of a plan that starts will write."""
+        """Return the slots that the spans of a plan, which starts now, will write."""
         if not batches[0].num_spans:
             return ()
         return tuple(
@@ -83,7 +83,7 @@ class WrittenSlots:
         )
 
     def add(self, written: Sequence[SlotsToWrite]) -> None:
-        """Count the slots that a plan has written, except in blocks allocated again since."""
+        """Record the slots that a plan has written, except in blocks allocated again since."""
         tables = self._tables
         for each in written:
             tier_key = each.tier_key

@@ -27,8 +27,8 @@ _MAX_GENERATION = 2**63 - 2
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The blocks of one tier that a plan allocates, ascending. A block allocated twice is listed
-    twice, in the order of its generations.
+    """The blocks of one tier that a plan allocates, ascending, with their new generations. A block
+    allocated twice is listed twice, in the order of its generations.
     """
 
     blocks: NDArray[np.int64]
@@ -37,15 +37,15 @@ class Allocated:
     """The generation of each block before the allocation."""
 
     def begins(self, blocks: NDArray[np.int64], generations: NDArray[np.int64]) -> Mask:
-        """Return which of ``blocks`` are allocated with the generation given."""
+        """Return which of ``blocks`` the plan allocates with the generation given."""
         return self._has(self.generations, blocks, generations)
 
     def ends(self, blocks: NDArray[np.int64], generations: NDArray[np.int64]) -> Mask:
-        """Return which of ``blocks`` had the generation given before an allocation."""
+        """Return which of ``blocks`` had the generation given before the plan allocates them."""
         return self._has(self.former_generations, blocks, generations)
 
     def before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each block's generation before the plan; -1 for one that is not allocated."""
+        """Return each block's generation before the plan; -1 for one not allocated."""
         at = np.minimum(np.searchsorted(self.blocks, blocks), len(self.blocks) - 1)
         return np.where(self.blocks[at] == blocks, self.former_generations[at], -1)
 
@@ -65,12 +65,12 @@ class Allocated:
 
 
 AllocatedBlocks = dict[TierKey, Allocated]
-"""Allocated blocks by tier key; a tier without any is left out."""
+"""The blocks that a plan allocates, by tier key; a tier without any is left out."""
 
 
 class NewBlocks:
-    """The blocks that a plan allocates: the entries that its changes allocate, then those for no
-    table. A block that occurs twice is allocated in this order.
+    """Collects the blocks that a plan allocates: first the entries that its changes allocate, then
+    blocks for no table. A block that occurs twice is allocated in this order.
     """
 
     def __init__(self, changes: ChangeColumns, others: BlockColumns) -> None:
@@ -83,7 +83,9 @@ class NewBlocks:
         )
 
     def allocate(self, tables: BlockTables) -> AllocatedBlocks:
-        """Allocate. Raises StaleGenerationError unless each generation is above the one before."""
+        """Give the blocks their new generations in ``tables``. Raises StaleGenerationError unless
+        each generation is above the one before.
+        """
         allocated: AllocatedBlocks = {}
         for tier_key in tables.generations:
             of_tier = np.flatnonzero(self._tier_keys == tier_key)
@@ -113,7 +115,7 @@ class NewBlocks:
         return Allocated(blocks, generations, former)
 
     def field_of(self, tier_key: TierKey, block: int) -> str:
-        """Return the field that allocates a block, the last one if there are several."""
+        """Return the field of the plan that allocates a block, the last one if several do."""
         found = np.flatnonzero((self._tier_keys == tier_key) & (self._blocks == block))
         return self._field(int(found[-1]))
 

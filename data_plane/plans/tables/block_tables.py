@@ -44,7 +44,7 @@ _VERSION = attrgetter("version")  # of publications; each layer of each step ask
 _HASH_BYTES = 16
 _MAX_SCOPE_CHARACTERS = 256
 Scope = tuple[str, str, str]
-"""Tenant, namespace, hash algorithm."""
+"""The tenant, the namespace and the hash algorithm that publications share."""
 
 
 Parts: TypeAlias = list[rpb.BlockReport]
@@ -52,27 +52,25 @@ Parts: TypeAlias = list[rpb.BlockReport]
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """One sequence's blocks of a layer group, all in one tier. Never changed once it is made;
-    sequences share it.
-    """
+    """A sequence's blocks of one layer group, all in one tier. Immutable, so it is shared."""
 
     tier_key: TierKey
     blocks: NDArray[np.int32]
-    """[num_blocks]."""
+    """[num_blocks]: the index of each block in its tier."""
     generations: NDArray[np.int64]
-    """[num_blocks]."""
+    """[num_blocks]: the generation of each block."""
     num_trimmed: int = 0
     """Leading entries that were dropped behind the attention window. Their block and generation are
     0, a valid id: kernels may be passed more of a table than they need.
     """
 
     def part(self, begin: int, end: int) -> Table:
-        """Return the entries [begin, end) without the trimmed ones."""
+        """Return a table of the entries [begin, end), without the trimmed ones."""
         held = slice(max(begin, self.num_trimmed), end)
         return Table(self.tier_key, self.blocks[held], self.generations[held])
 
     def at(self, entries: NDArray[np.int64]) -> Table:
-        """Return some entries, none of them trimmed, in their order."""
+        """Return a table of some entries, none of them trimmed, in the order given."""
         return Table(self.tier_key, self.blocks[entries], self.generations[entries])
 
     def copy(self) -> Table:
@@ -81,18 +79,18 @@ class Table:
 
     @property
     def held(self) -> Table:
-        """The entries without the trimmed ones."""
+        """The table without its trimmed entries."""
         return self.part(0, len(self.blocks)) if self.num_trimmed else self
 
 
 @dataclass(slots=True)
 class _Before:
-    """Former values of everything that a transaction has changed."""
+    """Values before a transaction of everything that it has changed, for undoing it."""
 
     num_stale: dict[TierKey, int]
     tables: dict[tuple[int, int, int], Table | None] = field(default_factory=dict)
     elements: list[tuple[Array, Array, Array]] = field(default_factory=list)
-    """Array, indices and former values, in the order of the changes."""
+    """The array, the indices and the former values of each change, in order."""
 
 
 class Publications:
@@ -127,10 +125,10 @@ class Publications:
     def keep(
         self, message: plan_pb2.Publications, generations: NDArray[np.int64], field: str
     ) -> int:
-        """Keep the publications of blocks that still have their generation, and ignore the others.
-        ``generations``: the present one of each block. Returns the number kept.
+        """Record the publications of blocks that still have their generation, and ignore the
+        others. ``generations``: the present one of each block. Returns the number recorded.
 
-        Raises InvalidRequestError naming the part of ``field`` at fault, and keeps nothing then.
+        Raises InvalidRequestError naming the part of ``field`` at fault, and records nothing then.
         """
         indices, parents, parent_generations, present = self._check(message, generations, field)
         blocks = indices[present]
@@ -204,8 +202,8 @@ class Publications:
     def _check(
         self, message: plan_pb2.Publications, generations: NDArray[np.int64], field: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Mask]:
-        """Check a message. Returns indices, parents' indices and generations, and which blocks
-        still have the publication's generation.
+        """Check a message of publications. Returns indices, parents' indices and generations, and
+        which blocks still have the publication's generation.
         """
         for name in ("tenant", "namespace", "hash_algorithm"):
             if len(getattr(message, name)) > _MAX_SCOPE_CHARACTERS:
@@ -249,7 +247,7 @@ class Publications:
     def _check_blocks(
         self, indices: bytes, generations: bytes, field: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Check and return blocks of the tier, and a generation of each."""
+        """Parse and check columns of blocks and generations. Returns both."""
         blocks = ints(columns.INT32, indices, f"{field}.indices")
         own = ints(columns.INT64, generations, f"{field}.generations", len(blocks))
         refuse(
@@ -275,7 +273,7 @@ class Publications:
         return number
 
     def _prune(self) -> None:
-        """Drop the scopes in which no block is published."""
+        """Drop the scopes in which no block is published any more."""
         used = set(self._scope_of_block[self.published].tolist())
         self._scopes = {scope: n for scope, n in self._scopes.items() if n in used}
         self._prune_at = max(64, 2 * len(self._scopes))
@@ -286,10 +284,12 @@ def _too_low(_: int) -> str:
 
 
 class BlockTables:
-    """All tables of one data plane. Not thread-safe: the executor's lock guards it."""
+    """The block tables of all sessions on one data plane, and the generations and reference counts
+    of its blocks. Not thread-safe: the executor's lock guards it.
+    """
 
     def __init__(self, num_blocks: dict[TierKey, int], block_size_tokens: int) -> None:
-        """``num_blocks``: blocks of each tier."""
+        """``num_blocks``: the number of blocks of each tier."""
         self.num_blocks = dict(num_blocks)
         self.block_size_tokens = block_size_tokens
         self.generations = {tier_key: np.zeros(n, np.int64) for tier_key, n in num_blocks.items()}
@@ -316,22 +316,22 @@ class BlockTables:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences with tables, of all sessions."""
+        """Number of sequences with tables, of all sessions."""
         return sum(len(self._tables.get((i, 0), {})) for i in self.session_ids())
 
     @property
     def num_groups(self) -> int:
-        """Layer groups."""
+        """Number of layer groups."""
         return len(self.publications)
 
     @property
     def num_messages_published(self) -> int:
-        """Counts the messages that published a block, which make earlier checks outdated."""
+        """How many messages have published a block. A new one makes earlier checks outdated."""
         return sum(map(_VERSION, self.publications))
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Undo all changes made inside when an exception is raised there."""
+        """Undo all changes made inside the context if it raises."""
         self._before = _Before(dict(self._num_stale))
         try:
             yield
@@ -342,7 +342,7 @@ class BlockTables:
             self._before = None
 
     def session_ids(self) -> list[int]:
-        """Return the sessions that have tables."""
+        """Return the ids of the sessions that have tables."""
         return list(dict.fromkeys(session_id for session_id, _ in self._tables))
 
     def of_session(self, session_id: int, group: int = 0) -> Mapping[int, Table]:
@@ -350,14 +350,14 @@ class BlockTables:
         return self._tables.get((session_id, group), {})
 
     def get(self, session_id: int, sequence_id: int, field: str, group: int = 0) -> Table:
-        """Return a table. Raises SequenceNotFoundError naming ``field``."""
+        """Return a sequence's table. Raises SequenceNotFoundError naming ``field``."""
         table = self.of_session(session_id, group).get(sequence_id)
         if table is None:
             raise SequenceNotFoundError(no_table(sequence_id), field=field)
         return table
 
     def put(self, session_id: int, sequence_id: int, table: Table | None, group: int = 0) -> None:
-        """Add, replace or, with None, remove a table. The caller updates the reference counts."""
+        """Set a sequence's table; None removes it. The caller updates the reference counts."""
         key = session_id, group
         tables = self._tables.setdefault(key, {})
         if self._before is not None:
@@ -384,8 +384,8 @@ class BlockTables:
         return None
 
     def add_references(self, tier_key: TierKey, tables: Mapping[Table, int]) -> None:
-        """Add the entries of tables of one tier to the counts, each with its table's weight: below
-        0 to subtract them.
+        """Add the entries of tables of one tier to the reference counts, each with its table's
+        weight, which is negative to subtract them.
         """
         of_weight: dict[int, list[Table]] = {}
         for table, weight in tables.items():
@@ -427,14 +427,14 @@ class BlockTables:
                 self.add_references(tier_key, of_tier)
 
     def drop_all(self) -> None:
-        """Remove all tables of all sessions; generations and publications stay."""
+        """Remove all tables of all sessions, but keep generations and publications."""
         self._tables.clear()
         for counts in (*self.ref_counts.values(), *self.stale_counts.values()):
             counts[:] = 0
         self._num_stale = dict.fromkeys(self.num_blocks, 0)
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless counts, generations and tables agree."""
+        """Check that reference counts, generations and tables agree. Raises InternalError."""
         counted = {
             tier_key: (np.zeros(n, np.int32), np.zeros(n, np.int32))
             for tier_key, n in self.num_blocks.items()
@@ -499,9 +499,9 @@ class BlockTables:
 
 
 def block_report(tables: BlockTables, blocks_per_part: int) -> Parts:
-    """Report the state of the blocks, which a control plane needs before it plans: generations of
-    all blocks that were ever allocated, then all publications; up to ``blocks_per_part`` in a part.
-    Returns at least one part; the last one has ``last`` set.
+    """Return a report of the state of the blocks, which a control plane needs before it plans:
+    generations of all blocks that were ever allocated, then all publications; up to
+    ``blocks_per_part`` in a part. There is at least one part; the last one has ``last`` set.
     """
     parts = []
     for tier_key, generations in tables.generations.items():

@@ -41,7 +41,7 @@ SET, REPLACE, FORK, DROP, TRUNCATE, TRIM, KEEP = (
 
 @dataclass(frozen=True, slots=True)
 class BlockColumns:
-    """Blocks with generations, one element for each."""
+    """Columns of blocks and their generations, one element for each block."""
 
     tier_keys: NDArray[np.int64]
     blocks: NDArray[np.int64]
@@ -56,27 +56,27 @@ _NONE = BlockColumns(*(np.zeros(0, np.int64) for _ in range(3)))
 
 @dataclass(frozen=True, slots=True)
 class ChangeColumns:
-    """The columns of ``plan.changes``. C changes set E entries in all."""
+    """The columns of ``plan.changes``: C changes, which set E table entries in all."""
 
     kinds: NDArray[np.int64]
     sequence_ids: NDArray[np.int64]
     groups: NDArray[np.int64]
     tier_keys: NDArray[np.int64]
-    """The tier of the entries set; 0 for a change that sets none."""
+    """[C]: the tier of the entries that each change sets; 0 for a change that sets none."""
     first_blocks: NDArray[np.int64]
     num_blocks: NDArray[np.int64]
     parents: NDArray[np.int64]
-    """[forks]."""
+    """[number of forks]: the parent's sequence id of each fork."""
     entries: BlockColumns
-    """[E]."""
+    """[E]: the blocks of the entries that are set."""
     allocated: Mask
-    """[E]."""
+    """[E]: whether each entry's block is allocated by the plan."""
 
     @classmethod
     def read(
         cls, num_blocks: Mapping[TierKey, int], message: plan_pb2.TableChanges
     ) -> ChangeColumns:
-        """Read and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
+        """Parse and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
 
         def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
             return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)
@@ -145,7 +145,7 @@ class ChangeColumns:
 def read_allocations(
     num_blocks: Mapping[TierKey, int], message: plan_pb2.Allocations
 ) -> BlockColumns:
-    """Read the blocks that a plan allocates for no table. ``num_blocks``: of each tier. Raises
+    """Parse the blocks that a plan allocates for no table. ``num_blocks``: of each tier. Raises
     InvalidRequestError.
     """
     if not message.ByteSize():
@@ -168,7 +168,9 @@ def _read_blocks(
     limits_of: NDArray[np.int64],
     at: str,
 ) -> BlockColumns:
-    """Read blocks. ``in_tiers``: each block's tier key. ``limits_of``: from ``limits_of_tiers``."""
+    """Parse and check columns of blocks. ``in_tiers``: each block's tier key. ``limits_of``: from
+    ``limits_of_tiers``.
+    """
     limits = limits_of[in_tiers]
     blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(in_tiers))
     refuse(

@@ -55,8 +55,8 @@ def apply_changes(tables: BlockTables, session_id: int, plan: plan_pb2.Plan) -> 
 def _check_generations(
     tables: BlockTables, changes: ChangeColumns, allocated: AllocatedBlocks
 ) -> None:
-    """Refuse entries that are not allocated, unless they have the present generation or a former
-    one of a block that this plan allocates.
+    """Check that each entry that the plan does not allocate has the block's present generation, or
+    a former one of a block that this plan allocates.
     """
     entries, others = changes.entries, np.flatnonzero(~changes.allocated)
     if not len(others):
@@ -83,22 +83,22 @@ def _check_generations(
 
 
 class _Counts:
-    """Counts how many more uses each table, or part of one, has than before; by tier key."""
+    """Counts, by tier key, the additional uses of tables and parts of tables after the plan."""
 
     def __init__(self) -> None:
-        self._of_place: dict[TierKey, Counter[Table]] = defaultdict(Counter)
+        self._of_tier: dict[TierKey, Counter[Table]] = defaultdict(Counter)
 
     def add(self, table: Table | None, num: int = 1) -> None:
         if table is not None:
-            self._of_place[table.tier_key][table] += num
+            self._of_tier[table.tier_key][table] += num
 
     def apply(self, tables: BlockTables) -> None:
-        for tier_key, counts in self._of_place.items():
+        for tier_key, counts in self._of_tier.items():
             tables.add_references(tier_key, counts)
 
 
 class _Changer:
-    """Makes the changed tables of one session, and counts their entries."""
+    """Builds the changed tables of one session, and counts their entries."""
 
     def __init__(self, tables: BlockTables, session_id: int, changes: ChangeColumns) -> None:
         self._tables = tables
@@ -155,7 +155,7 @@ class _Changer:
         self._counts.apply(self._tables)
 
     def _set(self, old: Table | None, part: Table, first: int, i: int) -> Table:
-        """Return the table with the entries of ``part`` from ``first`` on. ``i``: the change."""
+        """Return the old table with ``part`` in place of its entries from ``first`` on."""
         if old is None:
             old = Table(part.tier_key, part.blocks[:0], part.generations[:0])
         length = len(old.blocks)
@@ -184,7 +184,7 @@ class _Changer:
         )
 
     def _replace(self, old: Table | None, part: Table, first: int, i: int) -> Table:
-        """Return a table of the entries of ``part``, after ``first`` trimmed ones."""
+        """Return a table of ``first`` trimmed entries, followed by those of ``part``."""
         self._check_length(part.tier_key, first + len(part.blocks), first, i)
         self._counts.add(old, -1)
         self._counts.add(part)
@@ -207,7 +207,7 @@ class _Changer:
             )
 
     def _copy(self, num_entries: int, i: int) -> None:
-        """Refuse trims for which a few bytes of a plan would take gigabytes. ``i``: the change."""
+        """Bound the entries that trims copy: a few bytes of a plan must not take gigabytes."""
         self._num_copied += num_entries
         if self._num_copied > MAX_TRIMMED_ENTRIES:
             raise InvalidRequestError(
@@ -217,7 +217,7 @@ class _Changer:
             )
 
     def _fork(self, sequence_id: int, group: int, num_blocks: int, i: int) -> Table:
-        """Return the first entries of a parent's table."""
+        """Return a fork's table: the first ``num_blocks`` entries of its parent's table."""
         parent_id = int(self._changes.parents[self._num_forks])
         at = f"{AT_CHANGES}.parent_sequence_ids[{self._num_forks}]"
         self._num_forks += 1
@@ -227,7 +227,7 @@ class _Changer:
         return self._prefix(parent, num_blocks, i)
 
     def _keep(self, resync: bool, group: int, sequence_id: int, num_blocks: int, i: int) -> Table:
-        """Return the first entries of the table before the plan."""
+        """Return the first ``num_blocks`` entries of the sequence's table before the plan."""
         if not resync:
             raise InvalidRequestError(
                 "KEEP is for a plan with resync", field=f"{AT_CHANGES}.kinds[{i}]"
@@ -257,7 +257,7 @@ class _Changer:
         return made
 
     def _shorten(self, old: Table, kind: int, num_blocks: int, i: int) -> Table | None:
-        """Return the rest of a table after DROP, TRUNCATE or TRIM; None if nothing is left."""
+        """Return what DROP, TRUNCATE or TRIM leaves of a table; None if nothing is left."""
         length = len(old.blocks)
         if kind == DROP:
             self._counts.add(old, -1)
@@ -287,8 +287,9 @@ def _check_at_most(length: int, num_blocks: int, i: int) -> None:
 def _check_own_tables(
     tables: BlockTables, session_id: int, new: NewBlocks, allocated: AllocatedBlocks
 ) -> None:
-    """Refuse the plan if a table of its session still refers to a former generation of a block that
-    it allocates. Another session's tables may: the control plane has taken the block from it.
+    """Raise StaleGenerationError if a table of the plan's session still refers to a former
+    generation of a block that the plan allocates. Another session's tables may: the control plane
+    has taken the block from it.
     """
     for tier_key, of_tier in allocated.items():
         left = of_tier.blocks[tables.stale_counts[tier_key][of_tier.blocks] > 0]

@@ -25,7 +25,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 class LocalConnection:
-    """Used on the worker thread."""
+    """Serves one client by its socket and its regions. Used on the worker thread."""
 
     def __init__(
         self,
@@ -67,9 +67,7 @@ class LocalConnection:
         return self._peer.fileno()
 
     def serve(self) -> Slices[None]:
-        """Answer one packet, if one has come. End the connection if the peer has gone or does not
-        read its answers.
-        """
+        """Answer a packet, if one has come. Ends if the peer has gone or reads no answers."""
         if self._has_ended:
             return
         try:
@@ -97,11 +95,11 @@ class LocalConnection:
 
     @property
     def num_packets(self) -> int:
-        """Packets answered."""
+        """Number of packets answered."""
         return self._num_answered + self._layers.num_served
 
     def _serve_layers(self, epoll: int, *, waits: bool) -> bytes | None:
-        """Answer packets of bound layers. Return one that the caller has to answer, if there is."""
+        """Answer packets of bound layers; returns one that the caller has to answer, if any."""
         layers = self._layers
         try:
             if not layers.look(epoll, waits=waits):
@@ -118,7 +116,7 @@ class LocalConnection:
             raise ConnectionError("internal error") from error
 
     def end(self) -> None:
-        """Close the socket and forget the regions. Harmless when called again."""
+        """Close the socket and release the regions. Harmless when called again."""
         if not self._has_ended:
             self._has_ended = True
             self._host_region = self._device_region = self._packet = None
@@ -128,7 +126,7 @@ class LocalConnection:
             self._peer.close()
 
     def end_if_due(self) -> None:
-        """End if the session has ended or the caller is no longer admitted."""
+        """End the connection if the session has ended or the caller is no longer admitted."""
         try:
             self._admit()
         except Exception as error:
@@ -139,7 +137,7 @@ class LocalConnection:
             self.end()
 
     def end_use(self, region: DeviceRegion) -> None:
-        """Forget a region that its client has closed, if it is this connection's."""
+        """Stop using a region that its client has closed, if it is this connection's."""
         if region is self._device_region:
             self._device_region = None
             self._layers.forget_in_place()
@@ -150,7 +148,7 @@ class LocalConnection:
         self.stream.use_regions(regions, self._share)
 
     def _share(self, request: local_pb2.ShareDeviceMemory) -> pb.ExecuteResponse:
-        """Give the client a region on the GPU, once."""
+        """Answer a client's request for a region on the GPU, of which it gets one."""
         if self._has_shared:
             raise InvalidRequestError("a region on the GPU was given already", field="share")
         region = self._device_regions.new(request)
@@ -170,7 +168,7 @@ class LocalConnection:
             region.close_file()
 
     def _is_of_session(self) -> bool:
-        """Whether the region's session is open, and the stream's."""
+        """Whether the region's session is still open, and still the stream's."""
         session_id = self.session_id
         return session_id == self.stream.session_id and self._executor.is_open(session_id)
 
@@ -201,5 +199,5 @@ class LocalConnection:
 
 
 def _log(error: Exception) -> None:
-    """Log an error that is a bug."""
+    """Log an error, if only a bug can have caused it."""
     _LOGGER.error("unexpected error method=local error=%s", frames_of(error))

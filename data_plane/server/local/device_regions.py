@@ -34,8 +34,8 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))
 
 
 class DeviceRegion(Region):
-    """Memory of one GPU; a connection may have one. ``file``: a pipe's end, which the client keeps
-    open for as long as the memory.
+    """Memory of the GPU that is shared with one client; a connection may have one. ``file``: a
+    pipe's end, which the client keeps open for as long as the memory.
     """
 
     id, is_on_device = 2, True
@@ -59,7 +59,7 @@ class DeviceRegion(Region):
             os.close(self._own)
 
     def close_file(self) -> None:
-        """Close ``file``, once the client has a copy or has gone."""
+        """Close this process's copy of ``file``, once the client has a copy or has gone."""
         file, self.file = getattr(self, "file", -1), -1
         if file >= 0:
             os.close(file)
@@ -71,7 +71,7 @@ class DeviceRegion(Region):
 
 
 class DeviceRegions:
-    """All regions of one data plane's GPU. Used on the worker thread."""
+    """The regions of GPU memory shared with clients. Used on the worker thread."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class DeviceRegions:
 
     @property
     def num_regions(self) -> int:
-        """Allocated regions, also those that clients keep open after their connection's end."""
+        """Number of regions, also those that clients keep open after their connection's end."""
         return len(self._regions)
 
     def new(self, request: local_pb2.ShareDeviceMemory) -> DeviceRegion:

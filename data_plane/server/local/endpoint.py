@@ -100,28 +100,28 @@ class LocalEndpoint:
 
     @property
     def num_packets(self) -> int:
-        """Packets answered."""
+        """Number of packets answered."""
         return self._num_packets + sum(
             connection.num_packets for connection in list(self._connections.values())
         )
 
     @property
     def num_regions(self) -> int:
-        """Regions in use."""
+        """Number of regions in use."""
         return len(self._connections)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the regions in use."""
+        """Size of the regions in use, in bytes."""
         return len(self._connections) * self._region_bytes
 
     @property
     def num_device_regions(self) -> int:
-        """Regions on the GPU, also those that clients keep open after their connection's end."""
+        """Number of regions on the GPU, also those kept open after their connection's end."""
         return self._device_regions.num_regions
 
     def start(self) -> None:
-        """Accept clients on the running event loop."""
+        """Start to accept clients on the running event loop."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener.fileno(), self._accept)
         self._sweeper = loop.create_task(self._sweep_often())
@@ -141,8 +141,9 @@ class LocalEndpoint:
     def offer(
         self, stream: ExecuteStream, host_id: str, admit: Callable[[], None], payer: str
     ) -> local_pb2.LocalOffer | None:
-        """Offer the caller of ``stream`` to join; None for a caller on another machine. ``admit``
-        raises once the caller is not admitted any longer. ``payer`` is charged for its commands.
+        """Return an offer with which the caller of ``stream`` can join; None for a caller on
+        another machine. ``admit`` raises once the caller is not admitted any longer. ``payer`` is
+        charged for its commands.
         """
         if not host_id or host_id != self._host_id:
             return None

@@ -28,22 +28,22 @@ from kvplane.wire.twin import whole
 from kvplane.wire.v1 import execution_pb2 as pb
 
 _MOST_S: Final = 0.001
-"""For how long packets are awaited and layers run under the executor's lock between two checks."""
+"""Longest time in seconds under the executor's lock between two checks of layers."""
 
 _MAX_BYTES: Final = 4096
-"""Longest request of a binding, since a client chooses how many are kept."""
+"""Maximum bytes of a request to bind a layer, since a client chooses how many are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Binding:
-    """A client's layer. ``bound``: for native code; None where Python runs it."""
+    """A layer that a client has bound. ``bound``: for native code; None where Python runs it."""
 
     layer: Layer
     bound: BoundLayer | None
 
 
 class LayerServer:
-    """The bound layers of one stream. Used on the worker thread."""
+    """Serves the bound layers of one stream. Used on the worker thread."""
 
     def __init__(
         self, fd: int, stream: ExecuteStream, executor: Executor, *, spin_s: float
@@ -120,7 +120,7 @@ class LayerServer:
         return packets.head_of(packets.BIND_LAYER, number)
 
     def run(self, number: int, named: bytes) -> Slices[bytes]:
-        """Run a bound layer, and return the answer. Raises KvplaneError."""
+        """Run a bound layer in Python, and return the answer. Raises KvplaneError."""
         binding = self._bindings.get(number)
         if binding is None:
             raise InvalidRequestError("is not bound: bind the layer first", field="binding")
@@ -133,14 +133,14 @@ class LayerServer:
         return pb.ExecuteResponse(output=answer).SerializeToString()
 
     def forget_in_place(self) -> None:
-        """Forget the bindings with tensors in a region on the GPU."""
+        """Remove the bindings whose tensors are in a region on the GPU."""
         for number, binding in list(self._bindings.items()):
             if binding.layer.is_in_place:
                 self._native.unbind(number)
                 del self._bindings[number]
 
     def close(self) -> None:
-        """Forget the bindings, and with them the regions' tensors."""
+        """Remove all bindings, and with them the references to the regions' tensors."""
         self._native.clear()
         self._bindings.clear()
 

@@ -28,12 +28,12 @@ _MAX_EXTENT: Final = 2**31 - 1
 
 
 class Region:
-    """Memory that is zero at first: ``whole``, uint8 [size_bytes]."""
+    """Memory shared with one client, zeroed at first: ``whole``, uint8 [size_bytes]."""
 
     id: int
-    """Unique in its connection."""
+    """Id of the region, unique in its connection."""
     is_on_device: bool
-    """Whether it is memory of the GPU, which kernels access directly."""
+    """Whether the memory is on the GPU, where kernels access it directly."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.size_bytes = len(whole)
@@ -55,7 +55,7 @@ class Region:
     def view(
         self, place: pb.MemoryRange, dtype: torch.dtype, shape: Sequence[int], field: str
     ) -> torch.Tensor:
-        """Return a view of ``place``. Raises InvalidRequestError naming the part of ``field``."""
+        """Return a view of a range. Raises InvalidRequestError naming the part of ``field``."""
         num_elements = math.prod(shape)
         first, num_bytes = place.offset_bytes, num_elements * dtype.itemsize
         if first % ALIGNMENT_BYTES or not 0 <= first <= self.size_bytes - num_bytes:
@@ -74,12 +74,12 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class HostRegion(Region):
-    """Main memory, which is freed once neither process uses it. Every connection has one."""
+    """A region in main memory, freed once neither process uses it. Every connection has one."""
 
     id, is_on_device = 1, False
 
     def __init__(self, size_bytes: int) -> None:
-        """Raises OSError where there is no memory or no file descriptor left."""
+        """Allocate the memory. Raises OSError without memory or file descriptors left."""
         self.fd = os.memfd_create("kvplane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size_bytes)
@@ -91,5 +91,5 @@ class HostRegion(Region):
         super().__init__(torch.frombuffer(memory, dtype=torch.uint8))
 
     def close_fd(self) -> None:
-        """Close ``fd``, once the client has its own."""
+        """Close this process's ``fd``, once the client has its own."""
         os.close(self.fd)

@@ -48,8 +48,8 @@ _MAX_FILE_BYTES: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller. ``roles``: numbers of the contract's Role. ``pool_ids``: those that it may register
-    data planes for.
+    """An authenticated caller. ``roles``: numbers of the contract's Role. ``pool_ids``: those that
+    it may register data planes for.
     """
 
     tenant: str
@@ -57,20 +57,20 @@ class Caller:
     pool_ids: frozenset[str] = frozenset()
 
     def may_register(self, pool_id: str) -> bool:
-        """Return whether it may register a data plane for this pool."""
+        """Return whether the caller may register a data plane for this pool."""
         return pool_id in self.pool_ids or ANY_POOL in self.pool_ids
 
 
 def everything(tenant: str) -> Caller:
-    """Return a caller with every role, for a server that has no access list."""
+    """Return a caller of ``tenant`` with every role, for a server without an access list."""
     return Caller(tenant, frozenset(ROLES.values()), frozenset([ANY_POOL]))
 
 
 class AccessList:
-    """The callers of a file; without one, everybody, each with every role."""
+    """Looks callers up in the access list's file. Without a file everybody has every role."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises InvalidRequestError naming what is wrong in the file."""
+        """Read the file. Raises InvalidRequestError naming what is wrong in it."""
         self._path = path
         self._stamp = _stamp(path)
         # By "certificate NAME" or "token SHA256".
@@ -80,12 +80,12 @@ class AccessList:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is no file."""
+        """Whether there is no file, so that everybody has every role."""
         return self._path is None
 
     @property
     def num_reloads(self) -> int:
-        """Number of times that the file was read again."""
+        """How often the file was read again."""
         self._reload()
         return self._num_reloads
 
@@ -127,7 +127,7 @@ class AccessList:
 
 
 def _read(path: Path) -> dict[str, Caller]:
-    """Read the file. Raises InvalidRequestError naming what is wrong."""
+    """Parse the access list's file to callers. Raises InvalidRequestError naming what is wrong."""
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -191,7 +191,7 @@ def _texts(entry: Mapping[str, Any], name: str, field: str) -> Sequence[str]:
 
 
 def _stamp(path: Path | None) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file does; None if there is no such file."""
+    """Return a value that changes whenever the file does; None if there is no such file."""
     try:
         status = path.stat() if path is not None else None
     except OSError:

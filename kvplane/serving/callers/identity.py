@@ -39,7 +39,7 @@ class Gate:
     """
 
     stands_by = False
-    """Whether another server serves instead. If so, all calls of the contract are refused."""
+    """Whether another server leads. If so, all calls of the contract are refused."""
 
     def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
         self._access = access
@@ -56,12 +56,12 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether callers need no identity."""
+        """Whether callers need not identify themselves."""
         return self._access.is_open
 
     @property
     def num_reloads(self) -> int:
-        """Number of times that the access list was read again."""
+        """How often the access list was read again."""
         return self._access.num_reloads
 
     def admit(self, method: str, context: Any) -> str:
@@ -94,7 +94,7 @@ class Gate:
 
 
 def _certificate_name(context: Any) -> str | None:
-    """Return the common name of a client's certificate; None without one."""
+    """Return the common name of the client's certificate; None for a client without one."""
     names = list(context.auth_context().get("x509_common_name", ()))
     if not names:
         return None

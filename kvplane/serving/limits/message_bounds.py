@@ -37,7 +37,7 @@ MAX_COUNTS: Final[Mapping[str, int]] = {
 }
 MAX_STRING_BYTES: Final = 8192
 MAX_UNPACKED_BYTES: Final = 1 << 20
-"""Elements of unpacked columns in one request, with their tags."""
+"""Bytes that the elements of unpacked columns may take in one request, tags included."""
 # A message here has ten fields at most. Singular and unknown fields are bounded by the number of
 # elements in the request; more can only be an attempt to waste time.
 _MAX_FIELDS: Final = 4096
@@ -63,12 +63,12 @@ _FIRST_RUN, _LONGEST_RUN = 16, 1 << 14
 
 
 class _Field:
-    """A field that is more than a single number."""
+    """A repeated field, or a message field, whose elements are counted."""
 
     __slots__ = ("column", "inner", "is_float", "is_packed", "is_string", "most", "name")
 
     def __init__(self, field: FieldDescriptor, most: int | None, inner: _Fields | None) -> None:
-        """``most``: elements, where it repeats. ``inner``: the fields of a message."""
+        """``most``: elements, if it repeats. ``inner``: the fields of each, if it is a message."""
         self.name = field.name
         self.column = _COLUMNS.get(field.type) if field.is_repeated else None
         self.most = most
@@ -78,7 +78,7 @@ class _Field:
         self.is_packed = most is not None and inner is None and not self.is_string
 
     def least_bytes(self) -> int:
-        """Return the bytes of the shortest value that exceeds a bound."""
+        """Return the length in bytes of the shortest value that exceeds the field's bound."""
         if self.is_string:
             return MAX_STRING_BYTES
         if self.most is None:
@@ -90,10 +90,10 @@ _Fields = dict[int, _Field]
 
 
 class MessageBounds:
-    """The bounds of one type of request."""
+    """Bounds on the number of elements in one type of request."""
 
     def __init__(self, descriptor: Descriptor, changes: Mapping[str, int] | None = None) -> None:
-        """``changes``: bounds to use in place of those of ``MAX_COUNTS``."""
+        """``changes``: bounds that replace some of those in ``MAX_COUNTS``."""
         self._max_counts = {**MAX_COUNTS, **(changes or {})}
         self._known: dict[str, _Fields] = {}
         self._fields = self._read(descriptor)
@@ -102,7 +102,7 @@ class MessageBounds:
 
     def check(self, data: bytes) -> None:
         """Raise InvalidRequestError naming a field that exceeds its bound. Malformed bytes are left
-        to the parser.
+        for the parser to refuse.
         """
         if len(data) <= self._least_bytes:
             return
@@ -112,7 +112,7 @@ class MessageBounds:
             return
 
     def _read(self, descriptor: Descriptor) -> _Fields:
-        """Return the fields to check, by number."""
+        """Return the fields of a message type that have to be counted, by field number."""
         fields = self._known.get(descriptor.full_name)
         if fields is None:
             fields = self._known[descriptor.full_name] = {}
@@ -127,7 +127,7 @@ class MessageBounds:
 
 
 class _Walk:
-    """Walks through one request and counts its elements."""
+    """Walks through the bytes of one request and counts its elements."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -222,7 +222,7 @@ class _Walk:
         return len(self._data[begin:end].translate(None, _CONTINUED))
 
     def _varint(self, at: int) -> tuple[int, int]:
-        """Return the number at ``at``, and the offset after it."""
+        """Decode the varint at an offset; returns it, and the offset after it."""
         byte = self._data[at]
         if byte < 0x80:
             return byte, at + 1

@@ -8,10 +8,10 @@ from kvplane.errors import QuotaExceededError
 
 
 class OpenRequests:
-    """Counts open requests. One of several clients cannot have all: see ``share_of_one``."""
+    """Limits the open HTTP requests of all clients and of each; see ``share_of_one``."""
 
     def __init__(self, max_requests: int, num_clients: int) -> None:
-        """``num_clients``: clients that have a key."""
+        """``num_clients``: how many clients have an API key."""
         self._max_requests = max_requests
         self._most_of_one = share_of_one(max_requests, num_clients)
         self._of_clients: Counter[str] = Counter()
@@ -33,12 +33,12 @@ class OpenRequests:
         self._of_clients[client] += 1
 
     def end(self, client: str) -> None:
-        """End a request of ``begin``."""
+        """Count a request of ``begin`` as ended."""
         self._of_clients[client] -= 1
         if not self._of_clients[client]:
             del self._of_clients[client]
 
 
 def share_of_one(most: int, num_clients: int) -> int:
-    """Return how much of ``most`` one of several clients may have; others keep an equal share."""
+    """Return how much of ``most`` one client may have; an equal share is left to the others."""
     return most - most // num_clients if num_clients > 1 else most

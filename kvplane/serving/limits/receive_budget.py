@@ -11,7 +11,7 @@ _NO_BOUND: Final = 2**62
 
 
 class ReceiveBudget:
-    """Counts the bytes of all callers, and of each."""
+    """Limits the bytes of received requests that wait for answers, of all callers and of each."""
 
     def __init__(self, max_bytes: int = _NO_BOUND, max_caller_bytes: int = _NO_BOUND) -> None:
         self._max_bytes = max_bytes
@@ -21,8 +21,9 @@ class ReceiveBudget:
         """Bytes held now, of all callers."""
 
     def take(self, caller: str, num_bytes: int) -> None:
-        """Count a request of ``caller``. Raises QuotaExceededError when there is no room for it. A
-        caller's only request passes its limit, and a server's only one the total: it is in memory.
+        """Count a request of ``caller``. Raises QuotaExceededError when there is no room for it.
+        The only request of a caller may exceed its limit, and the only one of a server the total,
+        as it is in memory already.
         """
         held = self._callers.get(caller, 0)
         if held and held + num_bytes > self._max_caller_bytes:
@@ -41,7 +42,7 @@ class ReceiveBudget:
         self.num_bytes += num_bytes
 
     def give_back(self, caller: str, num_bytes: int) -> None:
-        """Release the bytes of a request that was answered."""
+        """Subtract the bytes of a request that was answered."""
         self.num_bytes -= num_bytes
         self._callers[caller] -= num_bytes
         if not self._callers[caller]:
@@ -49,7 +50,7 @@ class ReceiveBudget:
 
 
 class Received:
-    """The bytes of one request that comes in parts, until ``close`` releases them."""
+    """The bytes of one request that arrives in parts, until ``close`` releases them."""
 
     def __init__(self, budget: ReceiveBudget, caller: str) -> None:
         self._budget = budget
@@ -57,7 +58,7 @@ class Received:
         self._num_bytes = 0
 
     def close(self) -> None:
-        """Release the bytes."""
+        """Subtract all bytes that were counted."""
         if self._num_bytes:
             self._budget.give_back(self._caller, self._num_bytes)
             self._num_bytes = 0

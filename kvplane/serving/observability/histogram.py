@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """Counts numbers by range. One thread adds; another may read a little less than was added."""
+    """Counts numbers by range. One thread adds; another may read counts that are a little late."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: of the ranges, ascending and inclusive; above them is one more range."""
+        """``bounds``: inclusive upper bounds of ranges, ascending; above them is one more range."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0

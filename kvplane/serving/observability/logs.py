@@ -24,9 +24,7 @@ _ESCAPES: Final = {
 
 
 def setup(level: str = "info", format: str = "text") -> None:
-    """Log records of ``level`` and above to stderr, in place of any handlers there were.
-    ``format``: one of ``FORMATS``.
-    """
+    """Log records from ``level`` up to stderr alone, in a ``format`` of ``FORMATS``."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if format == "json" else _OneLine())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

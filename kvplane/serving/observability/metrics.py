@@ -33,8 +33,8 @@ LATENCY_BUCKETS_S: Final = (
 
 @dataclass(frozen=True, eq=False)
 class Declaration:
-    """A metric as it is scraped. ``help``: a sentence that gives the unit if the name does not.
-    ``buckets``: upper bounds, of a histogram.
+    """Declares a metric. ``help``: a sentence that gives the unit if the name does not.
+    ``buckets``: upper bounds, if it is a histogram.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -82,7 +82,7 @@ SHARED: Final = (BUILD, RPC_HANDLED, RPC_DURATION, REJECTIONS, LOOP_LAG, RECEIVE
 
 
 class Counts:
-    """Numbers by labels, which only grow. One thread changes them."""
+    """Counters by labels. One thread changes them."""
 
     def __init__(self, first: Iterable[str] = ()) -> None:
         """``first``: values of the only label that are reported as 0 before they occur, so that the
@@ -91,7 +91,7 @@ class Counts:
         self.values: dict[tuple[str, ...], float] = {(label,): 0 for label in first}
 
     def inc(self, *labels: str, by: float = 1) -> None:
-        """Add to the number of these labels."""
+        """Add ``by`` to the counter of these labels."""
         self.values[labels] = self.values.get(labels, 0) + by
 
 
@@ -103,7 +103,7 @@ class Histograms:
         self.values: dict[tuple[str, ...], Histogram] = {}
 
     def add(self, value: float, *labels: str) -> None:
-        """Count ``value`` under these labels."""
+        """Count ``value`` in the histogram of these labels."""
         histogram = self.values.get(labels)
         if histogram is None:
             histogram = self.values[labels] = Histogram(self._bounds)
@@ -111,10 +111,10 @@ class Histograms:
 
 
 class Samples:
-    """The samples of one scrape."""
+    """Collects the samples of one scrape."""
 
     def __init__(self, declarations: Iterable[Declaration], constant: Mapping[str, str]) -> None:
-        """``constant``: labels that all samples have."""
+        """``constant``: labels that all samples get."""
         self._constant = dict(constant)
         self._metrics = {d: Metric(_family(d), d.help, d.kind) for d in declarations}
 
@@ -124,7 +124,7 @@ class Samples:
         metric.add_sample(declaration.name, self._labels(declaration, labels), value)
 
     def add_counts(self, declaration: Declaration, counts: Counts) -> None:
-        """Add all numbers of ``counts``."""
+        """Add a sample for each counter of ``counts``."""
         for labels, value in [*counts.values.items()]:
             self.add(declaration, value, *labels)
 
@@ -141,12 +141,12 @@ class Samples:
         metric.add_sample(f"{name}_sum", named, histogram.sum)
 
     def add_histograms(self, declaration: Declaration, histograms: Histograms) -> None:
-        """Add all of ``histograms``."""
+        """Add a sample for each histogram of ``histograms``."""
         for labels, histogram in [*histograms.values.items()]:
             self.add_histogram(declaration, histogram, *labels)
 
     def metrics(self) -> Iterator[Metric]:
-        """The metrics that have samples, in the order of their declarations."""
+        """Yield the metrics that have samples, in the order of their declarations."""
         return (metric for metric in self._metrics.values() if metric.samples)
 
     def _labels(self, declaration: Declaration, values: tuple[str, ...]) -> dict[str, str]:
@@ -154,7 +154,7 @@ class Samples:
 
 
 class RpcMetrics:
-    """Calls answered; the event loop counts them."""
+    """Counters of answered calls, which the event loop changes."""
 
     def __init__(self) -> None:
         self.handled = Counts()
@@ -175,7 +175,7 @@ class PlaneMetrics(Collector):
         declarations: Iterable[Declaration],
         constant: Mapping[str, str] | None = None,
     ) -> None:
-        """``constant``: labels that all of the plane's samples have."""
+        """``constant``: labels that all samples of the plane get."""
         self.registry = CollectorRegistry()
         self.rpc = RpcMetrics()
         self.loop_lag = Histogram(LATENCY_BUCKETS_S)
@@ -186,7 +186,7 @@ class PlaneMetrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def read(self, samples: Samples) -> None:
-        """Add the plane's own samples. Called by the thread of a scrape."""
+        """Add the plane's own samples. Called on the thread of a scrape."""
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, for prometheus_client."""
@@ -202,6 +202,6 @@ class PlaneMetrics(Collector):
 
 
 def _family(declaration: Declaration) -> str:
-    """Return its name without the ending that prometheus_client adds."""
+    """Return a metric's name without the suffix that prometheus_client adds."""
     is_counter = declaration.kind == "counter"
     return declaration.name.removesuffix("_total") if is_counter else declaration.name

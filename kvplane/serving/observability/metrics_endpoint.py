@@ -31,7 +31,7 @@ _LOGIN: Final = re.compile(r"([^:\s]+):([0-9a-f]{64})")
 
 @dataclass(frozen=True, slots=True)
 class MetricsAccess:
-    """Access to ``/metrics``. ``certificate`` and ``key``: PEM files; None for plain HTTP.
+    """Access rules of ``/metrics``. ``certificate`` and ``key``: PEM files; None for plain HTTP.
     ``login``: as ``read_login`` returns it; None for everybody.
     """
 
@@ -55,7 +55,8 @@ class MetricsAccess:
 
 
 def read_login(path: Path) -> tuple[str, str]:
-    """Return user, and SHA-256 of the password in hex, of a file that holds "USER:SHA256".
+    """Parse a file that holds "USER:SHA256". Returns the user, and the SHA-256 of the password in
+    hex.
 
     Raises InvalidRequestError.
     """
@@ -72,7 +73,7 @@ def read_login(path: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class MetricsEndpoint:
-    """A running server."""
+    """A running HTTP server for ``/metrics`` and ``/healthz``."""
 
     port: int
     _server: WSGIServer
@@ -92,8 +93,8 @@ def serve_metrics(
     port: int,
     access: MetricsAccess | None = None,
 ) -> MetricsEndpoint:
-    """Serve ``registry``; port 0 picks a free one. Raises OSError when it cannot bind or a TLS file
-    cannot be read.
+    """Start to serve ``registry``; port 0 picks a free one. Raises OSError when it cannot bind or a
+    TLS file cannot be read.
     """
     access = access or MetricsAccess()
     metrics: Any = make_wsgi_app(registry)
@@ -126,7 +127,7 @@ def serve_metrics(
 
 
 class _HttpServer(ThreadingMixIn, WSGIServer):
-    """Runs a thread for each connection, up to ``_MAX_THREADS``, each for a bounded time."""
+    """Runs a thread for each connection, at most ``_MAX_THREADS``, each for a bounded time."""
 
     daemon_threads = True
 
@@ -151,20 +152,20 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a connection that breaks."""
+        """Ignore the error of a connection that breaks."""
 
 
 class _Handler(WSGIRequestHandler):
-    """Handles scrapes without logging them."""
+    """Handles an HTTP request without logging it."""
 
     timeout = _LONGEST_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        """Discard the message."""
 
 
 def _cut(request: socket.socket) -> None:
-    """End a connection that a thread reads from or writes to."""
+    """Shut down a connection that a thread reads from or writes to."""
     try:
         request.shutdown(socket.SHUT_RDWR)
     except OSError:  # it has just ended

@@ -32,8 +32,8 @@ _ADAPTED: Final = "_kvplane_adapted"
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let the attention modules of ``model`` that this file knows use "kvplane", and those with
-    latents pass them on.
+    """Change the attention modules of ``model`` that this file knows, so that they use "kvplane"
+    and pass latents on.
     """
     _hand_on_latents(model)
     modules: list[Any] = list(model.modules())
@@ -46,12 +46,12 @@ def adapt(model: PreTrainedModel) -> None:
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
-    """Whether ``adapt`` changed a module of ``model``."""
+    """Return whether ``adapt`` changed a module of ``model``."""
     return any(getattr(module, _ADAPTED, False) for module in model.modules())
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Choose the attention implementation, also for models that transformers allows no choice."""
+    """Set the attention implementation, also of models for which transformers allows no choice."""
     if is_adapted(model):
         model.config._attn_implementation = name
     else:
@@ -77,7 +77,7 @@ def _attend(
 
 
 def _hand_on_latents(model: PreTrainedModel) -> None:
-    """Let the layers of ``model`` that have latents pass them on."""
+    """Change the layers of ``model`` that have latents, so that they pass them on."""
     modules: list[Any] = list(model.modules())
     for module in modules:
         if absorbed.has_latents(module):
@@ -152,7 +152,7 @@ def _falcon(
 
 
 def _step(alibi: torch.Tensor) -> torch.Tensor:
-    """Return the slopes of a bias [num_heads, 1, 2] of two positions."""
+    """Return the ALiBi slopes, given the bias [num_heads, 1, 2] of two positions."""
     return alibi[:, 0, 1] - alibi[:, 0, 0]
 
 

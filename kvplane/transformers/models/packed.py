@@ -18,8 +18,8 @@ def packed_logits(
     last: Sequence[int],
     step: attention.Step,
 ) -> torch.Tensor:
-    """One forward pass of a row that several sequences share, attention by ``step``. Returns
-    float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
+    """Run a forward pass of one row that several sequences share, with attention by ``step``.
+    Returns float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
     """
     keeps_all = len(last) == len(tokens)  # passed as 0, so that rows are not copied
     with attention.running(step):

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 WINDOW_TOKENS: Final = 6
 _SMALL: Final = 50_000_000
-"""Parameters up to which a model is probed whole, and up to which a part is probed in float32."""
+"""Number of parameters up to which a model is probed whole, and a part in float32."""
 
 
 @contextlib.contextmanager
 def part_of(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, int]]:
-    """Yield the model and its number of layers. A large one has only its first layers inside the
-    context. A small part in half precision is copied to float32, in which differences are no
-    rounding errors.
+    """Yield the part of a model to probe, and its number of layers. A large model has only its
+    first layers inside the context. A small part in half precision is copied to float32, in which
+    differences are no rounding errors.
     """
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     layers = _layers(model, num_layers)
@@ -40,7 +40,7 @@ def part_of(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, int]]:
 
 @contextlib.contextmanager
 def short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten longer windows of the config and the layers to ``WINDOW_TOKENS``."""
+    """Shorten windows of config and layers to ``WINDOW_TOKENS``, inside the context."""
     holders: list[Any] = [model.config.get_text_config(decoder=True), *model.modules()]
     holders = [h for h in holders if isinstance(getattr(h, "sliding_window", None), int)]
     before = [(holder, holder.sliding_window) for holder in holders]
@@ -66,7 +66,7 @@ def _layers(model: PreTrainedModel, count: int) -> torch.nn.ModuleList:
 
 
 def _num_distinct(layers: Sequence[torch.nn.Module]) -> int:
-    """Return how many first layers include each kind, at least two."""
+    """Return how many of the first layers include each kind of layer, at least two."""
     kinds = [
         tuple((name, type(module).__name__) for name, module in layer.named_modules())
         + tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())

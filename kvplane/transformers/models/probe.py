@@ -26,13 +26,13 @@ from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.part import WINDOW_TOKENS, part_of, short_windows
 
 _PASSES: Final = (((0, 0, 13), (1, 0, 9)), ((1, 9, 7), (0, 13, 11)))
-"""(sequence, first position, number of tokens) of each span."""
+"""The spans of each pass of the probe: (sequence, first position, number of tokens)."""
 _ALONE: Final = (((0, 0, 24),),)
 _LENGTHS: Final = (24, 16)
 _TOLERANCES: Final = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.2}
-"""The largest difference of a logit, as a part of the logits' standard deviation."""
+"""The largest allowed difference of a logit, as a part of the logits' standard deviation."""
 _QUANTISED_TOLERANCE: Final = 0.2
-"""For activations rounded to a few bits, where a difference in the last bit may become a step."""
+"""Tolerance for activations rounded to a few bits, where a small difference may be a step."""
 
 Spans = Sequence[tuple[int, int, int]]
 
@@ -85,14 +85,14 @@ def _exact_shapes(
 
 
 def _tolerance(model: PreTrainedModel) -> float:
-    """Return the tolerance, in standard deviations of the logits."""
+    """Return how much logits may differ, in standard deviations of the logits."""
     is_quantised = getattr(model, "hf_quantizer", None) is not None
     return max(_TOLERANCES[model.dtype], _QUANTISED_TOLERANCE * is_quantised)
 
 
 def _candidates(of_config: list[LayerShape], measured: list[LayerShape]) -> list[list[LayerShape]]:
-    """Return the shapes to try: the config's first, because a window may be in the mask alone, but
-    not if its sizes differ from those measured.
+    """Return the shapes of layers to try: the config's first, because a window may be in the mask
+    alone, but not if its sizes differ from those measured.
     """
     has_own_sizes = [replace(shape, window_tokens=0) for shape in of_config] != [
         replace(shape, window_tokens=0) for shape in measured
@@ -103,7 +103,7 @@ def _candidates(of_config: list[LayerShape], measured: list[LayerShape]) -> list
 
 
 def _rows() -> list[tuple[int, int]]:
-    """Return (sequence, position) of each row of logits: the last token of every span."""
+    """Return (sequence, position) for each row of logits: the last token of every span."""
     return [(i, first + count - 1) for spans in _PASSES for i, first, count in spans]
 
 
@@ -125,8 +125,8 @@ def _difference(
     passes: Sequence[Spans],
     wanted: torch.Tensor,
 ) -> float:
-    """Return the largest difference of kvplane's logits from ``wanted``, where layers have
-    ``shapes``; infinite for NaN.
+    """Return the largest difference between kvplane's logits, where layers have ``shapes``, and
+    ``wanted``; infinite for NaN.
     """
     try:
         from kvplane.runtime.probe_planes import ProbePlanes
@@ -152,7 +152,7 @@ def _difference(
 def _run(
     model: PreTrainedModel, step: attention.Step, tokens: Sequence[list[int]], spans: Spans
 ) -> torch.Tensor:
-    """Compute float32 logits [spans, vocabulary], after the last token of each."""
+    """Compute float32 logits [spans, vocabulary] by ``step``, after the last token of each span."""
     ids = [token for i, first, n in spans for token in tokens[i][first : first + n]]
     positions = [position for _, first, n in spans for position in range(first, first + n)]
     ends = torch.tensor([n for _, _, n in spans]).cumsum(0)
@@ -161,7 +161,7 @@ def _run(
 
 @contextlib.contextmanager
 def refusals(model: PreTrainedModel, how: str = "on two sequences in one row") -> Iterator[None]:
-    """Raise any error of a model's own code as InvalidRequestError."""
+    """Convert errors of a model's own code, inside the context, to InvalidRequestError."""
     try:
         yield
     except KvplaneError as error:
@@ -205,7 +205,7 @@ def _measure(
 
 
 class _Recorder:
-    """Records the shape of each layer's call, by the layer's index, and returns zeros."""
+    """A step that records the shape of each layer's call by its index, and returns zeros."""
 
     def __init__(self, of_config: Sequence[LayerShape]) -> None:
         self._of_config = of_config

@@ -24,7 +24,7 @@ from kvplane.transformers.models.probe import refusals
 
 _NUM_COLUMNS: Final = 5
 _FAR: Final = 2**21
-"""A position past the limit of any config."""
+"""A position that exceeds the limit of any config."""
 
 WHY: Final = (
     "with more, the model's RoPE takes other frequencies for the whole forward pass, which would "
@@ -36,8 +36,8 @@ Embed = Callable[[int], list[torch.Tensor]]
 
 
 def max_independent_tokens(model: PreTrainedModel) -> int | None:
-    """The longest sequence, in tokens, whose rotary embeddings depend on no other position of its
-    forward pass, nor on an earlier pass; None where no length changes them.
+    """Return the length of the longest sequence, in tokens, whose rotary embeddings depend on no
+    other position of its forward pass, nor on an earlier pass; None where no length changes them.
 
     Raises InvalidRequestError of the field "model" where its forward pass fails. The model's
     attention implementation is "eager" afterwards.
@@ -51,8 +51,8 @@ def max_independent_tokens(model: PreTrainedModel) -> int | None:
 
 
 def fix_frequencies(model: PreTrainedModel, num_tokens: int) -> None:
-    """Give all sequences, of up to ``num_tokens``, the frequencies of one of that length: rotary
-    modules compute one more, last position, which is dropped from their result.
+    """Make all sequences, of up to ``num_tokens``, use the frequencies of one of that length:
+    rotary modules compute one more, last position, which is dropped from their result.
     """
 
     def lengthen(_: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -113,7 +113,7 @@ def _rotary_calls(model: PreTrainedModel) -> list[tuple[torch.nn.Module, Any, An
 
 
 def _embedding(module: torch.nn.Module, args: Any, kwargs: Any) -> Embed:
-    """Return a function of the last position, which computes the embeddings of those before it."""
+    """Return a function that computes the embeddings of the positions before a given last one."""
 
     @torch.inference_mode()
     def embed(last: int) -> list[torch.Tensor]:

@@ -45,8 +45,9 @@ _SPIN_ON_LOOP_S: Final = 0.0002
 
 
 class LocalConnection:
-    """Made by ``join``. Whatever might break the order of requests and answers, such as an
-    abandoned wait, closes the connection, and every further call raises PlaneUnavailableError.
+    """The client's socket and region of a local execution, made by ``join``. Whatever might break
+    the order of requests and answers, such as an abandoned wait, closes the connection, and every
+    further call raises PlaneUnavailableError.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class LocalConnection:
 
     @classmethod
     async def join(cls, offer: local_pb2.LocalOffer) -> LocalConnection:
-        """Take a data plane's offer. Raises OSError if its socket or memory cannot be opened, and
+        """Accept a data plane's offer. Raises OSError if its socket or memory cannot be opened, and
         the KvplaneError that it answers.
         """
         peer = packets.new_socket()
@@ -89,7 +90,7 @@ class LocalConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be sent, as far as this side knows."""
+        """Return whether requests can be sent, as far as this side knows."""
         return self._peer is not None
 
     def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
@@ -129,14 +130,12 @@ class LocalConnection:
             raise
 
     def ask(self, packet: bytes, timeout_s: float) -> bytes:
-        """``send`` a request and ``receive`` the answer to the oldest one without one."""
+        """Send a request, and receive the answer to the oldest one without one."""
         self.send(packet)
         return self.receive(timeout_s)
 
     def receive_file(self, timeout_s: float) -> tuple[bytes, int]:
-        """``receive`` an answer with a file descriptor, which the caller closes; -1 if it has
-        none.
-        """
+        """Receive an answer with a file descriptor, which the caller closes; -1 if it has none."""
         try:
             peer = self._open_peer()
             if not self._poll.poll(1000 * timeout_s):
@@ -153,23 +152,23 @@ class LocalConnection:
             raise
 
     def at_end(self, forget: Callable[[], None]) -> None:
-        """Have ``close`` call this method once, if its object is still alive: the regions' contents
-        must not be used afterwards.
+        """Register a method that ``close`` calls once, if its object is still alive: the regions'
+        contents must not be used afterwards.
         """
         self._at_end.append(weakref.WeakMethod(forget))
 
     @property
     def is_native(self) -> bool:
-        """Whether ``call`` can be used."""
+        """Return whether ``call`` can be used."""
         return self._native is not None
 
     def call(
         self, layer: LayerCall, named: bytes, addresses: Addresses, timeout_s: float
     ) -> bytes | None:
-        """Put a layer's tensors into the region, send its packet and wait for an answer. If that
-        has no receipt, take the output from the region and return None; otherwise return the
-        answer. ``named``: the end of the packet. ``addresses``: of query, key, value and output,
-        each contiguous. Raises as ``send`` and ``receive``.
+        """Run a bound layer: copy its tensors into the region, send its packet and wait for an
+        answer. If that has no receipt, copy the output from the region and return None; otherwise
+        return the answer. ``named``: the end of the packet. ``addresses``: of query, key, value and
+        output, each contiguous. Raises as ``send`` and ``receive``.
         """
         try:
             self._open_peer()
@@ -183,7 +182,7 @@ class LocalConnection:
             raise
 
     async def receive_soon(self) -> bytes:
-        """``receive`` on an event loop, without a deadline: cancel it."""
+        """Receive an answer on an event loop, without a deadline: cancel it."""
         try:
             peer = self._open_peer()
             while (answer := self._receive(peer, self._spin_on_loop)) is None:
@@ -194,7 +193,7 @@ class LocalConnection:
             raise
 
     def close(self) -> None:
-        """End the connection; the data plane then forgets the regions."""
+        """End the connection; the data plane then releases the regions."""
         peer, self._peer = self._peer, None
         while self._at_end:
             if (forget := self._at_end.pop()()) is not None:
@@ -210,7 +209,7 @@ class LocalConnection:
         return self._peer
 
     def _receive(self, peer: socket.socket, spin: Spin) -> bytes | None:
-        """Return an answer, if it comes soon."""
+        """Poll for an answer; returns it, or None if it does not come soon."""
         if not spin.look(self._look):
             return None
         try:
@@ -231,12 +230,12 @@ def _broke(error: OSError) -> PlaneUnavailableError:
 
 
 def _translated(error: OSError, timeout_s: float) -> KvplaneError:
-    """Return our error for one of native code."""
+    """Convert an error of native code to a KvplaneError."""
     return _late(timeout_s) if isinstance(error, TimeoutError) else _broke(error)
 
 
 async def _readable(peer: socket.socket) -> None:
-    """Wait until there is something to read."""
+    """Wait until the socket can be read."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(peer.fileno(), ready.set)
@@ -247,7 +246,7 @@ async def _readable(peer: socket.socket) -> None:
 
 
 def _read_joined(peer: socket.socket) -> tuple[int, mmap.mmap]:
-    """Read the region that the data plane gives. Raises as ``join``."""
+    """Receive the region that the data plane gives. Raises as ``join``."""
     packet, file = packets.receive_file(peer)
     try:
         answer = packets.parse(pb.ExecuteResponse, packet)

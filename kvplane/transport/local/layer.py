@@ -27,30 +27,30 @@ Shape = tuple[int, ...]
 
 
 class Room(Protocol):
-    """A region that a layer's tensors are put into."""
+    """A region in shared memory that a layer's tensors are put into."""
 
     @property
     def region_id(self) -> int:
-        """The region's id in messages."""
+        """Id of the region in messages."""
         ...
 
     def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
-        """See ``packets.place``."""
+        """Return offsets for ranges of these sizes: see ``packets.place``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalLayer:
-    """A layer of any plan and pass, and its tensors' places in the region: query, key, value and
-    output, by offset and shape; the first and the last are None without a query.
+    """A layer whose tensors are in a region, for any plan and pass: the offset and shape of query,
+    key, value and output; the first and the last are None without a query.
     """
 
     request: pb.RunLayerRequest
-    """It names no plan."""
+    """The layer's request, which names no plan."""
     answer: pb.RunLayerResponse
     """The expected answer, without a receipt."""
     binding: int
-    """The number that the layer has in packets once it is bound."""
+    """The number by which packets name the layer, once it is bound."""
     dtype: str
     query: tuple[int, Shape] | None
     key: tuple[int, Shape]
@@ -59,14 +59,14 @@ class LocalLayer:
 
     @property
     def bind_packet(self) -> bytes:
-        """The packet that binds the layer."""
+        """Return the packet that binds the layer."""
         head = packets.head_of(packets.BIND_LAYER, self.binding)
         return head + self.request.SerializeToString()
 
     @property
     def head(self) -> bytes:
-        """The first part of the layer's packet once it is bound, and its answer if there is no
-        receipt. ``packets.named`` follows.
+        """The first part of the packet that runs the bound layer, which is also its answer if there
+        is no receipt. ``packets.named`` follows.
         """
         return packets.head_of(packets.LAYER, self.binding)
 

@@ -26,15 +26,14 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 MAX_PACKET_BYTES: Final = 131_072
 MAX_NAMES_BYTES: Final = 64
-"""More than a packet needs beside a layer's request: what names its plan, its pass or its binding.
-"""
+"""Bytes of a packet, at most, beside a layer's request: names of plan, pass or binding."""
 MAX_BINDINGS: Final = 1024
-"""Bindings of one connection are numbers below this. A number may be bound again."""
+"""Number of bindings of one connection, counted from 0. A number may be bound again."""
 LAYER: Final = 1
 BIND_LAYER: Final = 2
 SECRET_BYTES: Final = 32
 ALIGNMENT_BYTES: Final = 64
-"""Alignment of every range in a region."""
+"""Alignment in bytes of every range in a region."""
 NO_WAIT: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -68,7 +67,7 @@ def host_id() -> str:
 
 
 def new_socket() -> socket.socket:
-    """Make a socket that does not block."""
+    """Make a Unix socket that does not block."""
     return socket.socket(
         socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
@@ -109,12 +108,12 @@ def receive_file(peer: socket.socket) -> tuple[bytes, int]:
 
 
 def send(peer: socket.socket, packet: bytes) -> None:
-    """Send a packet without waiting. Raises OSError, also for a peer that does not read."""
+    """Send a packet without blocking. Raises OSError, also for a peer that does not read."""
     peer.send(packet, NO_WAIT)
 
 
 def head_of(kind: int, binding: int) -> bytes:
-    """Return the first part of a packet that concerns a bound layer, and its answer."""
+    """Return the first part of a packet that concerns a bound layer, which is also its answer."""
     return _HEAD.pack(0, kind, 0, binding)
 
 
@@ -124,9 +123,7 @@ def named(plan_number: int, pass_index: int | None) -> bytes:
 
 
 def read_head(packet: bytes) -> tuple[int, int, bytes]:
-    """Return the kind, the binding and the rest of a packet whose first byte is 0. Raises
-    InvalidRequestError.
-    """
+    """Parse a packet that begins with 0: kind, binding, rest. Raises InvalidRequestError."""
     if len(packet) < _HEAD.size:
         raise InvalidRequestError("the packet is too short")
     _, kind, padding, binding = _HEAD.unpack_from(packet)
@@ -138,7 +135,7 @@ def read_head(packet: bytes) -> tuple[int, int, bytes]:
 
 
 def read_named(rest: bytes) -> tuple[int, int | None]:
-    """Return the plan's number and the pass in ``named``. Raises InvalidRequestError."""
+    """Parse what ``named`` returns: the plan's number and the pass. Raises InvalidRequestError."""
     if len(rest) != _NAMED.size:
         raise InvalidRequestError("the layer's packet has another length than it should")
     plan_number, pass_index, has_pass = _NAMED.unpack(rest)
@@ -146,7 +143,7 @@ def read_named(rest: bytes) -> tuple[int, int | None]:
 
 
 def parse(kind: type[MessageT], packet: bytes) -> MessageT:
-    """Parse the message in a packet. Raises InvalidRequestError."""
+    """Parse a packet as a message of this kind. Raises InvalidRequestError."""
     try:
         return kind.FromString(packet)
     except DecodeError as error:

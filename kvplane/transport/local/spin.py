@@ -15,15 +15,15 @@ _PAUSE_S: Final = 1.0
 
 
 class Spin:
-    """One thread's polling."""
+    """Polls for packets, for one thread."""
 
     def __init__(self, spin_s: float) -> None:
-        """``spin_s``: how long to poll, unless others want the core; then not at all."""
+        """``spin_s``: how many seconds to poll; not at all while others want the core."""
         self.spin_s = spin_s
         self._not_before_s = 0.0
 
     def look(self, find: Callable[[], T], *, until_s: float | None = None) -> T:
-        """Return the result of ``find`` as soon as it is true, or when the time is over.
+        """Call ``find`` until its result is true or the time is over; returns the result.
         ``until_s``: on the monotonic clock, in place of ``spin_s`` from now.
         """
         now_s = time.monotonic()

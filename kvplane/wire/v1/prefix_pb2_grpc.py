@@ -83,8 +83,8 @@ class PrefixServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchPrefixes(self, request, context):
-        """Follows a pool's index: a snapshot, then every change. A follower that applies the events in order has the same index. ABORTED (REVISION_TOO_OLD)
-        when the changes since the revision asked for are not kept any more, and as the end of the stream when the follower is too slow: start again from
+        """Watches a pool's index: a snapshot, then every change. A watcher that applies the events in order has the same index. ABORTED (REVISION_TOO_OLD)
+        when the changes since the revision asked for are not kept any more, and as the end of the stream when the watcher is too slow: start again from
         a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

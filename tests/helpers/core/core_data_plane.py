@@ -27,6 +27,7 @@ from tests.helpers.planning.registration_messages import (
     blocks,
     hello,
     publications,
+    receipt,
     report,
 )
 
@@ -123,19 +124,9 @@ class Plane:
         """Run a plan; return False when it was refused."""
         return True
 
-    def receipt(self, plan: plan_pb2.Plan, digest: bytes) -> tpb.SignedPayload:
+    def receipt(self, plan: tpb.SignedPayload) -> tpb.SignedPayload:
         """Return the signed statement that the plan ran."""
-        payload = plan_pb2.Receipt(
-            version=protocol.NEWEST_PAYLOAD_VERSION,
-            session=plan.session,
-            pool_id=plan.pool_id,
-            shard_index=self.index,
-            epoch=self.epoch,
-            plan_number=plan.number,
-            plan_digest=digest,
-        ).SerializeToString(deterministic=True)
-        signature = signing.sign(self.pool_key, signing.RECEIPT, payload)
-        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+        return receipt(self.pool_key, plan, self.hello)
 
 
 class DataPlane(Plane):

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from control_plane.sessions.session import Session
-from kvplane.wire import columns, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.registration_messages import LAYOUT, Prefix
+from tests.helpers.planning.registration_messages import LAYOUT, Prefix, signed
 
 BLOCK = LAYOUT.block_size_tokens
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
@@ -57,8 +57,7 @@ def receipt_of(session: Session, number: int) -> tpb.SignedPayload:
         plan_number=number,
         plan_digest=session.plans[number].digest,
     ).SerializeToString(deterministic=True)
-    signature = signing.sign(session.pool.key, signing.RECEIPT, payload)
-    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+    return signed(session.pool.key, payload)
 
 
 def allocated_of(plan: plan_pb2.Plan) -> list[Block]:

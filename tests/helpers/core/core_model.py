@@ -19,7 +19,7 @@ from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.prefixes import ForgetScope
 from kvplane.results import SequenceState, error_of, sequence_states
-from kvplane.wire import columns, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -28,7 +28,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import DataPlane, Plane
 from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
-from tests.helpers.core.core_prefixes import forget, num_cached
+from tests.helpers.core.core_prefixes import num_cached
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT, half
 
 INCARNATION = 7  # of a world's first control plane
@@ -123,6 +123,17 @@ class World:
         for shard in self.shards:
             shard.pump()
 
+    def work(self) -> None:
+        """Do all work that is left, a slice at a time, as between requests."""
+        self.core.take_notified()
+        while self.core.work():
+            self.core.check_integrity()
+
+    def after(self, seconds: float) -> None:
+        """Let the core notice, at once, that so much time has passed."""
+        self.clock.now += seconds
+        self.core.tick()
+
     def pass_time(self, seconds: float, *engines: Engine) -> None:
         """Pass time in ticks so short that the core doesn't conclude that it slept; the leases of
         these engines are renewed.
@@ -153,6 +164,7 @@ class World:
 
     def found(self, tokens: Iterable[int], tenant: str = TENANT, namespace: str = "") -> list[int]:
         """Return the device blocks that hold the longest cached prefix of a prompt."""
+        self.core.check_integrity()
         root = root_of(self.layout.fingerprint, tenant, namespace)
         _, _, indices, *_ = self.pool.primary.explain(root, ops.pack_tokens(list(tokens)))
         return columns.read(INT32, indices, "indices").tolist()
@@ -168,7 +180,6 @@ class MadePlan:
     def __init__(self, signed: tpb.SignedPayload) -> None:
         self.signed = signed
         self.plan = plan_pb2.Plan.FromString(signed.payload)
-        self.digest = signing.digest(signed.payload)
         self.ran_on: set[int] = set()
 
 
@@ -279,11 +290,15 @@ class Engine:
         self.run_all()
         return result
 
-    def admit(self, sequence_id: int, tokens: Sequence[int], **options: Any) -> cpb.StepResponse:
-        """Admit, run, and submit the receipt."""
-        result = self.send(ops.admit(sequence_id, pack(tokens), **options))
+    def do(self, *operations: cpb.Operation) -> cpb.StepResponse:
+        """Send a step, run its plan, and submit the receipt."""
+        result = self.send(*operations)
         self.settle()
         return result
+
+    def admit(self, sequence_id: int, tokens: Sequence[int], **options: Any) -> cpb.StepResponse:
+        """Admit, run, and submit the receipt."""
+        return self.do(ops.admit(sequence_id, pack(tokens), **options))
 
     def cached(self, sequence_id: int, tokens: Sequence[int]) -> int:
         """Admit; return how many tokens were found cached."""
@@ -300,17 +315,14 @@ class Engine:
     def cache(self, tokens: Sequence[int]) -> None:
         """Leave a prompt's full blocks cached, and no sequence of it."""
         self.admit(1, tokens)
-        self.send(ops.free([1]))
-        self.settle()
+        self.do(ops.free([1]))
 
     def append(
         self, sequence_id: int, *tokens: int, num_slots: int | None = None
     ) -> cpb.StepResponse:
         """Append known tokens, run, and submit the receipt."""
         slots = len(tokens) if num_slots is None else num_slots
-        result = self.send(self.growth(sequence_id, tokens, slots))
-        self.settle()
-        return result
+        return self.do(self.growth(sequence_id, tokens, slots))
 
     def growth(
         self, sequence_id: int, tokens: Sequence[int] = (), num_slots: int = 0
@@ -370,7 +382,13 @@ class Engine:
         self, what: Sequence[int] | ForgetScope, *, force: bool = False
     ) -> ppb.ForgetPrefixesResponse:
         """Forget a prefix, or all of a scope, of the session's tenant and namespace."""
-        return forget(self.world.core, POOL, self.owner, what, force=force)
+        request = ppb.ForgetPrefixesRequest(pool_id=POOL, namespace=self.owner[1], force=force)
+        if isinstance(what, ForgetScope):
+            request.scope = what.value
+        else:
+            request.scope = ppb.FORGET_SCOPE_PREFIX
+            request.token_ids = ops.pack_tokens(what)
+        return self.world.core.forget_prefixes(request, self.tenant)
 
     def blocks(self, sequence_id: int) -> list[tuple[int, int, int]]:
         """Return (tier, index, generation) of each block of the core's table of a sequence."""
@@ -403,7 +421,7 @@ class Engine:
         waiting = [made for made in self.queue if shard not in made.ran_on]
         if waiting and self.world.shards[shard].run(waiting[0].signed):
             waiting[0].ran_on.add(shard)
-            receipt = self.world.shards[shard].receipt(waiting[0].plan, waiting[0].digest)
+            receipt = self.world.shards[shard].receipt(waiting[0].signed)
             self.receipts.append(receipt)
 
     def run_all(self) -> None:

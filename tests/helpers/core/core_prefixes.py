@@ -1,4 +1,4 @@
-"""Calls of the core's prefix index, for a tenant and a namespace."""
+"""A call of the core's prefix index, for a tenant and a namespace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from control_plane.core import ControlPlane
 from kvplane import ops
-from kvplane.prefixes import ForgetScope
 from kvplane.slices import run_to_end
 from kvplane.wire.v1 import prefix_pb2 as pb
 
@@ -22,22 +21,3 @@ def num_cached(core: ControlPlane, pool_id: str, owner: Owner, tokens: Sequence[
     )
     (match,) = run_to_end(core.find_prefix(request, tenant)).matches
     return min(match.num_device_tokens + match.num_host_tokens, len(tokens) - 1)
-
-
-def forget(
-    core: ControlPlane,
-    pool_id: str,
-    owner: Owner,
-    what: Sequence[int] | ForgetScope,
-    *,
-    force: bool = False,
-) -> pb.ForgetPrefixesResponse:
-    """Forget a prefix, or all of a scope."""
-    tenant, namespace = owner
-    request = pb.ForgetPrefixesRequest(pool_id=pool_id, namespace=namespace, force=force)
-    if isinstance(what, ForgetScope):
-        request.scope = what.value
-    else:
-        request.scope = pb.FORGET_SCOPE_PREFIX
-        request.token_ids = ops.pack_tokens(what)
-    return core.forget_prefixes(request, tenant)

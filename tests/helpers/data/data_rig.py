@@ -15,12 +15,15 @@ from data_plane.server.embedded_execution import EmbeddedExecution
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
 from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.kernel_sets import LateRuntime, late_kernels
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     LAYOUT,
     POOL_ID,
+    Part,
     PlanAuthor,
+    fields_of,
     publications,
     set_blocks,
     span,
@@ -33,13 +36,16 @@ if TYPE_CHECKING:  # it brings the control plane, which the tests on a GPU do wi
 LAYERS = (0, 1)
 
 
-def stored(executor: Executor, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    """Return the contents of a table's first blocks in the first layer group, also of slots never
-    written and slots that no query may read: [num_layers, num_blocks, ...].
-    """
-    table = executor._tables.get(session_id, sequence_id, "sequence_id").part(0, num_blocks)
-    layers = range(len(executor.shard.group_layers(executor.layout, 0)))
-    return executor._compute._gather(table.tier_key, table.blocks, layers)
+made: list[Rig] = []
+"""The rigs of the present test; the fixture ``sound_rigs`` checks them at its end."""
+
+
+def sound_rigs() -> Iterator[None]:
+    """Body of a fixture: check the integrity of all rigs that a test has made."""
+    yield
+    for rig in made:
+        rig.executor.check_integrity()
+    made.clear()
 
 
 class Rig:
@@ -56,9 +62,13 @@ class Rig:
         self.executor = Executor(**{**values, **settings})
         for tier in (self.executor.pools.device_tier, self.executor.pools.host_tier):
             tier.view(torch.uint8).zero_()
-        self.author = PlanAuthor(self.executor.epoch, layout=self.executor.layout)
+        num_shards = self.executor.shard.num_shards
+        self.author = PlanAuthor(
+            self.executor.epoch, layout=self.executor.layout, num_shards=num_shards
+        )
         self.executor.install(self.author.incarnation, self.author.key)
         self.session = self.open(1)
+        made.append(self)
 
     def open(self, session_id: int, **fields: Any) -> int:
         return self.executor.open(self.author.grant(session_id, **fields))
@@ -66,8 +76,20 @@ class Rig:
     def fence(self, session_id: int) -> None:
         self.executor.fence(self.author.session(session_id), session_id)
 
-    def start(self, number: int, session_id: int = 1, **fields: Any) -> StartedPlan:
-        return self.executor.start(session_id, self.author.plan(number, session_id, **fields))
+    def plan(
+        self, number: int, *parts: Part, session_id: int = 1, **fields: Any
+    ) -> pb.SignedPayload:
+        """Sign a plan of these parts. ``fields``: of its message."""
+        return self.author.plan(number, session_id, **{**fields_of(parts), **fields})
+
+    def start(self, number: int, *parts: Part, session_id: int = 1, **fields: Any) -> StartedPlan:
+        plan = self.plan(number, *parts, session_id=session_id, **fields)
+        return self.executor.start(session_id, plan)
+
+    def run_layers(self, num_tokens: int) -> None:
+        """Run all layers of the latest plan."""
+        for layer in self.executor.layers:
+            self.layer(layer, num_tokens)
 
     def run_layer(
         self,
@@ -94,10 +116,10 @@ class Rig:
         return output
 
     def run(
-        self, number: int, session_id: int = 1, *, seed: int = 0, **fields: Any
+        self, number: int, *parts: Part, session_id: int = 1, seed: int = 0, **fields: Any
     ) -> plan_pb2.Receipt:
         """Start a plan and run all its layers."""
-        started = self.start(number, session_id, **fields)
+        started = self.start(number, *parts, session_id=session_id, **fields)
         if started.receipt is None:
             for layer in LAYERS:
                 self.layer(layer, started.num_tokens, session_id=session_id, seed=seed)
@@ -107,14 +129,20 @@ class Rig:
         self, number: int = 1, *, sequence_id: int = 1, num_tokens: int = 12
     ) -> plan_pb2.Receipt:
         """Run a prompt of at most 16 tokens on blocks 0 and 1."""
-        return self.run(
-            number,
-            changes=[set_blocks(sequence_id, [(0, 1), (1, 1)])],
-            spans=[span(sequence_id, 0, num_tokens)],
-        )
+        table = set_blocks(sequence_id, [(0, 1), (1, 1)])
+        return self.run(number, table, span(sequence_id, 0, num_tokens))
 
     def publish(self, index: int, generation: int = 1) -> None:
         assert self.executor.publish(publications((index, generation))) == 1
+
+    def stored(self, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
+        """Return the contents of a table's first blocks in the first layer group, also of slots
+        never written and slots that no query may read: [num_layers, num_blocks, ...].
+        """
+        executor = self.executor
+        table = executor._tables.get(session_id, sequence_id, "sequence_id").part(0, num_blocks)
+        layers = range(len(executor.shard.group_layers(executor.layout, 0)))
+        return executor._compute._gather(table.tier_key, table.blocks, layers)
 
     def snapshot(self) -> tuple[bytes, ...]:
         """Return the contents of both tiers, and all known facts about the blocks."""

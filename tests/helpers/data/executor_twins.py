@@ -13,20 +13,16 @@ from typing import Any
 
 import torch
 
-from data_plane import Executor
 from kvplane.layout import Layout
 from kvplane.wire.v1 import types_pb2 as pb
-from tests.helpers.data.data_rig import stored
-from tests.helpers.data.latest_plan import of_latest
+from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
     HOST,
     LAYOUT,
-    POOL_ID,
     BlockRef,
     Change,
-    PlanAuthor,
     Span,
     Transfer,
     drop,
@@ -40,38 +36,26 @@ from tests.helpers.data.plan_author import (
 NUM_DEVICE_BLOCKS, NUM_HOST_BLOCKS = 12, 8  # of each session
 MAX_TOKENS = 2 * BLOCK_SIZE + 3
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 16
-LAYERS = (0, 1)
 
 
-class Side:
-    """One executor, and the key that signs its plans."""
+class Side(Rig):
+    """One executor, with sessions 1 and 2."""
 
     def __init__(self, layout: Layout, **settings: Any) -> None:
-        self.executor = Executor(
-            layout,
-            pool_id=POOL_ID,
-            num_device_blocks=2 * NUM_DEVICE_BLOCKS,
-            num_host_blocks=2 * NUM_HOST_BLOCKS,
-            **settings,
-        )
+        blocks = {
+            "num_device_blocks": 2 * NUM_DEVICE_BLOCKS,
+            "num_host_blocks": 2 * NUM_HOST_BLOCKS,
+        }
+        super().__init__(layout=layout, **blocks, **settings)
         for tier in (self.executor.pools.device_tier, self.executor.pools.host_tier):
             tier.view(torch.uint8).fill_(0x33)
-        self.author = PlanAuthor(self.executor.epoch, layout=layout)
-        self.executor.install(self.author.incarnation, self.author.key)
-        for session_id in (1, 2):
-            self.executor.open(self.author.grant(session_id))
+        self.open(2)
         self.outputs: dict[int, list[torch.Tensor]] = {1: [], 2: []}
 
-    def start(self, number: int, session_id: int, **fields: Any) -> bool:
-        """Start a plan; return whether it has already run."""
-        plan = self.author.plan(number, session_id, **fields)
-        return self.executor.start(session_id, plan).receipt is not None
-
-    def layer(self, session_id: int, layer: int, *qkv: torch.Tensor) -> None:
-        there = (tensor.to(self.executor.device) for tensor in qkv)
-        output = self.executor.layer(
-            session_id, layer, *there, **of_latest(self.executor, session_id)
-        )
+    def feed(self, session_id: int, layer: int, *qkv: torch.Tensor) -> None:
+        """Run a layer, and keep its output."""
+        query, key, value = (tensor.to(self.executor.device) for tensor in qkv)
+        output = self.run_layer(layer, query, key, value, session_id=session_id)
         assert output is not None
         self.outputs[session_id].append(output)
 
@@ -83,7 +67,7 @@ class Side:
 
     def blocks(self, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
         """Return a table's contents, as bytes."""
-        blocks = stored(self.executor, session_id, sequence_id, num_blocks)
+        blocks = self.stored(session_id, sequence_id, num_blocks)
         self.executor.kernels.streams.finish()
         return blocks.cpu().view(torch.uint8)
 
@@ -288,7 +272,10 @@ def run_twins(
         session = chance.choice(sessions)
         if session.next_layer == len(LAYERS):
             fields = session.next_plan()
-            done = [side.start(session.number, session.id, **fields) for side in sides]
+            started = [
+                side.start(session.number, session_id=session.id, **fields) for side in sides
+            ]
+            done = [each.receipt is not None for each in started]
             assert done[0] == done[1]
             if done[0]:
                 session.next_layer = len(LAYERS)
@@ -296,12 +283,10 @@ def run_twins(
         heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
         qkv = [new(session.num_tokens, num_heads) for num_heads in heads]
         for side in sides:
-            side.layer(session.id, LAYERS[session.next_layer], *qkv)
+            side.feed(session.id, LAYERS[session.next_layer], *qkv)
         session.next_layer += 1
         if session.next_layer == len(LAYERS):
             _compare(session, *sides, tolerance)
-    for side in sides:
-        side.executor.check_integrity()
     return sides[1]
 
 

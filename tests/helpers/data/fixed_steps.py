@@ -114,7 +114,7 @@ def rig_with_prompts(**settings: Any) -> Rig:
         num_blocks = -(-(length + len(STEPS) + 1) // BFLOAT.block_size_tokens)
         changes.append(set_blocks(sequence, [(first + i, 1) for i in range(num_blocks)]))
         first += num_blocks
-    rig.start(1, changes=changes, spans=[span(s, 0, n) for s, n in PROMPTS.items()])
+    rig.start(1, *changes, *[span(s, 0, n) for s, n in PROMPTS.items()])
     inputs = Inputs(sum(PROMPTS.values()), settings.get("device", "cpu"))
     inputs.fill(inputs.num_tokens, 1)
     for layer, (_, key, value, _) in zip(LAYERS, inputs.layers, strict=True):
@@ -139,4 +139,4 @@ def run_by_layers(
 
 def start_step(rig: Rig, number: int, step: Sequence[int], lengths: dict[int, int]) -> None:
     """Start plan ``number``: a token for each of these sequences."""
-    rig.start(number, spans=[span(s, lengths[s], 1) for s in step])
+    rig.start(number, *[span(s, lengths[s], 1) for s in step])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from google.protobuf.message import Message
 
 from kvplane.layout import LayerGroup, Layout
 from kvplane.wire import columns, signing
@@ -14,6 +16,9 @@ from kvplane.wire.plane.v1 import plan_pb2 as plans
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import types_pb2 as pb
 
+_uint8, _int32, _int64 = (
+    partial(columns.pack, kind) for kind in (columns.UINT8, columns.INT32, columns.INT64)
+)
 DEVICE, HOST = pb.TIER_DEVICE, pb.TIER_HOST
 POOL_ID = "pool"
 BLOCK_SIZE = 8
@@ -35,6 +40,7 @@ class PlanAuthor:
     incarnation: int = 1
     key: bytes = field(default_factory=signing.new_key)
     layout: Layout = LAYOUT
+    num_shards: int = 1  # all of one epoch
 
     def sign(self, tag: str, payload: bytes) -> pb.SignedPayload:
         signature = signing.sign(self.key, tag, payload)
@@ -50,7 +56,7 @@ class PlanAuthor:
             "session": self.session(session_id),
             "ordinal": session_id,
             "pool_id": POOL_ID,
-            "shard_epochs": [self.epoch],
+            "shard_epochs": [self.epoch] * self.num_shards,
             "tenant": "default",
             "layout_fingerprint": self.layout.fingerprint,
             "max_plans_in_flight": 2,
@@ -74,21 +80,13 @@ class PlanAuthor:
             "version": NEWEST_PAYLOAD_VERSION,
             "session": self.session(session_id),
             "pool_id": POOL_ID,
-            "shard_epochs": [self.epoch],
+            "shard_epochs": [self.epoch] * self.num_shards,
             "number": number,
             "previous": number - 1,
-            "changes": changes
-            if isinstance(changes, plans.TableChanges)
-            else pack_changes(changes),
-            "transfers": (
-                transfers if isinstance(transfers, plans.Transfers) else pack_transfers(transfers)
-            ),
-            "spans": spans if isinstance(spans, plans.Spans) else pack_spans(spans),
-            "allocations": (
-                allocations
-                if isinstance(allocations, plans.Allocations)
-                else pack_allocations(allocations)
-            ),
+            "changes": packed(changes, pack_changes),
+            "transfers": packed(transfers, pack_transfers),
+            "spans": packed(spans, pack_spans),
+            "allocations": packed(allocations, pack_allocations),
         }
         plan = plans.Plan(**{**values, **fields})
         return self.sign(signing.PLAN, plan.SerializeToString())
@@ -162,13 +160,13 @@ def set_blocks(
     first_block: int = 0,
     tier: pb.Tier = DEVICE,
     replace: bool = False,
+    group: int = 0,
 ) -> Change:
     """``blocks``: (index, generation) pairs."""
     kind = plans.TABLE_CHANGE_KIND_REPLACE if replace else plans.TABLE_CHANGE_KIND_SET
     flags = [allocated] * len(blocks) if isinstance(allocated, bool) else allocated
-    return Change(
-        kind, sequence_id, tier, first_block, len(blocks), None, tuple(blocks), tuple(flags)
-    )
+    entries = tuple(blocks), tuple(flags), group
+    return Change(kind, sequence_id, tier, first_block, len(blocks), None, *entries)
 
 
 def fork(sequence_id: int, parent: int, num_blocks: int) -> Change:
@@ -199,8 +197,48 @@ def transfer(source: BlockRef, destination: BlockRef) -> Transfer:
     return Transfer(source, destination)
 
 
+def forked(child: int, parent: int, entry: int, source: int, copy: int) -> list[Change | Transfer]:
+    """Return parts of a plan that forks a sequence up to a table entry, of which the child gets a
+    copy: block ``copy`` of generation 1, of block ``source``.
+    """
+    own = set_blocks(child, [(copy, 1)], first_block=entry)
+    return [fork(child, parent, entry + 1), own, transfer(ref(source), ref(copy))]
+
+
+def moved(
+    sequence_id: int, sources: Sequence[BlockRef], destinations: Sequence[BlockRef]
+) -> list[Change | Transfer]:
+    """Return parts of a plan that move a whole table to new blocks, all of one tier."""
+    entries = [(block.index, block.generation) for block in destinations]
+    table = set_blocks(sequence_id, entries, tier=destinations[0].tier, replace=True)
+    return [table, *map(transfer, sources, destinations)]
+
+
 def span(sequence_id: int, first_position: int, num_tokens: int) -> Span:
     return Span(sequence_id, first_position, num_tokens)
+
+
+Part = Change | BlockRef | Transfer | Span
+"""A part of a plan; a block on its own is one that the plan allocates for no table."""
+_FIELDS: dict[type, str] = {
+    Change: "changes",
+    BlockRef: "allocations",
+    Transfer: "transfers",
+    Span: "spans",
+}
+
+
+def fields_of(parts: Iterable[Part]) -> dict[str, list[Any]]:
+    """Return the fields of a plan that has these parts."""
+    fields: dict[str, list[Any]] = {}
+    for part in parts:
+        fields.setdefault(_FIELDS[type(part)], []).append(part)
+    return fields
+
+
+def packed(parts: Any, pack: Callable[[Any], Any]) -> Any:
+    """Return a plan's parts packed; a message as it is."""
+    return parts if isinstance(parts, Message) else pack(parts)
 
 
 def pack_changes(changes: Sequence[Change]) -> plans.TableChanges:
@@ -268,18 +306,6 @@ def blocks_of(message: pb.Blocks | plans.Publications) -> list[tuple[int, int]]:
     indices = columns.read(columns.INT32, message.indices, "indices")
     generations = columns.read(columns.INT64, message.generations, "generations")
     return list(zip(indices, generations, strict=True))
-
-
-def _uint8(values: Iterable[int]) -> bytes:
-    return columns.pack(columns.UINT8, values)
-
-
-def _int32(values: Iterable[int]) -> bytes:
-    return columns.pack(columns.INT32, values)
-
-
-def _int64(values: Iterable[int]) -> bytes:
-    return columns.pack(columns.INT64, values)
 
 
 def tokens(num_tokens: int, num_heads: int = 2, *, seed: int = 0) -> torch.Tensor:

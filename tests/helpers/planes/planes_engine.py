@@ -43,7 +43,14 @@ from tests.helpers.planes.planes_known import (
     extend,
     unseen_cuts,
 )  # fmt: skip
-from tests.helpers.planes.planes_values import LAYOUT_MESSAGE, Owner, check_read, tag_of, values_of
+from tests.helpers.planes.planes_values import (
+    BLOCK,
+    LAYOUT_MESSAGE,
+    Owner,
+    check_read,
+    tag_of,
+    values_of,
+)
 from tests.helpers.planes.planes_world import POOL, ControlProcess, DataProcess, World, wire
 
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
@@ -163,24 +170,12 @@ class Engine:
         deferred: bool = True,
         receipts: Sequence[tpb.SignedPayload] | None = None,
     ) -> cpb.StepResponse | None:
-        """Send a step; ``receipts`` None for all at hand."""
+        """Send a step, be it of receipts alone; ``receipts`` None for all at hand."""
         request = cpb.StepRequest(operations=operations, receipts=self.take_receipts(receipts))
         if deferred:
             request.deferred_tokens.CopyFrom(self.deferred_tokens())
         response: cpb.StepResponse | None = self.call("step", request, rng)
         return None if response is None else response
-
-    def submit(
-        self,
-        receipts: Sequence[tpb.SignedPayload] | None = None,
-        *,
-        rng: Random | None = None,
-        deferred: bool = True,
-    ) -> None:
-        request = cpb.StepRequest(receipts=self.take_receipts(receipts))
-        if deferred:
-            request.deferred_tokens.CopyFrom(self.deferred_tokens())
-        self.call("step", request, rng)
 
     def take_receipts(
         self, receipts: Sequence[tpb.SignedPayload] | None = None
@@ -369,9 +364,8 @@ class Engine:
 
     def run_all(self) -> None:
         """Run every plan on every shard, as far as it is not refused."""
-        processes = {process.executor.epoch: process for process in self.world.processes}
         for index, epoch in enumerate(self.epochs):
-            process = processes.get(epoch)
+            process = self.world.by_epoch.get(epoch)
             while process is not None and self.advance(index, process):
                 pass
         self._forget()
@@ -391,7 +385,7 @@ class Engine:
     @property
     def is_served(self) -> bool:
         """Whether every shard must run its plans."""
-        processes = {process.executor.epoch: process for process in self.world.processes}
+        processes = self.world.by_epoch
         return not self.ended and all(
             epoch in processes and not self.refusal(index, processes[epoch])
             for index, epoch in enumerate(self.epochs)
@@ -508,3 +502,34 @@ class Engine:
             wanted = process.view.blocks(values)
             where = f"session {self.id} sequence {i} plan {made.number} shard {index}"
             check_read(process.executor, (self.id, i), wanted, tag_of(self.tenant), where)
+
+
+def end_all(world: World, engines: Sequence[Engine], gone: Sequence[Engine] = ()) -> None:
+    """End all sessions and faults; then nothing is held and a session can have the whole pool.
+    ``gone``: engines whose sessions have ended.
+    """
+    for engine in engines:
+        engine.close()
+    world.mend()
+    control = world.control
+    for engine in [*engines, *gone]:
+        assert engine.id not in control.core.sessions.by_id
+    check_all_is_free(control)
+    last = Engine(world, control, ("bob", "last"))
+    tokens = [5] * (world.num_device * BLOCK)
+    result = last.step(ops.admit(1, tokens))
+    assert result is not None
+    assert not result.results[0].failures, result.results[0].failures
+    last.run_all()
+    last.step()
+    assert last.lookup(tokens) == len(tokens) - 1
+    last.close()
+    world.deliver_all()
+    check_all_is_free(control)
+    world.check()
+
+
+def check_all_is_free(control: ControlProcess) -> None:
+    for usage in control.core.get_pool(POOL).usage:
+        num_idle = usage.num_free_blocks + usage.num_cached_blocks
+        assert num_idle == usage.num_blocks, f"blocks are held by nobody: {usage}"

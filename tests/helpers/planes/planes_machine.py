@@ -29,7 +29,7 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_duplicates import LateDuplicates
-from tests.helpers.planes.planes_engine import Engine
+from tests.helpers.planes.planes_engine import Engine, end_all
 from tests.helpers.planes.planes_known import (
     DEVICE,
     Known,
@@ -37,8 +37,8 @@ from tests.helpers.planes.planes_known import (
     lacks_a_receipt,
     unseen_cuts,
 )
-from tests.helpers.planes.planes_values import BLOCK, NUM_HEADS, NUM_LAYERS
-from tests.helpers.planes.planes_world import LEASE_S, POOL, ControlProcess, World, wire
+from tests.helpers.planes.planes_values import NUM_HEADS, NUM_LAYERS
+from tests.helpers.planes.planes_world import LEASE_S, POOL, World, wire
 
 MAX_ENGINES, MAX_GONE = 4, 6
 OWNERS = [("ann", ""), ("bob", ""), ("ann", ""), ("ann", "adapter"), ("bob", "")]
@@ -131,7 +131,7 @@ class PlanesMachine(LateDuplicates):
             engine.receipts.remove(rng.choice(engine.receipts))
         if engine.old_receipts:
             receipts.append(rng.choice(engine.old_receipts))
-        engine.submit(receipts, rng=rng, deferred=rng.random() < 0.5)
+        engine.step(receipts=receipts, rng=rng, deferred=rng.random() < 0.5)
 
     @precondition(lambda self: any(engine.old_tokens for engine in self.engines))
     @rule()
@@ -361,34 +361,8 @@ class PlanesMachine(LateDuplicates):
                 engine.check()
 
     def teardown(self) -> None:
-        """End all faults; then nothing is held and a session can have the whole pool."""
-        if not self.has_begun:
-            return
-        world = self.world
-        for engine in self.engines:
-            engine.close()
-        world.mend()
-        control = world.control
-        for engine in self.engines + self.gone:
-            assert engine.id not in control.core.sessions.by_id
-        self.check_all_is_free(control)
-        engine = Engine(world, control, ("bob", "last"))
-        tokens = [5] * (world.num_device * BLOCK)
-        result = engine.step(ops.admit(1, tokens))
-        assert result is not None
-        assert not result.results[0].failures, result.results[0].failures
-        engine.run_all()
-        engine.submit()
-        assert engine.lookup(tokens) == len(tokens) - 1
-        engine.close()
-        world.deliver_all()
-        self.check_all_is_free(control)
-        world.check()
-
-    def check_all_is_free(self, control: ControlProcess) -> None:
-        for usage in control.core.get_pool(POOL).usage:
-            num_idle = usage.num_free_blocks + usage.num_cached_blocks
-            assert num_idle == usage.num_blocks, usage
+        if self.has_begun:
+            end_all(self.world, self.engines, self.gone)
 
     # Helpers
 

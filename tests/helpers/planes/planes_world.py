@@ -324,6 +324,10 @@ class World:
     # Processes
 
     @property
+    def by_epoch(self) -> dict[int, DataProcess]:
+        return {process.executor.epoch: process for process in self.processes}
+
+    @property
     def control(self) -> ControlProcess:
         """The latest process of the highest incarnation."""
         return max(reversed(self.controls), key=lambda control: control.incarnation)
@@ -466,8 +470,7 @@ class World:
         pool = control.pool
         if pool is None or not pool.built:
             return
-        processes = {process.executor.epoch: process for process in self.processes}
-        views = [processes.get(epoch) for epoch in pool.epochs]
+        views = [self.by_epoch.get(epoch) for epoch in pool.epochs]
         prefixes: dict[int, list[int]] = {}
         for block, owner, parent, tokens in self._findable(pool):
             prefixes[block] = [*prefixes.get(parent, []), *tokens]

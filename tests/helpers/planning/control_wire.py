@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from kvplane import ops
-from kvplane.wire import columns, protocol, signing
+from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2, registration_pb2_grpc
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -22,7 +22,7 @@ from kvplane.wire.v1 import (
 )
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.planning.registration_messages import LAYOUT, hello, report
+from tests.helpers.planning.registration_messages import LAYOUT, hello, receipt, report
 
 PATIENCE_S = 30.0
 
@@ -117,22 +117,7 @@ class RawShard:
 
     def receipt(self, plan: tpb.SignedPayload, **changes: Any) -> tpb.SignedPayload:
         """Return its receipt for ``plan``."""
-        what = plan_pb2.Plan.FromString(plan.payload)
-        fields = {
-            "version": protocol.NEWEST_PAYLOAD_VERSION,
-            "session": what.session,
-            "pool_id": what.pool_id,
-            "shard_index": self.hello.shard.index,
-            "epoch": self.hello.epoch,
-            "plan_number": what.number,
-            "plan_digest": signing.digest(plan.payload),
-        }
-        return self.signed(plan_pb2.Receipt(**{**fields, **changes}).SerializeToString())
-
-    def signed(self, payload: bytes) -> tpb.SignedPayload:
-        """Return these bytes as a receipt that it signed."""
-        signature = signing.sign(self.key, signing.RECEIPT, payload)
-        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+        return receipt(self.key, plan, self.hello, **changes)
 
 
 class RawSession:

@@ -24,7 +24,6 @@ from kvplane.results import (
     ForgetResult,
     PoolMatch,
     StepResult,
-    error_of,
 )
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
@@ -64,7 +63,6 @@ class World:
         self.server = server
         self.client = client
         self.stub = stub
-        self.callers: list[Caller] = []
         self.shard: RawShard
 
     def stop_clock(self) -> StoppedClock:
@@ -83,9 +81,7 @@ class World:
     async def caller(self, namespace: str = "") -> Caller:
         """Return another engine."""
         session = await self.client.open_session(POOL, self.layout, namespace=namespace)
-        caller = Caller(self, session)
-        self.callers.append(caller)
-        return caller
+        return Caller(self, session)
 
     async def usage(self, tier: int = DEVICE, group: int = 0) -> dict[str, int]:
         """Return the blocks of a layer group's tier by state."""
@@ -166,35 +162,6 @@ class Caller:
             assert is_refused(outcome)
         assert self.world.state() == before
         return list(outcome.failures)
-
-    async def fail(self, operation: pb.Operation, kind: type[KvplaneError], field: str) -> None:
-        """Assert that the operation's only item fails by this field, as a check of it foresees;
-        nothing must have changed.
-        """
-        (checked,) = outcomes(await self.session.validate([operation]))
-        (foreseen,) = checked.failures
-        (failure,) = await self.refuse(operation)
-        assert failure.status == foreseen.status == pb.ITEM_STATUS_FAILED
-        assert (foreseen.error.reason, foreseen.error.field) == (
-            failure.error.reason,
-            failure.error.field,
-        )
-        error = error_of(failure)
-        name = operation.WhichOneof("operation")
-        want = kind, f"operations[0].{name}.{field}"
-        assert (type(error), error.field) == want, repr(error)
-
-    async def later(self, operation: pb.Operation) -> pb.Shortage:
-        """Return the reason why the operation waits; nothing must have changed."""
-        (failure,) = await self.refuse(operation)
-        assert failure.status == pb.ITEM_STATUS_LATER, failure
-        return failure.shortage
-
-    async def never(self, operation: pb.Operation) -> pb.Shortage:
-        """Return what the pool always lacks for the operation; nothing must have changed."""
-        (failure,) = await self.refuse(operation)
-        assert failure.status == pb.ITEM_STATUS_NEVER, failure
-        return failure.shortage
 
     async def table(self, sequence_id: int) -> tuple[Block, ...]:
         """Return the tables of all layer groups, one after the other."""

@@ -1,4 +1,4 @@
-"""Data planes' messages on registration streams, made by hand: hellos and block reports."""
+"""Data planes' messages, made by hand: hellos, block reports and receipts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvplane_blocks import chained_hash, root_hash
 from control_plane.pools.publications import root_of
 from kvplane import ops
 from kvplane.layout import LayerGroup, Layout
-from kvplane.wire import columns, protocol
+from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -103,6 +103,30 @@ def report(
         publications=[publications(prefixes)] if prefixes else [],
         last=last,
     )
+
+
+def signed(key: bytes, payload: bytes, type_tag: str = signing.RECEIPT) -> tpb.SignedPayload:
+    """Return these bytes as a payload that a pool's key signed."""
+    signature = signing.sign(key, type_tag, payload)
+    return tpb.SignedPayload(type=type_tag, payload=payload, signature=signature)
+
+
+def receipt(
+    key: bytes, plan: tpb.SignedPayload, of: rpb.Hello, **changes: Any
+) -> tpb.SignedPayload:
+    """Return what the data plane of this Hello says when the plan has run."""
+    what = plan_pb2.Plan.FromString(plan.payload)
+    fields = {
+        "version": protocol.NEWEST_PAYLOAD_VERSION,
+        "session": what.session,
+        "pool_id": what.pool_id,
+        "shard_index": of.shard.index,
+        "epoch": of.epoch,
+        "plan_number": what.number,
+        "plan_digest": signing.digest(plan.payload),
+    }
+    message = plan_pb2.Receipt(**{**fields, **changes})
+    return signed(key, message.SerializeToString(deterministic=True))
 
 
 def all_outgoing(registration: Any, pool_id: str, index: int) -> list[rpb.RegisterResponse]:

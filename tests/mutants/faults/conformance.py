@@ -8,7 +8,9 @@ from tests.mutants.fault import Fault
 
 SHARING = "control_plane/sessions/pool_admission.py"
 PREFIXES = "control_plane/prefixes.py"
-YIELDING = "tests/rpc/operations/test_yielding.py"
+YIELDING = "tests/unit/core/test_sharing.py"
+VICTIMS = "tests/unit/admission/test_admission_victims.py"
+PUSHED = "tests/rpc/operations/test_waiting.py"
 RETENTIONS = "tests/rpc/operations/test_retained_and_forgotten.py"
 NAMESPACES = "tests/rpc/operations/test_kept_apart.py"
 WATCH = "tests/rpc/operations/test_index_feed.py"
@@ -46,7 +48,8 @@ FAULTS = (
         "control_plane/server/service.py",
         "stream = self._step_streams.get(session_id)\n            if stream is not None:",
         "stream = None\n            if stream is not None:",
-        YIELDING,
+        PUSHED,
+        "pushed",
     ),
     Fault(
         "who_was_cut_is_unknown",
@@ -54,14 +57,14 @@ FAULTS = (
         "case _native.NOT_FOUND if a in session.revoked",
         "case _native.NOT_FOUND if False",
         YIELDING,
-        "revoked",
+        "does_nothing",
     ),
     Fault(
         "growth_cuts_nobody",
         "control_plane/admission/victims.py",
         "        (num_for_growth, _juniors(turns, blocked)),\n",
         "",
-        YIELDING,
+        VICTIMS,
         "growth",
     ),
     Fault(
@@ -69,7 +72,7 @@ FAULTS = (
         "control_plane/admission/victims.py",
         "is_past = ends_s < now_s",
         "is_past = False",
-        "tests/unit/admission/test_admission_victims.py",
+        VICTIMS,
         "turn_ends",
     ),
     Fault(
@@ -77,7 +80,7 @@ FAULTS = (
         "control_plane/admission/victims.py",
         "            if num_found >= num_lacking:\n                break\n",
         "",
-        "tests/unit/admission/test_admission_victims.py",
+        VICTIMS,
         "only_as_many",
     ),
     Fault(
@@ -219,11 +222,11 @@ FAULTS = (
         QUESTIONS,
     ),
     Fault(
-        "all_followers_are_asked",
+        "all_watchers_are_asked",
         "control_plane/registration/registration.py",
         "        for pool in self.touched:\n",
         "        for pool in self._pools.values():\n"
-        "            for follower in pool.followers:\n                follower.wake()\n"
+        "            for watcher in pool.watchers:\n                watcher.wake()\n"
         "        for pool in self.touched:\n",
         TOLD,
         "pools_streams",
@@ -231,7 +234,7 @@ FAULTS = (
     Fault(
         "everybody_is_told_news_of_one",
         "control_plane/core.py",
-        "        return [notice for each in admissions for notice in each.news.take_notices()]\n",
+        "        return [unsent for each in admissions for unsent in each.news.take_unsent()]\n",
         "        everybody = [s for each in admissions for s in each.sessions.values()]\n"
         "        return [(session.id, session.news or cpb.News()) for session in everybody]\n",
         TOLD,

@@ -14,18 +14,18 @@ VERIFIER, CHECKS = "data_plane/plans/verifier.py", "data_plane/plans/write_check
 BLOCK_TABLES = "data_plane/plans/tables/block_tables.py"
 LAYOUT = "kvplane/layout.py"
 
-OF_EXECUTOR, OF_SESSIONS, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF_LAYERS = (
+OF_EXECUTOR, REJECTIONS, INVARIANTS, STREAMS, FAILURES, LATENTS, OF_LAYERS = (
     f"tests/unit/executor/test_{name}.py"
     for name in (
-        *("executor", "executor_sessions", "executor_rejections", "invariants_data"),
-        *("streams", "device_failures", "latent_pools", "layers"),
+        *("executor", "executor_rejections", "invariants_data"),
+        *("streams", "device_failures", "stored_shapes", "layers"),
     )
 )
-OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER, PLANS = (
+OF_PROGRESS, TRANSFERS, PUBLICATIONS, OF_VERIFIER, ORDER = (
     f"tests/unit/plans/test_{name}.py"
     for name in (
         *("progress", "transfers", "publications"),
-        *("verifier", "plan_order", "plan_runner"),
+        *("verifier", "plan_order"),
     )
 )
 LAYOUTS = "tests/unit/client/test_layout.py"
@@ -53,7 +53,7 @@ FAULTS = (
         "                self._key, want_type, signed.type, signed.payload, signed.signature,"
         " field=field\n            )",
         "digest = signing.digest(signed.payload)",
-        REJECTIONS,
+        INVARIANTS,
     ),
     Fault(
         "epoch_unchecked",
@@ -133,7 +133,7 @@ FAULTS = (
         "                self.__dict__.setdefault('first', (self.batch(batch), batch))[0],",
         OF_LAYERS,
     ),
-    Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", OF_SESSIONS),
+    Fault("stale_publications_kept", BLOCK_TABLES, KEEPS, f"{NAMED}{KEEPS}", PUBLICATIONS),
     Fault(
         "withdrawals_ignored",
         BLOCK_TABLES,
@@ -177,7 +177,7 @@ FAULTS = (
         "        if session.running is not None:\n"
         "            session.running.num_batches_queued = 0\n"
         f"            session.running.transferred = False\n{STARTS}",
-        PLANS,
+        FAILURES,
     ),
     Fault(  # A receipt is forgotten at once, and its plan runs again.
         "receipted_plan_writes_again",
@@ -230,7 +230,7 @@ FAULTS = (
             "if self._ended_by_key.get(key_id) is not self._ended:",
             "    self._ended_by_key.pop(key_id, None)",
         ),
-        OF_SESSIONS,
+        ORDER,
     ),
     Fault(  # All copies first, then all swaps, as if none read what another wrote.
         "transfers_by_direction",
@@ -294,7 +294,7 @@ FAULTS = (
         "            self._compute.finish()\n        except InternalError as error:",
         "            self._compute.finish()\n        except InternalError as error:\n"
         "            return\n        except KeyError as error:",
-        PLANS,
+        FAILURES,
     ),
     Fault("layers_before_transfers", SESSIONS, "if not self.transferred:", "if False:", FAILURES),
     Fault(

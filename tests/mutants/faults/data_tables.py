@@ -45,7 +45,7 @@ FAULTS = (
         CHANGES,
         "    _check_own_tables(tables, session_id, new, allocated)\n",
         "",
-        REJECTIONS,
+        TABLES,
     ),
     Fault(  # A sequence whose blocks were given to another session is read as before.
         "stale_entries_readable",
@@ -148,8 +148,8 @@ FAULTS = (
     Fault(  # References of dropped tables stay counted.
         "ref_counts_not_kept",
         CHANGES,
-        "self._of_place[table.tier_key][table] += num",
-        "self._of_place[table.tier_key][table] += max(num, 0)",
+        "self._of_tier[table.tier_key][table] += num",
+        "self._of_tier[table.tier_key][table] += max(num, 0)",
         TABLES,
     ),
     Fault(

@@ -6,17 +6,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.helpers.planning.operations_world import Caller, StoppedClock, World
+from tests.helpers.planning.operations_world import Caller, World
 
 
 @pytest.fixture
 async def world(start_world: Callable[..., Awaitable[World]]) -> World:
     return await start_world()
-
-
-@pytest.fixture
-async def clock(world: World) -> StoppedClock:
-    return world.stop_clock()
 
 
 @pytest.fixture

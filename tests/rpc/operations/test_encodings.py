@@ -12,9 +12,7 @@ from kvplane.v1 import session_pb2, types_pb2
 from tests.helpers.encodings import ENCODINGS, encode
 from tests.helpers.planning.control_wire import RawSession
 from tests.helpers.planning.operations_world import World
-from tests.rpc.operations.test_control_calls import refused
 
-LATER = b"\xc0\x3e\x07"  # field 1000, a number
 Send = Callable[[bytes], Awaitable[session_pb2.StepResponse]]
 
 
@@ -55,14 +53,3 @@ async def test_every_encoding_of_a_step_is_the_same_step(send: Send, session: Ra
     for other in ENCODINGS:
         assert await send(encode(first, other)) == answer
     assert await send(first.SerializeToString()) == answer
-
-
-async def test_a_field_that_the_server_does_not_know_is_refused_by_name(
-    send: Send, session: RawSession
-) -> None:
-    known = request(session, 1, admit(1))
-    planted = session_pb2.StepRequest.FromString(known.SerializeToString())
-    planted.operations[0].admit.MergeFromString(LATER)
-    call = send(planted.SerializeToString())
-    await refused(call, "INVALID_ARGUMENT", "INVALID_REQUEST", "operations[0].admit")
-    assert (await send(known.SerializeToString())).plan.payload, "its number was not used"

@@ -21,7 +21,6 @@ from kvplane.errors import (
     QuotaExceededError,
     SequenceExistsError,
     SequenceNotFoundError,
-    SequenceSwappedError,
 )
 from kvplane.results import error_of
 from kvplane.wire import columns
@@ -160,9 +159,6 @@ ROWS: Final = {
             "highest slots": crowded(
                 ops.append(1, (), 2**31 - 1, first_positions=56), NEVER, 2**28 + 7, 16
             ),
-            "negative count": invalid(
-                ops.append(1, (), 1, first_positions=9, num_tokens=-1), "num_tokens[0]"
-            ),
             "checkpoints": invalid(
                 pb.Operation(
                     append=pb.Append(sequence_ids=bytes(8), checkpoint_positions=int32(8))
@@ -213,12 +209,7 @@ ROWS: Final = {
         {"num_released_blocks": int32(1, 1)},
         {
             "unknown": unknown(ops.truncate(9, 1)),
-            "to nothing": invalid(ops.truncate(1, 0), "num_tokens[0]"),
-            "to more": invalid(ops.truncate(1, 10), "num_tokens[0]"),
             "length": invalid(ops.truncate(1, [5, 5]), "num_tokens"),
-            "part of an id": invalid(
-                pb.Operation(truncate=pb.Truncate(sequence_ids=bytes(7))), "sequence_ids"
-            ),
         },
     ),
     "swap": Row(
@@ -228,9 +219,6 @@ ROWS: Final = {
         {
             "to no tier": invalid(
                 pb.Operation(swap=pb.Swap(sequence_ids=columns.pack(INT64, [1]))), "tier"
-            ),
-            "out already": Refusal(
-                ops.swap([1, 2], "host"), (SequenceSwappedError, "sequence_ids[1]")
             ),
             "no room": Refusal(
                 ops.swap(2, "host"),

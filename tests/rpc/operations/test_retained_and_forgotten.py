@@ -52,7 +52,7 @@ async def test_a_retention_that_is_refused_leaves_earlier_ones_as_they_are(clock
         for more in (prompt(3), prompt(1, seed=1)):  # what follows, and another prompt
             call = retainer.retain(more, time_to_live_s=time_to_live_s, priority=100)
             await retainer.denied(call, QuotaExceededError, "token_ids")
-    await retainer.never(ops.admit(2, prompt(8, seed=2)))
+    await retainer.refuse(ops.admit(2, prompt(8, seed=2)))
     assert await priorities(retainer) == [PRIORITY, PRIORITY, 0]
     clock.advance(TIME_S - 1)
     assert await priorities(retainer) == [PRIORITY, PRIORITY, 0], "it ends no earlier"

@@ -104,7 +104,8 @@ async def test_a_detached_session_submits_nothing_more(plane, session) -> None:
     assert plane.requests == []
 
 
-@pytest.mark.parametrize("seed", range(3))
+# Each takes some seconds.
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in (1, 2))])
 async def test_every_number_has_one_content_however_calls_and_submissions_meet(
     plane: ScriptedControlPlane, session: Session, monkeypatch: Any, seed: int
 ) -> None:

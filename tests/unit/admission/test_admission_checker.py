@@ -319,15 +319,16 @@ def starved(case: Case, config: AdmissionConfig = CONFIG) -> tuple[list[Starved]
 
 def _cycle_without_an_end(edges: list[list[Edge]], session: int) -> list[tuple[int, str]]:
     """Return a cycle through a tick in which the session ends no sequence, if there is one."""
+    kept = [[(to, words) for to, words, who in row if who != session] for row in edges]
     graph = networkx.DiGraph()
-    for v, row in enumerate(edges):
-        graph.add_edges_from((v, to, {"words": words}) for to, words, who in row if who != session)
+    graph.add_edges_from((v, to) for v, row in enumerate(kept) for to, _ in row)
     components = networkx.strongly_connected_components(graph)
     number = {v: i for i, component in enumerate(components) for v in component}
-    for v, to, words in graph.edges.data("words"):
-        if words.startswith("tick") and number[v] == number[to]:
-            way = [v, *networkx.shortest_path(graph, to, v)]
-            return [(b, graph.edges[a, b]["words"]) for a, b in itertools.pairwise(way)]
+    for v, row in enumerate(kept):
+        for to, words in row:
+            if words.startswith("tick") and number[v] == number[to]:
+                way = [v, *networkx.shortest_path(graph, to, v)]
+                return [(b, dict(kept[a])[b]) for a, b in itertools.pairwise(way)]
     return []
 
 

@@ -11,6 +11,7 @@ from kvplane.wire.v1 import prefix_pb2 as ppb
 from tests.helpers.core.core_messages import POOL
 from tests.helpers.core.core_model import World
 from tests.helpers.planning.registration_messages import hello
+from tests.helpers.refusals import refused
 
 
 def test_pools_are_bounded_until_one_without_data_planes_is_forgotten(
@@ -21,16 +22,13 @@ def test_pools_are_bounded_until_one_without_data_planes_is_forgotten(
     world = World()
     other = hello(pool_id="other")
     world.core.register(other)
-    with pytest.raises(QuotaExceededError) as refused:
+    with refused(QuotaExceededError, "hello.pool_id"):
         world.core.register(hello(pool_id="third"))
-    assert refused.value.field == "hello.pool_id"
     world.core.disconnect("other", 0, other.epoch)
     for _ in range(2):
-        world.clock.now += 60
-        world.core.tick()
+        world.after(60)
     assert world.core.pool_ids() == ["other", POOL], "it was seen without them 60 s ago"
-    world.clock.now += 60
-    world.core.tick()
+    world.after(60)
     assert world.core.pool_ids() == [POOL], "a pool with a data plane is kept"
     world.core.register(hello(pool_id="third"))
 
@@ -56,9 +54,8 @@ def test_namespaces_of_a_tenant_are_bounded_while_they_hold_something(
     monkeypatch.setattr(limits, "MAX_TENANT_NAMESPACES", 2)
     world = World()
     first, second = world.engine(namespace="a"), world.engine(namespace="b")
-    with pytest.raises(QuotaExceededError) as refused:
+    with refused(QuotaExceededError, "namespace"):
         world.engine(namespace="c")
-    assert refused.value.field == "namespace"
     world.engine(namespace="a")
     world.engine(tenant="other", namespace="c")
     second.admit(1, range(16))
@@ -90,23 +87,22 @@ def test_no_session_is_opened_while_too_many_have_not_been_fenced(
 
 
 def test_followers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(limits, "MAX_WATCHERS", 1)
     world = World()
     request = ppb.WatchPrefixesRequest(pool_id=POOL)
-    follower = world.core.follow(request, "tenant", lambda: None)
+    follower = world.core.watch(request, "tenant", lambda: None)
     with pytest.raises(QuotaExceededError):
-        world.core.follow(request, "tenant", lambda: None)
-    world.core.unfollow(follower)
-    world.core.follow(request, "tenant", lambda: None)
+        world.core.watch(request, "tenant", lambda: None)
+    world.core.unwatch(follower)
+    world.core.watch(request, "tenant", lambda: None)
 
 
 def test_blocks_are_bounded_over_all_pools() -> None:
     world = World(max_blocks=28)  # of which the world's own data plane has 24
     other = hello(pool_id="other", num_host_blocks=0)
     other.num_device_blocks = 5
-    with pytest.raises(QuotaExceededError) as refused:
+    with refused(QuotaExceededError, "hello.num_device_blocks"):
         world.core.register(other)
-    assert refused.value.field == "hello.num_device_blocks"
     assert world.core.pool_ids() == [POOL]
     other.num_device_blocks = 4
     world.core.register(other)

@@ -99,7 +99,7 @@ class MemoryPlane(Plane):
         self.last_receipt = self.executor.receipt(session_id)
         return True
 
-    def receipt(self, plan: plan_pb2.Plan, digest: bytes) -> tpb.SignedPayload:
+    def receipt(self, plan: tpb.SignedPayload) -> tpb.SignedPayload:
         assert self.last_receipt is not None
         return self.last_receipt
 
@@ -136,7 +136,7 @@ class Caller(Engine):
         self.world.restart_control_plane()
         return Caller(self.world)
 
-    def do(self, *operations: cpb.Operation, num_receipts: int = 9) -> cpb.StepResponse:
+    def take(self, *operations: cpb.Operation, num_receipts: int = 9) -> cpb.StepResponse:
         """Take a step with the first receipts at hand, and run its plan."""
         given, self.receipts = self.receipts[:num_receipts], self.receipts[num_receipts:]
         answer = self.step(*operations, receipts=given)
@@ -245,14 +245,14 @@ def prompt_of(rng: Random, num_tokens: int) -> list[int]:
 def decode(caller: Caller, sequence_id: int, num: int) -> None:
     for _ in range(num):
         first = len(caller.sequences[sequence_id])
-        result = caller.do(ops.append(sequence_id, [first % 7], 1, first_positions=first))
+        result = caller.take(ops.append(sequence_id, [first % 7], 1, first_positions=first))
         assert not result.results[0].failures, result
         caller.check()
 
 
 def test_a_group_with_a_window_gives_back_what_lies_behind_it() -> None:
     caller = Caller.of((16, 6))
-    caller.do(ops.admit(1, range(40)))
+    caller.take(ops.admit(1, range(40)))
     assert caller.held() == [5, 5]
     decode(caller, 1, 60)
     held = caller.held()
@@ -260,26 +260,26 @@ def test_a_group_with_a_window_gives_back_what_lies_behind_it() -> None:
     assert held[1] <= -(-WINDOW // BLOCK) + 2
     num_trimmed = [indices.count(-1) for indices in caller.columns_of(1)]
     assert num_trimmed[0] == 0 and num_trimmed[1] >= 9
-    caller.do(ops.free([1]))
-    caller.do()
+    caller.take(ops.free([1]))
+    caller.take()
     assert caller.held() == [0, 0]
 
 
 def test_a_quota_holds_in_each_group() -> None:
     caller = Caller.of((16, 12), max_tenant_blocks=6)
-    caller.do(ops.admit(1, range(33)))
+    caller.take(ops.admit(1, range(33)))
     before = caller.usages()
-    refused = caller.do(ops.admit(2, range(300, 317))).results[0].failures[0]
+    refused = caller.take(ops.admit(2, range(300, 317))).results[0].failures[0]
     assert refused.status == cpb.ITEM_STATUS_LATER
     assert refused.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     assert caller.usages() == before
-    never = caller.do(ops.admit(2, range(300, 349))).results[0].failures[0]
+    never = caller.take(ops.admit(2, range(300, 349))).results[0].failures[0]
     assert never.status == cpb.ITEM_STATUS_NEVER
     assert never.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     decode(caller, 1, 15)
     assert caller.held() == [6, 3], "the window's group has room for more"
     before = caller.usages()
-    grown = caller.do(ops.append(1, [5], 1, first_positions=48)).results[0].failures[0]
+    grown = caller.take(ops.append(1, [5], 1, first_positions=48)).results[0].failures[0]
     assert grown.status == cpb.ITEM_STATUS_NEVER
     assert grown.shortage.reason == cpb.SHORTAGE_REASON_QUOTA
     assert caller.usages() == before
@@ -289,10 +289,10 @@ def test_a_quota_holds_in_each_group() -> None:
 def test_an_abort_that_leaves_one_group_nothing_begins_again_in_all() -> None:
     caller = Caller.of((16, 12))
     prompt = list(range(57))
-    caller.do(ops.admit(1, prompt[:25]))
-    caller.do()  # three blocks are published
-    caller.do(ops.admit(2, prompt))
-    caller.do(ops.admit(3, [*prompt, 1]), num_receipts=0)  # shares what sequence 2 computes
+    caller.take(ops.admit(1, prompt[:25]))
+    caller.take()  # three blocks are published
+    caller.take(ops.admit(2, prompt))
+    caller.take(ops.admit(3, [*prompt, 1]), num_receipts=0)  # shares what sequence 2 computes
     tables = caller.columns_of(3)
     assert [len(indices) for indices in tables] == [8, 8]
     assert tables[1][:4] == [-1] * 4
@@ -305,11 +305,11 @@ def test_an_abort_that_leaves_one_group_nothing_begins_again_in_all() -> None:
 def test_a_new_control_plane_finds_what_was_cached() -> None:
     caller = Caller.of((16, 12))
     prompt = list(range(41))
-    caller.do(ops.admit(1, prompt))
-    caller.do(ops.free([1]))
-    caller.do()
+    caller.take(ops.admit(1, prompt))
+    caller.take(ops.free([1]))
+    caller.take()
     caller = caller.restarted()
-    assert caller.do(ops.admit(1, prompt)).results[0].admit.num_cached_tokens == 40
+    assert caller.take(ops.admit(1, prompt)).results[0].admit.num_cached_tokens == 40
     caller.check()
 
 
@@ -340,14 +340,14 @@ def walk(seed: int, num_steps: int) -> None:
         elif dice < 0.03:
             caller = caller.restarted()
         else:
-            caller.do(
+            caller.take(
                 *operations(caller, rng),
                 num_receipts=rng.choice((0, 1, 9, 9)) if len(caller.session.plans) < 2 else 9,
             )
         caller.check()
     if caller.sequences:
-        caller.do(ops.free(list(caller.sequences)))
-    caller.do()
+        caller.take(ops.free(list(caller.sequences)))
+    caller.take()
     caller.check()
     assert caller.held() == [0, 0]
     for kind in (

@@ -54,99 +54,74 @@ OVERFLOW = ops.append(1, pack([1, 2]), 1, first_positions=4)
 OVERFLOW.append.num_tokens = columns.pack(INT32, [1])
 CUT_OFF = ops.append(1, b"", 1, first_positions=4)
 CUT_OFF.append.sequence_ids += b"x"
-UNEVEN = ops.append([1, 1], (), 0, first_positions=[4])
-FEW_SLOTS = ops.append([1, 1], (), [0], first_positions=4)
-FEW_COUNTS = ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0])
+# By the error: operations, and the fields that it names.
+WRONG: dict[type[KvplaneError], list[tuple[cpb.Operation, str]]] = {
+    InvalidRequestError: [
+        (ops.admit(0, [1]), "sequence_id"),
+        (ops.admit(-1, [1]), "sequence_id"),
+        (ops.admit(2, b""), "token_ids"),
+        (ops.admit(2, b"abc"), "token_ids"),
+        (ops.admit(2, [-1]), "token_ids[0]"),
+        (ops.admit(2, [1], num_compute_tokens=-1), "num_compute_tokens"),
+        (ops.admit(2, [1], max_total_tokens=-(2**31)), "max_total_tokens"),
+        (ops.admit(2, [1], fork_sequence_ids=[4, 0]), "fork_sequence_ids[1]"),
+        (ops.admit(2, [1], fork_sequence_ids=bytes(7)), "fork_sequence_ids"),
+        (ops.append(1, b"", -1, first_positions=4), "num_slots[0]"),
+        (ops.append(1, [-1], 1, first_positions=4), "token_ids[0]"),
+        (ops.append(1, (), 1, first_positions=4, num_tokens=-1), "num_tokens[0]"),
+        (ops.append(1, b"abc", 1, first_positions=4, num_tokens=1), "token_ids"),
+        (OVERFLOW, "token_ids"),
+        (CUT_OFF, "sequence_ids"),
+        (ops.append([1, 1], (), 0, first_positions=[4]), "first_positions"),
+        (ops.append([1, 1], (), [0], first_positions=4), "num_slots"),
+        (ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0]), "num_tokens"),
+        (ops.fork(1, 0), "sequence_ids[0]"),
+        (ops.fork([1, 1], [2]), "parent_sequence_ids"),
+        (ops.free(b"1234"), "sequence_ids"),
+        (ops.truncate(1, 0), "num_tokens[0]"),
+        (ops.truncate(1, 5), "num_tokens[0]"),
+        (ops.swap([], "host"), "sequence_ids"),
+        (ops.swap([1, 1], "host"), "sequence_ids[1]"),
+        (cpb.Operation(), ""),
+    ],
+    PositionMismatchError: [
+        (ops.append(1, [9], 1, first_positions=3), "first_positions[0]"),
+        (ops.append(1, [9], 1, first_positions=5), "first_positions[0]"),
+        (ops.append(1, [9], 0, first_positions=-1), "first_positions[0]"),
+    ],
+    SequenceExistsError: [
+        (ops.admit(1, [1]), "sequence_id"),
+        (ops.admit(2, [1], fork_sequence_ids=[4, 1]), "fork_sequence_ids[1]"),
+        (ops.admit(2, [1], fork_sequence_ids=[4, 2]), "fork_sequence_ids[1]"),
+        (ops.admit(2, [1], fork_sequence_ids=[4, 4]), "fork_sequence_ids[1]"),
+        (ops.fork(1, 1), "sequence_ids[0]"),
+    ],
+    SequenceNotFoundError: [
+        (ops.append(9, first_positions=0), "sequence_ids[0]"),
+        (ops.fork(9, 2), "parent_sequence_ids[0]"),
+        (ops.free([9]), "sequence_ids[0]"),
+        (ops.truncate(9, 1), "sequence_ids[0]"),
+        (ops.swap([1, 9], "host"), "sequence_ids[1]"),
+    ],
+    SequenceSwappedError: [
+        (ops.append(3, [1], first_positions=4), "sequence_ids[0]"),
+        (ops.swap([1, 3], "host"), "sequence_ids[1]"),
+        (ops.swap([1], "device"), "sequence_ids[0]"),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("operation", "error", "field"),
-    [
-        (ops.admit(0, [1]), InvalidRequestError, "admit.sequence_id"),
-        (ops.admit(-1, [1]), InvalidRequestError, "admit.sequence_id"),
-        (ops.admit(1, [1]), SequenceExistsError, "admit.sequence_id"),
-        (ops.admit(2, b""), InvalidRequestError, "admit.token_ids"),
-        (ops.admit(2, b"abc"), InvalidRequestError, "admit.token_ids"),
-        (ops.admit(2, [-1]), InvalidRequestError, "admit.token_ids[0]"),
-        (
-            ops.admit(2, [1], num_compute_tokens=-1),
-            InvalidRequestError,
-            "admit.num_compute_tokens",
-        ),
-        (
-            ops.admit(2, [1], max_total_tokens=-(2**31)),
-            InvalidRequestError,
-            "admit.max_total_tokens",
-        ),
-        *(
-            (ops.admit(2, [1], fork_sequence_ids=ids), error, f"admit.fork_sequence_ids{at}")
-            for ids, error, at in (
-                ([4, 0], InvalidRequestError, "[1]"),
-                ([4, 1], SequenceExistsError, "[1]"),
-                ([4, 2], SequenceExistsError, "[1]"),
-                ([4, 4], SequenceExistsError, "[1]"),
-                (bytes(7), InvalidRequestError, ""),
-            )
-        ),
-        (ops.append(9, first_positions=0), SequenceNotFoundError, "append.sequence_ids[0]"),
-        (ops.append(3, [1], first_positions=4), SequenceSwappedError, "append.sequence_ids[0]"),
-        (
-            ops.append(1, [9], 1, first_positions=3),
-            PositionMismatchError,
-            "append.first_positions[0]",
-        ),
-        (
-            ops.append(1, [9], 1, first_positions=5),
-            PositionMismatchError,
-            "append.first_positions[0]",
-        ),
-        (
-            ops.append(1, [9], 0, first_positions=-1),
-            PositionMismatchError,
-            "append.first_positions[0]",
-        ),
-        (ops.append(1, b"", -1, first_positions=4), InvalidRequestError, "append.num_slots[0]"),
-        (ops.append(1, [-1], 1, first_positions=4), InvalidRequestError, "append.token_ids[0]"),
-        (
-            ops.append(1, (), 1, first_positions=4, num_tokens=-1),
-            InvalidRequestError,
-            "append.num_tokens[0]",
-        ),
-        (
-            ops.append(1, b"abc", 1, first_positions=4, num_tokens=1),
-            InvalidRequestError,
-            "append.token_ids",
-        ),
-        (OVERFLOW, InvalidRequestError, "append.token_ids"),
-        (CUT_OFF, InvalidRequestError, "append.sequence_ids"),
-        (UNEVEN, InvalidRequestError, "append.first_positions"),
-        (FEW_SLOTS, InvalidRequestError, "append.num_slots"),
-        (FEW_COUNTS, InvalidRequestError, "append.num_tokens"),
-        (ops.fork(9, 2), SequenceNotFoundError, "fork.parent_sequence_ids[0]"),
-        (ops.fork(1, 1), SequenceExistsError, "fork.sequence_ids[0]"),
-        (ops.fork(1, 0), InvalidRequestError, "fork.sequence_ids[0]"),
-        (ops.fork([1, 1], [2]), InvalidRequestError, "fork.parent_sequence_ids"),
-        (ops.free([9]), SequenceNotFoundError, "free.sequence_ids[0]"),
-        (ops.free(b"1234"), InvalidRequestError, "free.sequence_ids"),
-        (ops.truncate(1, 0), InvalidRequestError, "truncate.num_tokens[0]"),
-        (ops.truncate(1, 5), InvalidRequestError, "truncate.num_tokens[0]"),
-        (ops.truncate(9, 1), SequenceNotFoundError, "truncate.sequence_ids[0]"),
-        (ops.swap([], "host"), InvalidRequestError, "swap.sequence_ids"),
-        (ops.swap([1, 1], "host"), InvalidRequestError, "swap.sequence_ids[1]"),
-        (ops.swap([1, 9], "host"), SequenceNotFoundError, "swap.sequence_ids[1]"),
-        (ops.swap([1, 3], "host"), SequenceSwappedError, "swap.sequence_ids[1]"),
-        (ops.swap([1], "device"), SequenceSwappedError, "swap.sequence_ids[0]"),
-        (cpb.Operation(), InvalidRequestError, ""),
-    ],
+    ("operation", "field", "error"),
+    [(*row, error) for error, rows in WRONG.items() for row in rows],
 )
 def test_a_wrong_operation_fails_alone_and_names_its_field(
-    operation: cpb.Operation, error: type[KvplaneError], field: str
+    operation: cpb.Operation, field: str, error: type[KvplaneError]
 ) -> None:
     engine = World().engine()
     engine.admit(1, range(4))
     engine.admit(3, range(4))
-    engine.send(ops.swap([3], "host"))
-    engine.settle()
+    engine.do(ops.swap([3], "host"))
     before = engine.everything()
     answer = engine.step(ops.free([]), operation)
     other, result = answer.results
@@ -154,7 +129,8 @@ def test_a_wrong_operation_fails_alone_and_names_its_field(
     (failure,) = result.failures
     assert (failure.item, failure.status) == (0, FAILED)
     assert type(error_in(result)) is error
-    assert failure.error.field == f"operations[1].{field}".rstrip(".")
+    name = operation.WhichOneof("operation")
+    assert failure.error.field == "operations[1]" + (f".{name}.{field}" if name else "")
     assert not answer.HasField("plan")
     assert engine.everything() == before
     engine.world.core.check_integrity()
@@ -305,8 +281,7 @@ def test_the_revision_counts_publications_and_evictions() -> None:
     engine.admit(1, range(24))
     revision = engine.step().revision
     assert revision == first + 3
-    engine.send(ops.free([1]))
-    engine.settle()
+    engine.do(ops.free([1]))
     assert engine.step(ops.admit(2, range(50, 82))).revision == revision + 3
     assert engine.world.observed().counters.num_evictions == 3
 

@@ -121,8 +121,7 @@ def test_only_a_plan_that_was_made_and_has_not_run_can_be_aborted() -> None:
         abort_plans(session, cpb.AbortPlansRequest(plan_number=made))
     )  # aborted before: nothing to do
     engine.queue.clear()
-    engine.send(engine.growth(1, [8], 1))
-    engine.settle()
+    engine.do(engine.growth(1, [8], 1))
     engine.abort(made)
     assert engine.state(1).num_tokens == 9, "what was aborted has not run, though later plans have"
 

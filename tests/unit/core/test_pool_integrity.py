@@ -23,10 +23,6 @@ def engine() -> Engine:
     return engine
 
 
-def session_of(engine: Engine) -> Session:
-    return engine.session
-
-
 def _receipts(session: Session) -> None:
     session.receipted[0] += 1
 
@@ -53,12 +49,12 @@ def _made(session: Session) -> None:
     ],
 )
 def test_it_finds(engine: Engine, plant: Callable[[Session], None], message: str) -> None:
-    plant(session_of(engine))
+    plant(engine.session)
     with pytest.raises(AssertionError, match=message):
         engine.world.core.check_integrity()
 
 
 def test_two_sessions_of_one_handle_are_found(engine: Engine) -> None:
-    session_of(engine.world.engine()).handle = session_of(engine).handle
+    engine.world.engine().session.handle = engine.session.handle
     with pytest.raises(AssertionError, match="one handle"):
         engine.world.core.check_integrity()

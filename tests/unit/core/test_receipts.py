@@ -21,6 +21,8 @@ from kvplane.wire import signing
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_model import Engine, World
+from tests.helpers.planning.registration_messages import signed
+from tests.helpers.refusals import refused
 
 UNKNOWN_FIELD = b"\xc2\x3e\x01x"  # field 1000, one byte
 
@@ -40,9 +42,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return engine
 
 
-def signed(engine: Engine, payload: bytes, type_tag: str = signing.RECEIPT) -> tpb.SignedPayload:
-    signature = signing.sign(engine.world.shards[0].pool_key, type_tag, payload)
-    return tpb.SignedPayload(type=type_tag, payload=payload, signature=signature)
+def signed_by(engine: Engine, payload: bytes, type_tag: str = signing.RECEIPT) -> tpb.SignedPayload:
+    return signed(engine.world.pool.key, payload, type_tag)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,8 @@ def test_one_of_something_else_is_named_and_spoils_those_beside_it(
     if "plan_number" in fields:
         receipt.ClearField("plan_number")  # or 0 would be left out
     receipt.MergeFrom(plan_pb2.Receipt(**fields))
-    with pytest.raises(error) as refused:
-        engine.submit([second, signed(engine, receipt.SerializeToString())])
-    assert refused.value.field == f"receipts[1].{field}"
+    with refused(error, f"receipts[1].{field}"):
+        engine.submit([second, signed_by(engine, receipt.SerializeToString())])
     assert engine.state(1).num_written_tokens == 0
 
 
@@ -78,7 +78,7 @@ def test_one_that_is_not_signed_or_can_not_be_read_is_refused(engine: Engine) ->
     good = engine.receipts[0]
     flipped = good.signature[:-1] + bytes([good.signature[-1] ^ 1])
     wrong: tuple[tuple[tpb.SignedPayload, type[KvplaneError], str], ...] = (
-        (signed(engine, good.payload, signing.PLAN), BadSignatureError, "type"),
+        (signed_by(engine, good.payload, signing.PLAN), BadSignatureError, "type"),
         (
             tpb.SignedPayload(type=signing.PLAN, payload=good.payload, signature=good.signature),
             BadSignatureError,
@@ -89,13 +89,12 @@ def test_one_that_is_not_signed_or_can_not_be_read_is_refused(engine: Engine) ->
             BadSignatureError,
             "signature",
         ),
-        (signed(engine, b"\xff"), InvalidRequestError, "payload"),
-        (signed(engine, good.payload + UNKNOWN_FIELD), InvalidRequestError, "payload"),
+        (signed_by(engine, b"\xff"), InvalidRequestError, "payload"),
+        (signed_by(engine, good.payload + UNKNOWN_FIELD), InvalidRequestError, "payload"),
     )
     for payload, error, field in wrong:
-        with pytest.raises(error) as refused:
+        with refused(error, f"receipts[0].{field}"):
             engine.submit([payload])
-        assert refused.value.field == f"receipts[0].{field}"
     assert engine.state(1).num_written_tokens == 0
 
 

@@ -33,6 +33,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import DEVICE, HOST, LAYOUT, POOL
 from tests.helpers.core.core_model import World
+from tests.helpers.refusals import refused
 
 
 def test_a_pool_is_ready_when_all_its_shards_have_reported() -> None:
@@ -60,8 +61,7 @@ def test_an_ended_sessions_callers_hear_why() -> None:
     closed.close()
     with pytest.raises(SessionNotFoundError):
         closed.renew()
-    world.clock.now += 31
-    world.core.tick()
+    world.after(31)
     with pytest.raises(SessionExpiredError):
         expired.renew()
     killed = world.engine()
@@ -105,9 +105,8 @@ def test_a_wrong_open_session_names_its_field(
     request = cpb.OpenSessionRequest(
         **{"pool_id": POOL, "layout": LAYOUT.to_proto(), **fields}  # type: ignore[arg-type]
     )
-    with pytest.raises(error) as refused:
+    with refused(error, field):
         world.core.open_session(request, "tenant")
-    assert refused.value.field == field
 
 
 def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
@@ -172,9 +171,8 @@ def test_a_request_of_another_incarnation_touches_no_session() -> None:
         lambda: old.table(1),
     )
     for request in requests:
-        with pytest.raises(StaleIncarnationError) as refused:
+        with refused(StaleIncarnationError, "session.incarnation"):
             request()
-        assert refused.value.field == "session.incarnation"
     assert new.everything() == before
 
 
@@ -203,21 +201,17 @@ def test_a_lease_is_renewed_by_messages() -> None:
     world.pump()
     assert world.usage()["held"] == world.usage()["retired"] == 0
     for slept_s in (16, 31, 1000):  # more than half a lease between two ticks, and more than all
-        world.clock.now += slept_s
-        world.core.tick()
-        world.clock.now += 14.9
-        world.core.tick()
+        world.after(slept_s)
+        world.after(14.9)
         loud.renew()  # all leases ran anew from the tick after the sleep
 
 
 def test_a_control_plane_that_slept_says_so(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
     world.core.tick()
-    world.clock.now += 14.9
-    world.core.tick()
+    world.after(14.9)
     assert "slept" not in caplog.text
-    world.clock.now += 20
-    world.core.tick()
+    world.after(20)
     assert "this process slept late_s=12.500" in caplog.text
 
 
@@ -299,12 +293,12 @@ def test_news_are_told_once_and_stay_for_the_answer() -> None:
     session = world.engine().session
     news = PoolNews()
     news.cut(session, 1, cpb.CUT_REASON_TURN)
-    ((session_id, told),) = news.take_notices()
-    assert (session_id, news.take_notices()) == (session.id, [])
+    ((session_id, told),) = news.take_unsent()
+    assert (session_id, news.take_unsent()) == (session.id, [])
     assert news.take(session) == told
     news.asked(session, columns.pack(INT64, [1]), 3, 0.5)
     assert news.take(session) is not None
-    assert (news.take_notices(), session.news) == ([], None)
+    assert (news.take_unsent(), session.news) == ([], None)
 
 
 def test_an_admission_that_waits_has_the_ids_of_its_forks() -> None:

@@ -26,21 +26,21 @@ SEVERAL = 24
 SIX = range(1, 7)
 
 
-def in_slices(core: ControlPlane, between: Callable[[], None]) -> Callable[[Any, str], Any]:
-    """Answers a request in slices, ``between`` which something is done."""
+def in_slices(core: ControlPlane, request: Any, between: Callable[[], None]) -> Any:
+    """Return the answer of a request in slices, ``between`` which something is done."""
+    answer = to_the_end(core, core.run(request, "tenant"), between)
+    return written(answer) if isinstance(answer, StepAnswer) else answer
 
-    def answer(request: Any, tenant: str) -> Any:
-        left = core.run(request, tenant)
-        while True:
-            try:
-                next(left)
-            except StopIteration as end:
-                is_step = isinstance(end.value, StepAnswer)
-                return written(end.value) if is_step else end.value
-            core.check_integrity()
-            between()
 
-    return answer
+def to_the_end(core: ControlPlane, slices: Slices[Any], between: Callable[[], None]) -> Any:
+    """Return what all slices come to. The core is sound after each."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            return end.value
+        core.check_integrity()
+        between()
 
 
 def a_step(engine: Engine, *operations: cpb.Operation) -> cpb.StepRequest:
@@ -113,8 +113,6 @@ def walked(seed: int) -> tuple[list[Any], int]:
         nonlocal num_between
         num_between += 1
 
-    answer = in_slices(world.core, between)
-
     def send(request: Any) -> None:
         request.session.CopyFrom(engine.ref)
         request.number = len(answers) + 1
@@ -124,7 +122,7 @@ def walked(seed: int) -> tuple[list[Any], int]:
             if isinstance(request, cpb.AbortPlansRequest):
                 ran = [number for number in ran if number < request.plan_number]
             request.receipts.extend(receipt_of(session, number) for number in ran)
-        done = answer(request, "tenant")
+        done = in_slices(world.core, request, between)
         again = (
             world.core.step(request, "tenant")
             if isinstance(request, cpb.StepRequest)
@@ -184,8 +182,8 @@ def test_a_long_free_lets_others_run() -> None:
     engine = world.engine()
     run_to_end(world.core.run(a_step(engine, *[ops.admit(i, range(20)) for i in SIX]), "tenant"))
     engine.number += 1
-    response = in_slices(world.core, lambda: others.append(None))(
-        a_step(engine, ops.free([*SIX, 99])), "tenant"
+    response = in_slices(
+        world.core, a_step(engine, ops.free([*SIX, 99])), lambda: others.append(None)
     )
     (freed,) = response.results
     assert [failure.item for failure in freed.failures] == [6]
@@ -204,11 +202,11 @@ def test_others_step_between_the_slices() -> None:
         other.send(other.growth(1, [other.number], 1))
 
     admits = [ops.admit(i, range(20 * i, 20 * i + 20)) for i in range(1, 7)]
-    response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
+    response = in_slices(world.core, a_step(engine, *admits), between)
     assert not any(result.failures for result in response.results)
     assert other.number - before == 6, "after each operation"
     request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=2)
-    in_slices(world.core, between)(request, "tenant")
+    in_slices(world.core, request, between)
     assert other.number - before == 6 + 2 + 5, "around the states, between sequences that are cut"
     other.settle()
     world.core.check_integrity()
@@ -225,14 +223,13 @@ def test_nobody_is_granted_blocks_between_the_slices() -> None:
 
     def between() -> None:
         if other.session.native.has_sequence(other.session.handle, 1):
-            other.send(ops.free([1]))
-            other.settle()
-        assert engine.id not in {i for i, _ in world.core.take_notices()}
+            other.do(ops.free([1]))
+        assert engine.id not in {i for i, _ in world.core.take_news()}
 
-    response = in_slices(world.core, between)(a_step(engine, *admits), "tenant")
+    response = in_slices(world.core, a_step(engine, *admits), between)
     other.settle()
     assert [status_of(result) for result in response.results] == [LATER, LATER]
-    assert response.news.granted_sequence_ids or world.core.take_notices()
+    assert response.news.granted_sequence_ids or world.core.take_news()
 
 
 @pytest.mark.usefixtures("small")
@@ -258,12 +255,10 @@ def test_a_session_that_ends_is_released_between_requests(is_fenced_first: bool)
     world = World(num_device=64, lease_s=10.0)
     engine, other = world.engine(), world.engine()
     engine.admit(1, range(20))
-    engine.send(*(ops.fork(1, i) for i in range(2, 9)))
-    engine.settle()
+    engine.do(*(ops.fork(1, i) for i in range(2, 9)))
     world.clock.now += 8.0
     other.admit(1, range(3))
-    world.clock.now += 4.0
-    world.core.tick()
+    world.after(4.0)
     if is_fenced_first:
         world.pump()
     num_slices = 0
@@ -295,11 +290,11 @@ def test_what_a_plan_published_and_its_tables_are_taken_in_slices(
     def between() -> None:
         found.append(sum(other.lookup(range(20 * i, 20 * i + 20)) > 0 for i in SIX))
 
-    in_slices(world.core, between)(a_step(engine), "tenant")
+    in_slices(world.core, a_step(engine), between)
     assert found == [1, 2, 3, 4, 5], "after each sequence"
     found.clear()
     request = cpb.AbortPlansRequest(whole_tables=True, session=engine.ref, number=engine.number + 2)
-    response = in_slices(world.core, between)(request, "tenant")
+    response = in_slices(world.core, request, between)
     num_chunks = -(-len(response.plan.payload) // 100)
     assert len(found) == 2 + 1 + 5 + num_chunks
     digest = signing.digest(response.plan.payload)
@@ -365,8 +360,7 @@ def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
     world = World(num_device=64, num_host=64)
     engine, other = world.engine(), world.engine()
     other.admit(1, range(3))
-    engine.send(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
-    engine.settle()
+    engine.do(*(ops.admit(i, range(20 * i, 20 * i + 20)) for i in SIX))
     left = world.core.run(request(engine), "tenant")
     for _ in range(num_slices):
         try:
@@ -379,11 +373,8 @@ def ends_within(request: Callable[[Engine], Any], num_slices: int) -> bool:
     world.core.check_integrity()
     with pytest.raises(SessionNotFoundError):
         next(left)
-    other.send(ops.free([1]))
-    other.settle()
-    world.core.take_notified()
-    while world.core.work():
-        world.core.check_integrity()
+    other.do(ops.free([1]))
+    world.work()
     world.pump()
     for tier in (tpb.TIER_DEVICE, tpb.TIER_HOST):
         usage = world.usage(tier)
@@ -408,17 +399,14 @@ def test_operations_are_checked_a_few_at_a_time() -> None:
         return core.validate(request, "tenant")
 
     expected = [run_to_end(check(each)).results[0] for each in operations]
-    left, num_between = check(*operations), 0
-    while True:
-        try:
-            next(left)
-        except StopIteration as end:
-            results = end.value.results
-            break
-        num_between += 1
-        core.check_integrity()
+    between = list[None]()
+
+    def step_other() -> None:
+        between.append(None)
         other.send(other.growth(1, [other.number], 1))
-    assert num_between == 2
+
+    results = to_the_end(core, check(*operations), step_other).results
+    assert len(between) == 2
     assert [*map(status_of, results)] == [*map(status_of, expected)]
     assert len({*map(status_of, results)}) > 1
     assert [r.HasField("admit") for r in results] == [r.HasField("admit") for r in expected]

@@ -12,8 +12,7 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.helpers.core.core_messages import BLOCK, pack
 from tests.helpers.core.core_model import Engine, World, only
 
 FEW_BLOCKS, MANY_BLOCKS = 16, 512
-Measure = Callable[[], AbstractContextManager[list[Any]]]
 
 
 def world_of(num_device: int, **settings: Any) -> World:
@@ -49,48 +47,35 @@ def new_engine() -> Engine:
     return engine
 
 
-@contextmanager
-def num_calls() -> Iterator[list[int]]:
-    """Count calls of Python functions, comprehensions included."""
-    num = [0]
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        num[0] += event == "call"
-
-    gc.disable()  # a collection calls what others have asked it to call
-    sys.setprofile(count)
-    try:
-        yield num
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-
-
-@contextmanager
-def cpu_s() -> Iterator[list[float]]:
-    """Measure the processor time."""
-    begin = time.process_time()
-    yield (measured := [0.0])
-    measured[0] = time.process_time() - begin
-
-
 def cost_of(
-    engine: Engine, measure: Measure, *operations: cpb.Operation
-) -> tuple[Any, cpb.StepResponse]:
-    """Return what the core alone takes for a step, and its answer."""
-    core, costs = engine.world.core, list[Any]()
+    engine: Engine, *operations: cpb.Operation, in_time: bool = False
+) -> tuple[float, cpb.StepResponse]:
+    """Return what the core alone takes for a step, and its answer: calls of Python functions,
+    comprehensions included, or ``in_time`` seconds of the processor.
+    """
+    core, cost = engine.world.core, 0.0
     step = core.step
 
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal cost
+        cost += event == "call"
+
     def measured(*arguments: Any) -> cpb.StepResponse:
-        with measure() as cost:
-            answer = step(*arguments)
-        costs.extend(cost)
-        return answer
+        nonlocal cost
+        gc.disable()  # a collection calls what others have asked it to call
+        begin = time.process_time()
+        sys.setprofile(None if in_time else count)
+        try:
+            return step(*arguments)
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+            cost = time.process_time() - begin if in_time else cost
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "step", measured)
         result = send(engine, *operations)
-    return costs[0], result
+    return cost, result
 
 
 def prompt(num_blocks: int) -> bytes:
@@ -108,7 +93,7 @@ def test_an_admission_costs_no_call_a_block(found: str) -> None:
         if found == "that nobody uses":
             send(engine, ops.free([1]))
         send(engine)
-        num, result = cost_of(engine, num_calls, ops.admit(2, prompt(num_blocks)))
+        num, result = cost_of(engine, ops.admit(2, prompt(num_blocks)))
         num_cached = only(result).admit.num_cached_tokens
         assert num_cached == num_blocks * BLOCK * (found != "not at all")
         calls.append(num)
@@ -122,7 +107,7 @@ def test_a_step_is_blind_to_the_sequences_that_it_does_not_name() -> None:
         send(engine, ops.admit(1, [1]))
         send(engine, *(ops.admit(2 + i, [2 + i]) for i in range(num_others)))
         send(engine)
-        calls.append(cost_of(engine, num_calls, ops.append(1, [5], 1, first_positions=1))[0])
+        calls.append(cost_of(engine, ops.append(1, [5], 1, first_positions=1))[0])
     assert calls[0] == calls[1]
 
 
@@ -134,7 +119,7 @@ def test_a_decode_step_costs_no_call_a_sequence(first_position: int) -> None:
         send(engine, *(ops.admit(i, [i] * first_position) for i in ids))
         send(engine)
         append = ops.append(ids, pack(ids), 1, first_positions=first_position, num_tokens=1)
-        calls.append(cost_of(engine, num_calls, append)[0])
+        calls.append(cost_of(engine, append)[0])
     assert calls[0] == calls[1]
 
 
@@ -184,17 +169,17 @@ class Sharers:
             ops.free([one, fork]),
         )
 
-    def costs(self) -> list[tuple[int, int]]:
+    def costs(self) -> list[tuple[float, int]]:
         """Calls and bytes of the plan, for each of these steps of one session."""
         engine = self.engines[FEW // 2]
-        counted = [cost_of(engine, num_calls, each) for each in self.operations()]
+        counted = [cost_of(engine, each) for each in self.operations()]
         return [(num, len(result.plan.payload)) for num, result in counted]
 
     def cpu_s(self) -> float:
         """Of many such steps of one session, the fastest of each kind."""
         engine = self.engines[FEW // 2]
         times = (
-            [cost_of(engine, cpu_s, each)[0] for each in self.operations()]
+            [cost_of(engine, each, in_time=True)[0] for each in self.operations()]
             for _ in range(NUM_TIMED)
         )
         return sum(map(min, zip(*times, strict=True)))

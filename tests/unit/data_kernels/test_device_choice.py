@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from data_plane.server.config import DataPlaneSettings
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.server import build_executor
 from kvplane.errors import InvalidRequestError, NeverFitsError
-from tests.helpers.data.plan_author import LAYOUT
+from tests.helpers.data.data_server import write_layout
 from tests.helpers.refusals import refused
 
 NO_KERNELS = Machine(has_cuda_kernels=False, torch_has_cuda=True, gpus=())
@@ -92,19 +90,13 @@ def test_the_first_gpu_is_named_by_its_number() -> None:
     assert str(with_index(torch.device("cpu"))) == "cpu"
 
 
-@pytest.fixture
-def layout_file(tmp_path: Path) -> Path:
-    path = tmp_path / "layout.json"
-    path.write_text(json.dumps(asdict(LAYOUT)))
-    return path
-
-
 def test_by_default_the_log_and_a_metric_say_what_this_machine_has(
-    layout_file: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = DataPlaneMetrics("p")
     with caplog.at_level(logging.INFO, logger="data_plane"):
-        executor = build_executor(DataPlaneSettings(layout=layout_file, num_device_blocks=1))
+        layout = write_layout(tmp_path)
+        executor = build_executor(DataPlaneSettings(layout=layout, num_device_blocks=1))
     metrics.watch(executor, lambda: 0)
     text = generate_latest(metrics.registry).decode()
     device = str(choose_device("auto", this_machine))

@@ -28,7 +28,7 @@ def test_nobody_has_to_be_told() -> None:
 
 def test_the_check_waits_for_all_that_any_stream_was_given() -> None:
     runtime, done = LateRuntime(seed=0), []
-    runtime.let_go = 0.0
+    runtime.early_share = 0.0
     streams = DeviceStreams(runtime)
     with streams.swapping():
         runtime.give(lambda: done.append("swap"))

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_plane import Executor
 from data_plane.execution.shards.shard_kernels import layer_scales
 from kvplane.layout import LayerGroup, Layout
 from kvplane.shard import Shard
-from tests.helpers.data.latest_plan import of_latest
-from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor, set_blocks, span, tokens
+from tests.helpers.data.data_rig import Rig
+from tests.helpers.data.plan_author import LAYOUT, set_blocks, span, tokens
 
 CPU = torch.device("cpu")
 HEADS = 4
@@ -71,21 +70,15 @@ def run(layout: Layout, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over 12 tokens in the last layer, and the blocks that hold them; of a shard's own
     heads.
     """
-    executor = Executor(layout, pool_id=POOL_ID, num_device_blocks=2, shard=shard)
-    executor.pools.device_tier.zero_()
-    author = PlanAuthor(executor.epoch, layout=layout)
-    executor.install(author.incarnation, author.key)
-    epochs = {"shard_epochs": [executor.epoch] * shard.num_shards}
-    executor.open(author.grant(**epochs))
-    changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    executor.start(1, author.plan(1, changes=changes, spans=[span(1, 0, 12)], **epochs))
+    rig = Rig(layout=layout, shard=shard)
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     first, end = shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads
     query = tokens(12, 4)[:, 2 * first : 2 * end]
     key, value = (tokens(12, seed=seed)[:, first:end] for seed in (1, 2))
-    for layer in executor.layers:
-        output = executor.layer(1, layer, query, key, value, **of_latest(executor))
+    for layer in rig.executor.layers:
+        output = rig.run_layer(layer, query, key, value)
     assert output is not None
-    return output, executor.read_blocks(1, 1, range(2))[0].view(torch.uint8)
+    return output, rig.executor.read_blocks(1, 1, range(2))[0].view(torch.uint8)
 
 
 def test_shards_compute_together_what_a_whole_pool_does() -> None:

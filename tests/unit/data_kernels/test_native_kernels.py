@@ -26,27 +26,6 @@ def write(pages: torch.Tensor, num_tokens: int = 5, first_slot: int = 6) -> torc
     return key
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_pages_of_every_dtype_are_written_in_that_dtype(dtype: torch.dtype) -> None:
-    pages = torch.zeros(PAGES, dtype=dtype)
-    key = write(pages)
-    assert torch.equal(pages[0, 0, :, 6:].transpose(0, 1), key[:2].to(dtype))
-    assert torch.equal(pages[1, 1, :, :3].transpose(0, 1), key[2:].to(dtype))
-    assert not pages[2:].any()
-
-
-def test_pages_of_a_layer_are_written_where_they_lie_in_their_pool() -> None:
-    """Strides go to the kernels as they are."""
-    pool, alone = torch.zeros(POOL), torch.zeros(PAGES)
-    torch.manual_seed(1)
-    write(pool[:, 1])
-    torch.manual_seed(1)
-    write(alone)
-    assert torch.equal(pool[:, 1], alone)
-    assert not pool[:, 0].any()
-    assert not pool[:, 2].any()
-
-
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_scores_are_scaled_by_the_head_size_unless_told_otherwise(scale: float | None) -> None:
     pages = torch.zeros(PAGES)

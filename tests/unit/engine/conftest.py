@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine_harness import LLAMA, Reference, save_model
+from tests.helpers.engine_harness import ENGINES, LLAMA, Reference, save_model
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_quiet() -> Iterator[None]:
+    """No test leaves an engine whose blocks do not add up, or that holds some for nothing."""
+    yield
+    while ENGINES:
+        ENGINES.pop().check()
 
 
 @pytest.fixture(scope="session")

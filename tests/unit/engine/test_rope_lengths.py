@@ -55,7 +55,6 @@ def test_what_neighbours_are_answered_depends_on_no_length(tmp_path: Path) -> No
             (answer,) = engine.tokens(request_id)
             assert len(answer) == min(40, LENGTH - len(prompt))
             assert answer == reference.greedy(prompt, len(answer))
-    engine.check_quiet()
 
 
 def test_a_longer_prompt_is_refused_by_name(tmp_path: Path) -> None:
@@ -64,7 +63,6 @@ def test_a_longer_prompt_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=f"fewer than {LENGTH}: .*RoPE") as caught:
         check_prompt(engine, LENGTH)
     assert caught.value.field == "prompts[0]"
-    engine.check_quiet()
 
 
 def test_frequencies_of_a_chosen_length_are_all_sequences(tmp_path: Path) -> None:
@@ -102,7 +100,6 @@ def check_fixed(folder: Path, reference: Reference) -> list[list[int]]:
     check_prompt(engine, MAX_TOKENS - 1)
     with pytest.raises(InvalidRequestError, match=f"fewer than max_total_tokens, {MAX_TOKENS}"):
         check_prompt(engine, MAX_TOKENS)
-    engine.check_quiet()
     return answers
 
 
@@ -128,7 +125,6 @@ def test_scaled_rope_is_served_as_far_as_it_is_scaled(tmp_path: Path, rope: dict
     check_prompt(engine, MAX_TOKENS - 1)
     with pytest.raises(InvalidRequestError, match="fewer than the model's 256 positions"):
         check_prompt(engine, MAX_TOKENS)
-    engine.check_quiet()
 
 
 def test_dynamic_frequencies_are_refused_by_name_where_they_begin(tmp_path: Path) -> None:
@@ -137,7 +133,6 @@ def test_dynamic_frequencies_are_refused_by_name_where_they_begin(tmp_path: Path
     check_prompt(engine, LENGTH - 2)
     with pytest.raises(InvalidRequestError, match=f"fewer than {LENGTH - 1}: .*RoPE"):
         check_prompt(engine, LENGTH)
-    engine.check_quiet()
 
 
 def test_a_scaled_kind_of_layers_extends_no_other_kind(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import ELEMENT_BYTES
-from tests.helpers.data.data_rig import Rig, stored
+from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
@@ -18,11 +18,11 @@ from tests.helpers.data.plan_author import (
     PlanAuthor,
     drop,
     fork,
+    moved,
     ref,
     set_blocks,
     span,
     tokens,
-    transfer,
 )
 
 
@@ -38,16 +38,11 @@ def left_by_ann(**settings: Any) -> Rig:
     rig = Rig(**settings)
     rig.open(3, tenant="ann")
     dtype = getattr(torch, rig.executor.layout.dtype)
-    rig.start(1, 3, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12), session_id=3)
     for layer in (0, 1):
         part = tokens(12, seed=layer).to(dtype)
         rig.run_layer(layer, None, part, part, session_id=3)
-    rig.run(
-        2,
-        3,
-        changes=[set_blocks(1, [(0, 1), (1, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(i), ref(i, 1, HOST)) for i in (0, 1)],
-    )
+    rig.run(2, *moved(1, [ref(0), ref(1)], [ref(0, 1, HOST), ref(1, 1, HOST)]), session_id=3)
     rig.fence(3)
     rig.open(2, tenant="bob")
     for tier in (rig.executor.pools.device_tier, rig.executor.pools.host_tier):
@@ -56,12 +51,12 @@ def left_by_ann(**settings: Any) -> Rig:
 
 
 def read(rig: Rig, session_id: int, sequence_id: int, num_blocks: int) -> torch.Tensor:
-    return stored(rig.executor, session_id, sequence_id, num_blocks).view(torch.uint8)
+    return rig.stored(session_id, sequence_id, num_blocks).view(torch.uint8)
 
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])
 def test_another_tenant_reads_zeros_before_it_has_written(rig: Rig, tier: Any) -> None:
-    rig.run(1, 2, changes=[set_blocks(1, [(1, 2), (0, 2), (3, 1)], tier=tier)])
+    rig.run(1, set_blocks(1, [(1, 2), (0, 2), (3, 1)], tier=tier), session_id=2)
     assert not bool(read(rig, 2, 1, 3).any())
     assert rig.executor.counters.num_cleared_blocks == 2, "block 3 was nobody's"
 
@@ -70,27 +65,27 @@ def test_another_tenant_reads_zeros_before_it_has_written(rig: Rig, tier: Any) -
 def test_numbers_of_any_type_are_cleared(kv_dtype: str) -> None:
     dtype = "float32" if ELEMENT_BYTES[kv_dtype] == 1 else kv_dtype
     rig = left_by_ann(layout=replace(LAYOUT, dtype=dtype, kv_dtype=kv_dtype))
-    rig.run(1, 2, changes=[set_blocks(1, [(1, 2), (0, 2)])])
+    rig.run(1, set_blocks(1, [(1, 2), (0, 2)]), session_id=2)
     assert not bool(read(rig, 2, 1, 2).any())
 
 
 def test_blocks_that_stay_with_a_tenant_are_not_cleared(rig: Rig) -> None:
     rig.open(4, tenant="ann")
-    rig.run(1, 4, changes=[set_blocks(1, [(0, 2), (1, 2)])])
+    rig.run(1, set_blocks(1, [(0, 2), (1, 2)]), session_id=4)
     assert bool(read(rig, 4, 1, 2).any())
-    rig.run(2, 4, changes=[drop(1), set_blocks(2, [(0, 3)]), fork(3, 2, 1)])
+    rig.run(2, drop(1), set_blocks(2, [(0, 3)]), fork(3, 2, 1), session_id=4)
     assert rig.executor.counters.num_cleared_blocks == 0
 
 
 def test_a_refused_plan_clears_nothing_and_its_blocks_stay_anothers(rig: Rig) -> None:
     with rig.refuses(InvalidRequestError):
-        rig.start(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 99)])
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])])
+        rig.start(1, set_blocks(1, [(0, 2)]), span(1, 0, 99), session_id=2)
+    rig.run(1, set_blocks(1, [(0, 2)]), session_id=2)
     assert not bool(read(rig, 2, 1, 1).any())
 
 
 def test_a_plan_shown_again_clears_nothing_that_it_has_written(rig: Rig) -> None:
-    plan = rig.author.plan(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 3)])
+    plan = rig.plan(1, set_blocks(1, [(0, 2)]), span(1, 0, 3), session_id=2)
     rig.executor.start(2, plan)
     rig.layer(0, 3, session_id=2)
     before = rig.snapshot()
@@ -102,5 +97,5 @@ def test_a_tenant_is_remembered_over_a_new_control_plane(rig: Rig) -> None:
     rig.author = PlanAuthor(rig.executor.epoch, incarnation=2)
     rig.executor.install(2, rig.author.key)
     rig.open(1, tenant="bob")
-    rig.run(1, 1, changes=[set_blocks(1, [(0, 2), (1, 2)])])
+    rig.run(1, set_blocks(1, [(0, 2), (1, 2)]))
     assert not bool(read(rig, 1, 1, 2).any())

@@ -35,13 +35,13 @@ def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def prompt_of(rig: Rig) -> Any:
-    return rig.author.plan(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    return rig.plan(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
 
 
 def test_a_plan_has_the_executors_outputs_and_gives_its_receipt_once() -> None:
     rig, twin = Rig(), Rig()
     session = Session(rig)
-    twin.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    twin.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     with opened(rig, session) as execution:
         assert execution.layers == [*LAYERS]
         plan = prompt_of(rig)
@@ -64,10 +64,10 @@ def test_a_plan_that_computes_nothing_gives_its_receipt_at_its_start() -> None:
     rig = Rig()
     session = Session(rig)
     execution = opened(rig, session)
-    execution.start(rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])]))
+    execution.start(rig.plan(1, set_blocks(1, [(0, 1)])))
     assert execution.has_run
     assert rig.author.read_receipt(*session.receipts).plan_number == 1
-    execution.start(rig.author.plan(2, previous=1, spans=[span(1, 0, 3)]))
+    execution.start(rig.plan(2, span(1, 0, 3)))
     assert not execution.has_run
 
 
@@ -75,7 +75,7 @@ def test_a_plan_in_passes_has_run_after_its_last_pass() -> None:
     rig = Rig()
     session = Session(rig)
     execution = opened(rig, session)
-    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    plan = rig.plan(1, set_blocks(1, [(0, 1)]), span(1, 0, 3))
     for index in range(3):
         execution.start(plan, pass_index=index)
         assert execution.num_tokens == 1

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from data_plane import Executor
 from kvplane.errors import (
     InvalidRequestError,
-    PlanOutOfOrderError,
-    SequenceNotFoundError,
 )
 from kvplane.shard import Shard
 from kvplane.wire import signing
@@ -24,12 +21,11 @@ from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
     LAYOUT,
-    POOL_ID,
-    PlanAuthor,
     blocks_of,
     dense_attention,
     drop,
-    fork,
+    forked,
+    moved,
     ref,
     set_blocks,
     span,
@@ -38,27 +34,20 @@ from tests.helpers.data.plan_author import (
 )
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.executor.check_integrity()
-
-
 def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
     num_prompt_tokens, num_decode_tokens = 11, 7
     num_tokens = num_prompt_tokens + num_decode_tokens
     keys, values = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
     queries = tokens(num_tokens, 4, seed=3)
     # Blocks in no order, so that a wrong table would show.
-    rig.start(1, changes=[set_blocks(5, [(6, 1), (2, 1)])], spans=[span(5, 0, num_prompt_tokens)])
+    rig.start(1, set_blocks(5, [(6, 1), (2, 1)]), span(5, 0, num_prompt_tokens))
     outputs = []
     for number, (begin, end) in enumerate(
         [(0, num_prompt_tokens), *((i, i + 1) for i in range(num_prompt_tokens, num_tokens))], 1
     ):
         if number > 1:
             grow = [set_blocks(5, [(4, 1)], first_block=2)] if begin == 16 else []
-            rig.start(number, changes=grow, spans=[span(5, begin, end - begin)])
+            rig.start(number, *grow, span(5, begin, end - begin))
         for layer in (0, 1):
             own = slice(begin, end)
             output = rig.run_layer(layer, queries[own], keys[own], values[own])
@@ -66,6 +55,8 @@ def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
         outputs.append(output)
     want = dense_attention(queries, keys, values)
     torch.testing.assert_close(torch.cat(outputs), want, atol=1e-5, rtol=1e-5)
+    counters = rig.executor.counters
+    assert counters.num_written_tokens == counters.num_attention_tokens == 2 * num_tokens
 
 
 def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) -> None:
@@ -76,7 +67,7 @@ def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) ->
         set_blocks(3, [(1, 1), (5, 1)]),
     ]
     spans = [span(sequence, 0, num) for sequence, num in lens.items()]
-    rig.start(1, changes=changes, spans=spans)
+    rig.start(1, *changes, *spans)
     total = sum(lens.values())
     key, value, query = tokens(total, seed=1), tokens(total, seed=2), tokens(total, 4, seed=3)
     output = rig.run_layer(0, query, key, value)
@@ -90,10 +81,9 @@ def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) ->
 
 
 def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
-    plan = rig.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    plan = rig.plan(1, set_blocks(1, [(0, 1)]), span(1, 0, 3))
     rig.executor.start(1, plan)
-    rig.layer(0, 3)
-    rig.layer(1, 3)
+    rig.run_layers(3)
     receipt = rig.author.read_receipt(rig.executor.receipt(1))
     assert receipt.plan_digest == signing.digest(plan.payload)
     assert (receipt.version, receipt.session) == (NEWEST_PAYLOAD_VERSION, rig.author.session(1))
@@ -102,7 +92,7 @@ def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
 
 def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
     key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 5)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 5))
     for layer in rig.executor.layers:
         assert rig.executor.receipt(1) is None
         named = of_latest(rig.executor)
@@ -116,13 +106,7 @@ def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig)
 def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
     rig.admit(1)
     before, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.run(
-        2,
-        seed=10,
-        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
-        transfers=[transfer(ref(1), ref(2))],
-        spans=[span(2, 12, 1)],
-    )
+    rig.run(2, *forked(2, 1, 1, 1, 2), span(2, 12, 1), seed=10)
     after, _ = rig.executor.read_blocks(1, 1, range(2))
     child, names = rig.executor.read_blocks(1, 2, [1])
     assert torch.equal(before, after)
@@ -134,88 +118,60 @@ def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
 def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
     rig.admit(1)
     before, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.run(
-        2,
-        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-    )
+    there = [ref(3, 1, HOST), ref(0, 1, HOST)]
+    rig.run(2, *moved(1, [ref(0), ref(1)], there))
     rig.executor.pools.device_tier.fill_(7.0)
     swapped, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(swapped, before)
     assert (names.tier, blocks_of(names)) == (HOST, [(3, 1), (0, 1)])
-    rig.run(
-        3,
-        changes=[set_blocks(1, [(5, 1), (6, 1)], replace=True)],
-        transfers=[transfer(ref(3, 1, HOST), ref(5)), transfer(ref(0, 1, HOST), ref(6))],
-    )
+    rig.run(3, *moved(1, there, [ref(5), ref(6)]))
     back, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(back, before)
     assert (names.tier, blocks_of(names)) == (DEVICE, [(5, 1), (6, 1)])
-    assert rig.executor.counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
+    counters, num_bytes = rig.executor.counters, 2 * rig.executor.layout.block_bytes()
+    assert counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
+    assert counters.transfer_bytes == {"swap_out": num_bytes, "swap_in": num_bytes}
 
 
-def test_transfers_run_in_order_so_that_later_ones_read_what_earlier_ones_wrote(rig: Rig) -> None:
-    rig.admit(1)
-    rig.run(
-        2,
-        changes=[
-            set_blocks(2, [(2, 1)]),
-            set_blocks(3, [(3, 1)]),
-            set_blocks(4, [(2, 1)], tier=HOST),
-        ],
-        transfers=[
-            transfer(ref(0), ref(2)),
-            transfer(ref(2), ref(3)),
-            transfer(ref(3), ref(2, 1, HOST)),
-        ],
-    )
-    first, _ = rig.executor.read_blocks(1, 1, [0])
-    last, _ = rig.executor.read_blocks(1, 4, [0])
-    assert torch.equal(first, last)
+@given(st.integers(0, 23), st.integers(1, 24), st.integers(-1, 3), st.integers(1, 3))
+def test_blocks_are_written_to_the_slots_of_the_span_and_to_no_other(
+    first: int, num: int, first_block: int, num_blocks: int
+) -> None:
+    rig, table, num = Rig(), (3, 0, 5), min(num, 24 - first)
+    rig.start(1, set_blocks(1, [(i, 1) for i in table]), span(1, first, num))
+    device = rig.executor.pools.device_tier
+    blocks = torch.rand(2, num_blocks, *device.shape[2:]) + 1
+    given_positions = range(first_block * BLOCK_SIZE, (first_block + num_blocks) * BLOCK_SIZE)
+    inside = [p for p in range(first, first + num) if p in given_positions]
+    if first_block < 0 or inside[:1] != [first]:  # a gap is left before them, or all are outside
+        with rig.refuses(InvalidRequestError, "entries"):
+            rig.executor.write_blocks(1, 1, first_block, blocks)
+        return
+    receipt = rig.executor.write_blocks(1, 1, first_block, blocks)
+    assert (receipt is None) == (len(inside) < num)
+    want = torch.zeros_like(device)
+    for p in inside:
+        given = blocks[:, p // BLOCK_SIZE - first_block, :, :, p % BLOCK_SIZE]
+        want[table[p // BLOCK_SIZE], :, :, :, p % BLOCK_SIZE] = given
+    assert torch.equal(device, want)
+    assert rig.executor.counters.num_written_tokens == 2 * len(inside)
 
 
-def test_a_resync_voids_the_running_plan_and_brings_whole_tables(rig: Rig) -> None:
-    rig.admit(1)
-    rig.start(2, spans=[span(1, 12, 1)])
-    rig.run(
-        5,
-        previous=0,
-        resync=True,
-        changes=[set_blocks(9, [(0, 1), (1, 1)], allocated=False)],
-        spans=[span(9, 12, 1)],
-    )
-    with rig.refuses(SequenceNotFoundError):
-        rig.executor.read_blocks(1, 1, [0])
-    with rig.refuses(PlanOutOfOrderError, "plan.number"):
-        rig.start(2, spans=[span(1, 12, 1)])
-    assert rig.run(7, previous=5, spans=[span(9, 13, 1)]).plan_number == 7
-
-
-def test_blocks_written_whole_hold_what_blocks_read_gave(rig: Rig) -> None:
-    rig.admit(1)
-    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
-    receipt = rig.executor.write_blocks(1, 2, 0, blocks)
-    assert rig.author.read_receipt(receipt).plan_number == 2
-    copied, _ = rig.executor.read_blocks(1, 2, range(2))
-    assert torch.equal(copied, blocks)
-
-
-def test_blocks_written_whole_touch_no_slot_outside_the_span(rig: Rig) -> None:
-    rig.admit(1)
-    before, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, spans=[span(1, 12, 2)])
-    rig.executor.write_blocks(1, 1, 1, torch.full_like(before[:, 1:], 3.0))
-    after, _ = rig.executor.read_blocks(1, 1, range(2))
-    offset = 12 - BLOCK_SIZE
-    assert torch.all(after[:, 1, :, :, offset : offset + 2] == 3.0)
-    after[:, 1, :, :, offset : offset + 2] = before[:, 1, :, :, offset : offset + 2]
-    assert torch.equal(after, before)
+def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
+    rig.start(1, set_blocks(1, [(4, 1), (5, 1)]), span(1, 3, 9))
+    blocks = torch.ones(2, 2, 2, 2, BLOCK_SIZE, 16)
+    rig.executor.write_blocks(1, 1, 0, blocks[1:, :1], first_layer=1, num_layers=1)
+    with rig.refuses(InvalidRequestError, "entries"):
+        rig.executor.write_blocks(1, 1, 1, blocks[:, 1:])
+    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
+    assert rig.executor.write_blocks(1, 1, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None
+    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
+    assert rig.executor.write_blocks(1, 1, 1, blocks[:1, 1:], first_layer=0, num_layers=1)
 
 
 def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> None:
     changes = [set_blocks(1, [(0, 1)]), set_blocks(2, [(1, 1)])]
-    rig.start(1, changes=changes, spans=[span(1, 0, 3), span(2, 0, 8)])
+    rig.start(1, *changes, span(1, 0, 3), span(2, 0, 8))
     blocks = torch.ones(2, 1, 2, 2, BLOCK_SIZE, 16)
     assert rig.executor.write_blocks(1, 2, 0, blocks) is None
     assert rig.executor.write_blocks(1, 1, 0, blocks) is not None
@@ -223,9 +179,7 @@ def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> 
 
 def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
     rig.admit(1)
-    plan = rig.author.plan(
-        2, changes=[set_blocks(2, [(2, 1)])], transfers=[transfer(ref(1), ref(2))]
-    )
+    plan = rig.plan(2, set_blocks(2, [(2, 1)]), transfer(ref(1), ref(2)))
     with rig.refuses(InvalidRequestError, "plan.transfers.destination_tiers[0]"):
         rig.executor.start(1, plan, swaps=True)
     for had_run in (False, True):
@@ -235,40 +189,23 @@ def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
         assert rig.author.read_receipt(started.receipt).plan_number == 2
 
 
-def test_a_shard_holds_its_own_layers_and_heads(rig: Rig) -> None:
-    shard = Shard(
-        index=1, num_shards=2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1
-    )
-    executor = Executor(LAYOUT, pool_id=POOL_ID, num_device_blocks=2, shard=shard)
-    assert executor.layers == (1,)
-    assert executor.pools.device_tier.shape == (2, 1, 2, 1, BLOCK_SIZE, 16)
-    author = PlanAuthor(executor.epoch)
-    executor.install(1, author.key)
-    epochs = {"shard_epochs": [99, executor.epoch]}
-    session = executor.open(author.grant(**epochs))
-    plan = author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)], **epochs)
-    executor.start(session, plan)
-    executor.layer(
-        session, 1, tokens(2, 1), tokens(2, 1), tokens(2, 1), **of_latest(executor, session)
-    )
-    receipt = author.read_receipt(executor.receipt(session))
-    assert receipt.shard_index == 1
+def test_a_shard_holds_its_own_layers_and_heads() -> None:
+    rig = Rig(shard=Shard(1, 2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1))
+    assert rig.executor.layers == (1,)
+    assert rig.executor.pools.device_tier.shape == (8, 1, 2, 1, BLOCK_SIZE, 16)
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 2))
+    rig.run_layer(1, tokens(2, 1), tokens(2, 1), tokens(2, 1))
+    assert rig.author.read_receipt(rig.executor.receipt(1)).shard_index == 1
 
 
 def test_half_precision_pools_hold_rounded_keys() -> None:
-    layout = replace(LAYOUT, kv_dtype="bfloat16")
-    executor = Executor(layout, pool_id=POOL_ID, num_device_blocks=2)
-    author = PlanAuthor(executor.epoch, layout=layout)
-    executor.install(1, author.key)
-    executor.open(author.grant())
-    executor.start(1, author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 8)]))
-    key, value = tokens(8, seed=1), tokens(8, seed=2)
-    output = executor.layer(1, 0, tokens(8, 4), key, value, **of_latest(executor))
-    assert output is not None
+    rig = Rig(layout=replace(LAYOUT, kv_dtype="bfloat16"))
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 8))
+    output = rig.layer(0, 8)
     assert output.dtype == torch.float32
-    blocks, _ = executor.read_blocks(1, 1, [0], num_layers=1)
+    blocks, _ = rig.executor.read_blocks(1, 1, [0], num_layers=1)
     assert blocks.dtype == torch.bfloat16
-    assert torch.equal(blocks[0, 0, 0].transpose(0, 1), key.to(torch.bfloat16))
+    assert torch.equal(blocks[0, 0, 0].transpose(0, 1), tokens(8, seed=1).to(torch.bfloat16))
 
 
 def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig) -> None:
@@ -276,21 +213,17 @@ def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig)
     rig.admit(1)
     rig.run(
         2,
-        changes=[
-            set_blocks(2, [(0, 1), (4, 1)], allocated=[False, True]),
-            drop(2),
-            set_blocks(3, [(2, 1)], tier=HOST),
-            drop(3),
-            set_blocks(4, [(2, 2)], tier=HOST),
-            drop(1),
-            set_blocks(5, [(4, 3), (0, 2)]),
-        ],
-        transfers=[
-            transfer(ref(1), ref(2, 1, HOST)),
-            transfer(ref(1), ref(4, 1)),
-            transfer(ref(4, 1), ref(2, 2, HOST)),
-        ],
-        spans=[span(5, 0, 9)],
+        set_blocks(2, [(0, 1), (4, 1)], allocated=[False, True]),
+        drop(2),
+        set_blocks(3, [(2, 1)], tier=HOST),
+        drop(3),
+        set_blocks(4, [(2, 2)], tier=HOST),
+        drop(1),
+        set_blocks(5, [(4, 3), (0, 2)]),
+        transfer(ref(1), ref(2, 1, HOST)),
+        transfer(ref(1), ref(4, 1)),
+        transfer(ref(4, 1), ref(2, 2, HOST)),
+        span(5, 0, 9),
     )
     host = rig.executor.pools.host_tier
     assert bool(host[2].any())
@@ -302,7 +235,7 @@ def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig)
 def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) -> None:
     rig.admit(1)
     whole, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 0, 12)])
+    rig.start(2, set_blocks(2, [(4, 1), (5, 1)]), span(2, 0, 12))
     for layer in (0, 1):
         for block in (0, 1):
             part, table = rig.executor.read_blocks(1, 1, [block], first_layer=layer, num_layers=1)
@@ -315,24 +248,9 @@ def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) ->
     assert torch.equal(copied, whole)
 
 
-def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
-    rig.admit(1)
-    blocks, _ = rig.executor.read_blocks(1, 1, range(2))
-    rig.start(2, changes=[set_blocks(2, [(4, 1), (5, 1)])], spans=[span(2, 3, 9)])
-    with rig.refuses(InvalidRequestError, "entries"):
-        rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
-    rig.executor.write_blocks(1, 2, 0, blocks[1:, :1], first_layer=1, num_layers=1)
-    with rig.refuses(InvalidRequestError, "entries"):
-        rig.executor.write_blocks(1, 2, 1, blocks[:, 1:])
-    rig.executor.write_blocks(1, 2, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 2, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None
-    rig.executor.write_blocks(1, 2, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 2, 1, blocks[:1, 1:], first_layer=0, num_layers=1)
-
-
 def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig) -> None:
     """As when a second stream finishes the plan between two layers of the first."""
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     outputs = [rig.layer(layer, 12) for layer in (0, 1)]
     receipt = rig.executor.receipt(1)
     before = rig.snapshot()
@@ -349,6 +267,6 @@ def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig)
 def test_dropping_a_table_lets_another_session_have_its_blocks(rig: Rig) -> None:
     rig.admit(1)
     rig.open(2)
-    rig.run(2, changes=[drop(1)])
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 1)])
+    rig.run(2, drop(1))
+    rig.run(1, set_blocks(1, [(0, 2)]), span(1, 0, 1), session_id=2)
     assert rig.executor.num_sequences == 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from kvplane.errors import InvalidRequestError, NeverFitsError
 from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
+from tests.helpers.data.data_server import write_layout
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
 from tests.helpers.refusals import refused
 
@@ -31,9 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def layout_file(tmp_path: Path) -> Path:
-    path = tmp_path / "layout.json"
-    path.write_text(json.dumps(asdict(LAYOUT)))
-    return path
+    return write_layout(tmp_path)
 
 
 def test_a_layout_is_read_back_from_json(layout_file: Path) -> None:
@@ -77,14 +74,10 @@ def test_a_device_without_kernels_is_refused(layout_file: Path, device: str) -> 
 def test_the_pool_is_measured_when_its_size_is_not_given(
     layout_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block_bytes = LAYOUT.block_bytes()
-    monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: 100 * block_bytes)
-    config = DataPlaneSettings(
-        layout=layout_file,
-        memory_utilization=0.5,
-        num_host_blocks=10,
-    )
-    executor = build_executor(config)
+    free_bytes = 100 * LAYOUT.block_bytes()
+    monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: free_bytes)
+    settings = {"memory_utilization": 0.5, "num_host_blocks": 10}
+    executor = build_executor(DataPlaneSettings(layout=layout_file, **settings))
     assert executor.pools.device_tier.shape[0] == 40
     assert executor.pools.host_tier.shape[0] == 10
 

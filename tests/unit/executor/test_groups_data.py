@@ -59,11 +59,8 @@ def run(rig: Rig, seed: int, num_tokens: int) -> dict[int, torch.Tensor]:
 
 def test_each_group_computes_what_it_would_alone() -> None:
     prompt, decode = span(1, 0, 20), span(1, 20, 1)
-    both, full, window = (
-        rig_of(FULL, WINDOW, num_device_blocks=(8, 5)),
-        rig_of(FULL),
-        rig_of(WINDOW),
-    )
+    both = rig_of(FULL, WINDOW, num_device_blocks=(8, 5))
+    full, window = rig_of(FULL), rig_of(WINDOW)
     of_full = set_blocks(1, [(5, 1), (1, 1), (7, 1)])
     of_window = set_blocks(1, [(0, 1), (4, 1), (2, 1)])
     grouped = replace(of_window, group=1)
@@ -77,9 +74,8 @@ def test_each_group_computes_what_it_would_alone() -> None:
     ):
         outputs = {}
         for rig, made in changes.items():
-            started = rig.start(number, changes=made, spans=spans)
+            started = rig.start(number, *made, *spans)
             outputs[rig] = run(rig, number, started.num_tokens)
-            rig.executor.check_integrity()
         assert sorted(outputs[both]) == [0, 1, 2, 3, 4]
         for rig in (full, window):
             assert all(torch.equal(outputs[both][i], output) for i, output in outputs[rig].items())
@@ -95,40 +91,36 @@ def test_each_group_computes_what_it_would_alone() -> None:
 
 def test_blocks_are_copied_inside_their_group() -> None:
     rig = rig_of(FULL, WINDOW)
-    full, window = set_blocks(1, [(0, 1)]), replace(set_blocks(1, [(0, 1)]), group=1)
-    rig.start(1, changes=[full, window], spans=[span(1, 0, 8)])
+    full, window = set_blocks(1, [(0, 1)]), set_blocks(1, [(0, 1)], group=1)
+    rig.start(1, full, window, span(1, 0, 8))
     run(rig, 1, 8)
     before, _ = rig.executor.read_blocks(1, 1, [0])
     of_window, _ = rig.executor.read_blocks(1, 1, [0], group=1)
     rig.start(
         2,
-        changes=[
-            replace(set_blocks(1, [(2, 1)], tier=HOST, replace=True), group=group)
-            for group in (0, 1)
-        ],
-        transfers=[replace(transfer(ref(0), ref(2, tier=HOST)), group=group) for group in (0, 1)],
+        *[set_blocks(1, [(2, 1)], tier=HOST, replace=True, group=group) for group in (0, 1)],
+        *[replace(transfer(ref(0), ref(2, tier=HOST)), group=group) for group in (0, 1)],
     )
     assert torch.equal(rig.executor.read_blocks(1, 1, [0])[0], before)
     assert torch.equal(rig.executor.read_blocks(1, 1, [0], group=1)[0], of_window)
     tiers = [(b.group, b.tier) for part in rig.executor.report() for b in part.blocks]
     assert tiers == [(0, DEVICE), (0, HOST), (1, DEVICE), (1, HOST)]
-    rig.executor.check_integrity()
 
 
 def test_generations_of_one_group_are_not_anothers() -> None:
     rig = rig_of(FULL, WINDOW)
-    rig.start(1, changes=[set_blocks(1, [(0, 1)]), replace(set_blocks(1, [(1, 1)]), group=1)])
+    rig.start(1, set_blocks(1, [(0, 1)]), set_blocks(1, [(1, 1)], group=1))
     with rig.refuses(StaleGenerationError, "plan.changes.generations[0]"):
-        rig.start(2, changes=[replace(set_blocks(2, [(0, 1)], allocated=False), group=1)])
+        rig.start(2, set_blocks(2, [(0, 1)], allocated=False, group=1))
     with rig.refuses(InvalidRequestError, "plan.changes.groups[0]"):
-        rig.start(2, changes=[replace(set_blocks(2, [(1, 1)]), group=2)])
+        rig.start(2, set_blocks(2, [(1, 1)], group=2))
     with rig.refuses(InvalidRequestError, "plan.transfers.groups[0]"):
-        rig.start(2, transfers=[replace(transfer(ref(0), ref(1)), group=2)])
+        rig.start(2, replace(transfer(ref(0), ref(1)), group=2))
 
 
 def test_publications_belong_to_a_group() -> None:
     rig = rig_of(FULL, WINDOW)
-    rig.start(1, changes=[set_blocks(1, [(0, 1)]), replace(set_blocks(1, [(1, 1)]), group=1)])
+    rig.start(1, set_blocks(1, [(0, 1)]), set_blocks(1, [(1, 1)], group=1))
     message = publications((1, 1))
     assert rig.executor.publish(message) == 0  # the first group has no block 1
     message.group = 1

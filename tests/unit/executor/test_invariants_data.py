@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +19,14 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.wire import signing
-from tests.helpers.data.data_rig import LAYERS, Rig
+from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     HOST,
+    Part,
     PlanAuthor,
     blocks_of,
     fork,
+    forked,
     keep,
     ref,
     set_blocks,
@@ -37,51 +38,41 @@ from tests.helpers.data.plan_author import (
 )
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.executor.check_integrity()
-
-
 def test_2_nobody_writes_a_published_block(rig: Rig) -> None:
     rig.admit(1, num_tokens=8)
     rig.publish(0)
     with rig.refuses(BlockNotWritableError, "plan.spans.sequence_ids[0]"):
-        rig.start(2, spans=[span(1, 7, 1)])
-    assert rig.run(2, spans=[span(1, 8, 1)]).plan_number == 2, "the block after it may be written"
+        rig.start(2, span(1, 7, 1))
+    assert rig.run(2, span(1, 8, 1)).plan_number == 2, "the block after it may be written"
 
 
 def test_2_nobody_writes_a_shared_block_and_the_writer_copies_it_first(rig: Rig) -> None:
     rig.admit(1)
-    forked = [fork(2, 1, 2)]
     with rig.refuses(BlockNotWritableError, "plan.spans.sequence_ids[0]"):
-        rig.start(2, changes=forked, spans=[span(2, 12, 1)])
-    own = [*forked, set_blocks(2, [(3, 1)], first_block=1)]
-    copy = [transfer(ref(1), ref(3))]
-    assert rig.run(2, changes=own, transfers=copy, spans=[span(2, 12, 1)]).plan_number == 2
+        rig.start(2, fork(2, 1, 2), span(2, 12, 1))
+    assert rig.run(2, *forked(2, 1, 1, 1, 3), span(2, 12, 1)).plan_number == 2
 
 
 def test_2_a_block_shared_between_sessions_is_written_by_neither(rig: Rig) -> None:
     rig.admit(1)
     rig.publish(0)
     rig.open(2)
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False)])
+    rig.run(1, set_blocks(1, [(0, 1), (1, 1)], allocated=False), session_id=2)
     for session in (1, 2):
         with rig.refuses(BlockNotWritableError, "plan.spans.sequence_ids[0]"):
-            rig.start(2, session, spans=[span(1, 12, 1)])
+            rig.start(2, span(1, 12, 1), session_id=session)
 
 
 def test_8_a_stale_or_forged_plan_never_reaches_a_kernel(rig: Rig) -> None:
     rig.admit(1)
     good: dict[str, Any] = {"number": 2, "spans": [span(1, 12, 1)]}
     stranger = PlanAuthor(rig.executor.epoch)
-    signed = rig.author.plan(**good)
+    signed = rig.plan(**good)
     wrong = [
-        (StaleEpochError, rig.author.plan(**good, shard_epochs=[rig.executor.epoch - 1])),
+        (StaleEpochError, rig.plan(**good, shard_epochs=[rig.executor.epoch - 1])),
         (StaleIncarnationError, PlanAuthor(rig.executor.epoch, 7, rig.author.key).plan(**good)),
-        (InvalidRequestError, rig.author.plan(**good, session_id=3)),
-        (PlanOutOfOrderError, rig.author.plan(**{**good, "number": 3})),
+        (InvalidRequestError, rig.plan(**good, session_id=3)),
+        (PlanOutOfOrderError, rig.plan(**{**good, "number": 3})),
         (BadSignatureError, stranger.plan(**good)),
     ]
     for error, plan in wrong:
@@ -92,12 +83,7 @@ def test_8_a_stale_or_forged_plan_never_reaches_a_kernel(rig: Rig) -> None:
 
 def test_9_an_unreceipted_plan_may_run_again_from_its_start(rig: Rig) -> None:
     rig.admit(1)
-    plan = rig.author.plan(
-        2,
-        changes=[fork(2, 1, 2), set_blocks(2, [(4, 1)], first_block=1)],
-        transfers=[transfer(ref(1), ref(4))],
-        spans=[span(2, 12, 2)],
-    )
+    plan = rig.plan(2, *forked(2, 1, 1, 1, 4), span(2, 12, 2))
     rig.executor.start(1, plan)
     once = [rig.layer(0, 2, seed=4)]
     state = rig.snapshot()
@@ -111,15 +97,9 @@ def test_9_an_unreceipted_plan_may_run_again_from_its_start(rig: Rig) -> None:
 
 def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> None:
     rig.admit(1)
-    plan = rig.author.plan(
-        2,
-        changes=[fork(2, 1, 2), set_blocks(2, [(4, 1)], first_block=1)],
-        transfers=[transfer(ref(1), ref(4))],
-        spans=[span(2, 12, 2)],
-    )
+    plan = rig.plan(2, *forked(2, 1, 1, 1, 4), span(2, 12, 2))
     rig.executor.start(1, plan)
-    for layer in LAYERS:
-        rig.layer(layer, 2)
+    rig.run_layers(2)
     receipt = rig.executor.receipt(1)
     state = rig.snapshot()
     again = rig.executor.start(1, plan)
@@ -134,14 +114,16 @@ def test_9_a_receipted_plan_returns_its_receipt_and_writes_nothing(rig: Rig) -> 
 
 def test_9_a_plan_that_shortens_tables_and_keeps_copies_changes_nothing_again(rig: Rig) -> None:
     rig.admit(1)
-    plan = rig.author.plan(
+    plan = rig.plan(
         2,
-        changes=[fork(2, 1, 2), truncate(1, 1), trim(2, 1)],
-        allocations=[ref(2, 1, HOST)],
-        transfers=[transfer(ref(0), ref(2, 1, HOST))],
+        fork(2, 1, 2),
+        truncate(1, 1),
+        trim(2, 1),
+        ref(2, 1, HOST),
+        transfer(ref(0), ref(2, 1, HOST)),
     )
     receipt = rig.executor.start(1, plan).receipt
-    rig.run(3, changes=[set_blocks(1, [(3, 1)], first_block=1)], spans=[span(1, 8, 3)])
+    rig.run(3, set_blocks(1, [(3, 1)], first_block=1), span(1, 8, 3))
     state = rig.snapshot()
     assert rig.executor.start(1, plan).receipt == receipt
     assert rig.snapshot() == state
@@ -159,7 +141,7 @@ def test_10_publications_stay_beside_their_block_until_it_is_allocated(rig: Rig)
     rig.author = PlanAuthor(rig.executor.epoch, incarnation=3)
     rig.executor.install(3, rig.author.key)
     rig.open(2)
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])])
+    rig.run(1, set_blocks(1, [(0, 2)]), session_id=2)
     assert published(rig) == [(1, 1)]
 
 
@@ -168,7 +150,7 @@ def published(rig: Rig) -> list[tuple[int, int]]:
 
 
 def test_10_a_new_incarnation_stops_plans_and_drops_every_table(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 2)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 2))
     old = rig.author
     rig.author = PlanAuthor(rig.executor.epoch, incarnation=2)
     rig.executor.install(2, rig.author.key)
@@ -187,14 +169,10 @@ def test_11_attention_is_bit_for_bit_the_same_whatever_else_is_in_the_batch(rig:
     query, key, value = tokens(1, 4, seed=5), tokens(1, seed=6), tokens(1, seed=7)
 
     def decode(rig: Rig, neighbours: list[int]) -> torch.Tensor:
-        rig.run(
-            1,
-            changes=[set_blocks(1, [(2, 1), (5, 1)])],
-            spans=[span(1, 0, 11)],
-        )
+        rig.run(1, set_blocks(1, [(2, 1), (5, 1)]), span(1, 0, 11))
         changes = [set_blocks(n, [(n + 4, 1)]) for n in neighbours]
         spans = [span(n, 0, n) for n in neighbours]
-        rig.start(2, changes=changes, spans=[*spans, span(1, 11, 1)])
+        rig.start(2, *changes, *spans, span(1, 11, 1))
         before = sum(neighbours)
         other_query, other = tokens(before, 4, seed=8), tokens(before, seed=9)
         output = rig.run_layer(
@@ -219,11 +197,11 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
     for turn in range(1, 151):
         session = dice.choice((1, 2))
         resync = dice.random() < 0.2
-        fields = _random_plan(dice, turn, resync=resync)
+        parts = _random_plan(dice, turn, resync=resync)
         number = numbers[session] + 1
         before = rig.snapshot()
         try:
-            rig.run(number, session, resync=resync, **fields)
+            rig.run(number, *parts, session_id=session, resync=resync)
         except KvplaneError:
             assert rig.snapshot() == before
         else:
@@ -233,19 +211,19 @@ def test_1_to_9_hold_over_random_plans_good_and_bad(seed: int) -> None:
     assert num_run > 15
 
 
-def _random_plan(dice: random.Random, turn: int, *, resync: bool) -> dict[str, Any]:
+def _random_plan(dice: random.Random, turn: int, *, resync: bool) -> list[Part]:
     """Generations that are ``turn`` are new."""
     sequences = range(1, 4)
-    changes, transfers, spans, allocations = [], [], [], []
+    parts: list[Part] = []
     if resync and dice.random() < 0.7:
-        changes = [keep(dice.choice(sequences), dice.randint(0, 1))]
+        parts.append(keep(dice.choice(sequences), dice.randint(0, 1)))
     for _ in range(dice.randint(1, 2)):
         sequence = dice.choice(sequences)
         kind = dice.random()
         tier = HOST if dice.random() < 0.2 else ref(0).tier
         if kind < 0.7:
             index, generation = dice.randrange(4), dice.choice((turn, dice.randint(1, turn)))
-            changes.append(
+            parts.append(
                 set_blocks(
                     sequence,
                     [(index, generation)],
@@ -256,17 +234,16 @@ def _random_plan(dice: random.Random, turn: int, *, resync: bool) -> dict[str, A
             )
             if dice.random() < 0.4:
                 source = ref(dice.randrange(4), dice.randint(1, 5))
-                transfers.append(transfer(source, ref(index, generation, tier)))
+                parts.append(transfer(source, ref(index, generation, tier)))
         elif kind < 0.85:
-            changes.append(fork(sequence, dice.choice(sequences), dice.randint(0, 1)))
+            parts.append(fork(sequence, dice.choice(sequences), dice.randint(0, 1)))
         elif kind < 0.92:
-            changes.append(dice.choice((truncate, trim))(sequence, dice.randint(0, 1)))
+            parts.append(dice.choice((truncate, trim))(sequence, dice.randint(0, 1)))
         else:
-            allocations.append(ref(dice.randrange(4), turn, HOST))
+            parts.append(kept := ref(dice.randrange(4), turn, HOST))
             if dice.random() < 0.5:
                 source = ref(dice.randrange(4), dice.randint(max(1, turn - 9), turn))
-                transfers.append(transfer(source, allocations[-1]))
+                parts.append(transfer(source, kept))
         if dice.random() < 0.5:
-            spans.append(span(sequence, dice.randrange(6), dice.randint(1, 3)))
-    fields = {"changes": changes, "transfers": transfers, "spans": spans}
-    return {**fields, "allocations": allocations}
+            parts.append(span(sequence, dice.randrange(6), dice.randint(1, 3)))
+    return parts

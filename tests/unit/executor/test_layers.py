@@ -4,7 +4,7 @@ are one native call where tensors like these were checked, and are checked where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     LAYOUT,
+    Part,
     publications,
     set_blocks,
     span,
@@ -77,9 +78,9 @@ class Twins(Counting):
         self.rig, self.other = Rig(kernels=self.kernels), Rig(kernels=apart())
         self.rigs = self.rig, self.other
 
-    def start(self, number: int, **plan: Any) -> None:
+    def start(self, number: int, *parts: Part, **fields: Any) -> None:
         for rig in self.rigs:
-            rig.start(number, **plan)
+            rig.start(number, *parts, **fields)
 
     def begin_pass(self, index: int) -> int:
         first, _ = (rig.executor.begin_pass(1, index) for rig in self.rigs)
@@ -120,8 +121,6 @@ class Twins(Counting):
             assert getattr(first.counters, name) == getattr(second.counters, name), name
         for kind in ("write", "attention"):
             assert first.counters.kernel_s[kind] > 0
-        for rig in self.rigs:
-            rig.executor.check_integrity()
 
 
 def made(num_rows: int, num_columns: int, seed: int, *, heads_first: bool = False) -> Tensors:
@@ -138,11 +137,8 @@ def made(num_rows: int, num_columns: int, seed: int, *, heads_first: bool = Fals
 
 
 @pytest.fixture
-def twins() -> Iterator[Twins]:
-    twins = Twins()
-    yield twins
-    for rig in twins.rigs:
-        rig.executor.check_integrity()
+def twins() -> Twins:
+    return Twins()
 
 
 BLOCKS = {1: [(0, 1), (1, 1)], 2: [(2, 1), (3, 1)], 3: [(4, 1), (5, 1)]}
@@ -150,7 +146,7 @@ BLOCKS = {1: [(0, 1), (1, 1)], 2: [(2, 1), (3, 1)], 3: [(4, 1), (5, 1)]}
 
 def prompts(twins: Twins) -> None:
     changes = [set_blocks(i, blocks) for i, blocks in BLOCKS.items()]
-    twins.start(1, changes=changes, spans=[span(1, 0, 5), span(2, 0, 3), span(3, 0, 2)])
+    twins.start(1, *changes, span(1, 0, 5), span(2, 0, 3), span(3, 0, 2))
     twins.step(1, 10, seed=1)
     twins.check()
     assert twins.num_checked == len(LAYERS)
@@ -159,7 +155,7 @@ def prompts(twins: Twins) -> None:
 def decode(twins: Twins, number: int, first: Sequence[int]) -> None:
     """Begin a plan of one token of each of the first sequences."""
     spans = [span(i + 1, position, 1) for i, position in enumerate(first)]
-    twins.start(number, previous=number - 1, spans=spans)
+    twins.start(number, *spans, previous=number - 1)
 
 
 def test_steps_come_to_what_single_layers_do(twins: Twins) -> None:
@@ -187,7 +183,7 @@ def test_a_batch_of_rows_comes_to_the_same(twins: Twins) -> None:
 
 def test_passes_come_to_the_same(twins: Twins) -> None:
     prompts(twins)
-    twins.start(2, previous=1, spans=[span(1, 5, 4), span(2, 3, 2), span(3, 2, 4)])
+    twins.start(2, span(1, 5, 4), span(2, 3, 2), span(3, 2, 4))
     for index in range(4):
         num = twins.begin_pass(index)
         twins.step(1, num, seed=30 + index)
@@ -199,7 +195,7 @@ def test_tensors_that_cannot_be_read_as_rows_are_copied(twins: Twins) -> None:
     prompts(twins)
     for i in range(3):
         spans = [span(1, 5 + 2 * i, 2), span(2, 3 + 2 * i, 2)]
-        twins.start(2 + i, previous=1 + i, spans=spans)
+        twins.start(2 + i, *spans, previous=1 + i)
         twins.step(2, 2, seed=10 + i, heads_first=True)
     twins.check()
     assert twins.num_checked == len(LAYERS), "the copies are tensors like the prompt's"
@@ -233,7 +229,7 @@ def refused(
 
 def take_block(rig: Rig) -> None:
     rig.open(2)
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 2)])], spans=[span(1, 0, 3)])
+    rig.run(1, set_blocks(1, [(0, 2)]), span(1, 0, 3), session_id=2)
 
 
 LATE: dict[str, tuple[Callable[[Rig], object], type[KvplaneError]]] = {
@@ -272,16 +268,16 @@ def test_layers_come_in_order(twins: Twins) -> None:
 def test_a_layer_of_another_plan_writes_nothing(twins: Twins) -> None:
     tensors = bound(twins)
     twins.step(1, 1, seed=40)
-    twins.rig.start(5, previous=4, spans=[span(1, 8, 1)])
+    twins.rig.start(5, span(1, 8, 1))
     refused(twins, tensors, PlanOutOfOrderError)
-    twins.other.start(5, previous=4, spans=[span(1, 8, 1)])
+    twins.other.start(5, span(1, 8, 1))
     twins.call(tensors)
 
 
 def test_a_layer_of_another_pass_writes_nothing(twins: Twins) -> None:
     tensors = bound(twins)
     twins.step(1, 1, seed=40)
-    twins.start(5, previous=4, spans=[span(1, 8, 2)])
+    twins.start(5, span(1, 8, 2))
     twins.begin_pass(0)
     twins.step(1, 1, seed=50)
     twins.rig.executor.begin_pass(1, 1)
@@ -341,7 +337,7 @@ def test_layers_are_counted_though_a_plan_ends_within(twins: Twins) -> None:
     counters = twins.rig.executor.counters
     before = counters.num_written_tokens
     twins.call(tensors)
-    twins.rig.start(5, previous=4, resync=True, changes=[set_blocks(1, [(6, 1)])], spans=[])
+    twins.rig.start(5, set_blocks(1, [(6, 1)]), resync=True)
     assert counters.num_written_tokens == before + 1
 
 
@@ -359,7 +355,7 @@ def outputs(kernels: Kernels, layout: Layout, options: Sequence[AttentionOptions
         if number == 1:
             changes = [set_blocks(i, [(4 * i - 4 + j, 1) for j in range(3)]) for i in LENGTHS]
             spans = [span(i, 0, num) for i, num in LENGTHS.items()]
-        rig.start(number, changes=changes, spans=spans)
+        rig.start(number, *changes, *spans)
         num = sum(LENGTHS.values()) if number == 1 else len(LENGTHS)
         for layer in LAYERS:
             seed = 100 * number + layer
@@ -372,7 +368,6 @@ def outputs(kernels: Kernels, layout: Layout, options: Sequence[AttentionOptions
             assert out is not None
             made.append(out)
         assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == number
-    rig.executor.check_integrity()
     return made, rig
 
 
@@ -424,7 +419,7 @@ def test_a_layer_is_bound_for_one_token_and_for_several() -> None:
             spans = spans[:1]
         elif number > 1:
             spans = [span(1, number - 1, 1), span(2, (number - 1) // 2, 1)]
-        rig.start(number, changes=changes, spans=spans)
+        rig.start(number, *changes, *spans)
         for layer in LAYERS:
             query, key, value = (tokens(len(spans), n, seed=number) for n in (4, 2, 2))
             if is_single:
@@ -435,7 +430,6 @@ def test_a_layer_is_bound_for_one_token_and_for_several() -> None:
             )
         assert rig.executor.receipt(1) is not None
     assert counting.num_checked == 2 * len(LAYERS)
-    rig.executor.check_integrity()
 
 
 def test_a_bound_layer_does_not_look_behind_what_was_trimmed() -> None:
@@ -446,10 +440,10 @@ def test_a_bound_layer_does_not_look_behind_what_was_trimmed() -> None:
     given = (tokens(1, 4), tokens(1), tokens(1))
     rig.admit(num_tokens=10)
     for number in (2, 3):
-        rig.start(number, spans=[span(1, 8 + number, 1)])
+        rig.start(number, span(1, 8 + number, 1))
         for layer in LAYERS:
             rig.executor.layer(1, layer, *given, options=wide, **of_latest(rig.executor))
-    rig.start(4, changes=[trim(1, 1)], spans=[span(1, 15, 1)])
+    rig.start(4, trim(1, 1), span(1, 15, 1))
     named = PlanLayer(1, 0, 4, field="in.")
     with rig.refuses(InvalidRequestError, "in.options.sliding_window_tokens"):
         rig.executor.layer_runner.run(named, given, wide)
@@ -472,9 +466,3 @@ def test_a_range_that_the_shard_does_not_hold_is_refused(first: int, num: int, f
     with pytest.raises(InvalidRequestError) as refused:
         layer_range(HELD, first, num)
     assert refused.value.field == field
-
-
-def test_a_layer_that_the_shard_does_not_hold_is_refused() -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        layer_index(HELD, 7, "attend.")
-    assert refused.value.field == "attend.layer"

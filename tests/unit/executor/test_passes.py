@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,29 +19,31 @@ from kvplane.errors import (
     StaleGenerationError,
 )
 from kvplane.slices import run_to_end
-from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend, stored
+from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
 FIRST = {1: 7, 2: 0, 3: 14}  # so that some cross the edge of a block
+SPANS = [span(i, FIRST[i], num) for i, num in COUNTS.items()]
 BLOCKS = {1: [(7, 1), (0, 1)], 2: [(3, 1)], 3: [(1, 1), (5, 1), (2, 1)]}
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.executor.check_integrity()
+def rig() -> Rig:
+    """Plan 2 has started, whose spans follow prompts."""
+    return started(Rig())
 
 
-def prompts(rig: Rig) -> None:
+def started(rig: Rig) -> Rig:
+    prompts(rig).start(2, *SPANS)
+    return rig
+
+
+def prompts(rig: Rig) -> Rig:
     """What comes before the spans."""
     spans = [span(i, 0, num) for i, num in FIRST.items() if num]
-    rig.run(1, changes=[set_blocks(i, blocks) for i, blocks in BLOCKS.items()], spans=spans)
-
-
-def start(rig: Rig, number: int = 2) -> None:
-    rig.start(number, previous=1, spans=[span(i, FIRST[i], num) for i, num in COUNTS.items()])
+    rig.run(1, *[set_blocks(i, blocks) for i, blocks in BLOCKS.items()], *spans)
+    return rig
 
 
 def rows_of(index: int) -> list[int]:
@@ -68,40 +70,32 @@ def run_pass(rig: Rig, index: int) -> list[torch.Tensor]:
 
 
 def test_passes_write_and_attend_as_the_whole_plan_does(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     outputs = [run_pass(rig, index) for index in range(4)]
     receipt = rig.author.read_receipt(rig.executor.receipt(1))
     assert receipt.plan_number == 2
-    other = Rig()
-    prompts(other)
-    start(other)
+    other = started(Rig())
     for layer in LAYERS:
         whole = run_layer(other, layer, [*range(sum(COUNTS.values()))])
         for index in range(4):
             assert torch.equal(outputs[index][layer], whole[rows_of(index)])
     for i, blocks in BLOCKS.items():
         num = len(blocks)
-        assert torch.equal(stored(rig.executor, 1, i, num), stored(other.executor, 1, i, num))
+        assert torch.equal(rig.stored(1, i, num), other.stored(1, i, num))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_passes_on_a_device_that_works_late_write_the_same(seed: int) -> None:
-    late, soon = LateRig(seed), Rig()
+    late, soon = started(LateRig(seed)), started(Rig())
     for rig in (late, soon):
-        prompts(rig)
-        start(rig)
         for index in range(4):
             run_pass(rig, index)
         assert rig.executor.receipt(1) is not None
-        rig.executor.check_integrity()
     assert torch.equal(late.executor.pools.device_tier, soon.executor.pools.device_tier)
 
 
 def test_a_device_that_fails_in_a_pass_is_noticed_at_its_end() -> None:
     rig = LateRig()
-    prompts(rig)
-    start(rig)
+    started(rig)
     run_pass(rig, 0)
     rig.runtime.failures.append(RuntimeError("the device failed"))
     with pytest.raises(InternalError):
@@ -111,27 +105,21 @@ def test_a_device_that_fails_in_a_pass_is_noticed_at_its_end() -> None:
 
 
 def test_there_is_no_receipt_before_the_last_pass(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     for index in range(4):
         assert rig.executor.receipt(1) is None
         run_pass(rig, index)
     assert rig.executor.receipt(1) is not None
     # The next plan goes on from there.
-    rig.run(3, previous=2, spans=[span(2, 1, 1)])
+    rig.run(3, span(2, 1, 1))
 
 
 def test_a_plan_with_passes_left_has_not_run(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     run_pass(rig, 0)
     with rig.refuses(PlanOutOfOrderError, "plan.previous"):
-        rig.start(3, previous=2, spans=[span(2, 1, 1)])
+        rig.start(3, span(2, 1, 1))
 
 
 def test_passes_come_in_order(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     with rig.refuses(PlanOutOfOrderError, "pass_index"):
         rig.executor.begin_pass(1, 1)
     with rig.refuses(InvalidRequestError, "pass_index"):
@@ -149,16 +137,12 @@ def test_passes_come_in_order(rig: Rig) -> None:
 
 
 def test_a_plan_that_was_begun_whole_has_no_passes(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     run_layer(rig, 0, [*range(8)])
     with rig.refuses(PlanOutOfOrderError, "pass_index"):
         rig.executor.begin_pass(1, 0)
 
 
 def test_the_present_pass_may_be_begun_and_its_layers_sent_again(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     first = run_pass(rig, 0)
     for again in (run_pass(rig, 0), run_pass(rig, 0)):
         assert all(map(torch.equal, first, again))
@@ -170,16 +154,12 @@ def test_the_present_pass_may_be_begun_and_its_layers_sent_again(rig: Rig) -> No
 
 
 def test_a_pass_takes_its_own_number_of_tokens(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     rig.executor.begin_pass(1, 0)
     with rig.refuses(InvalidRequestError):
         run_layer(rig, 0, [*range(8)])
 
 
 def test_what_passes_have_written_can_be_read_and_no_more(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     run_pass(rig, 0)
     rig.executor.begin_pass(1, 1)
     run_layer(rig, 0, rows_of(1))
@@ -194,8 +174,6 @@ def test_what_passes_have_written_can_be_read_and_no_more(rig: Rig) -> None:
 
 
 def test_blocks_are_not_sent_to_a_plan_in_passes(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     rig.executor.begin_pass(1, 0)
     data, _ = rig.executor.read_blocks(1, 1, [0])
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
@@ -203,37 +181,30 @@ def test_blocks_are_not_sent_to_a_plan_in_passes(rig: Rig) -> None:
 
 
 def test_a_block_that_is_taken_or_published_between_passes_is_noticed(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     run_pass(rig, 0)
     rig.executor.publish(publications((2, 1)))  # that the last token of sequence 3 goes to
-    run_layer_of_pass = rows_of(1)
     rig.executor.begin_pass(1, 1)
     with rig.refuses(BlockNotWritableError):
-        run_layer(rig, 0, run_layer_of_pass)
+        run_layer(rig, 0, rows_of(1))
 
 
 def test_a_block_that_another_session_gets_between_passes_is_noticed(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     run_pass(rig, 0)
     rig.open(2)
-    rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])], spans=[span(1, 0, 3)])
+    rig.run(1, set_blocks(1, [(1, 2)]), span(1, 0, 3), session_id=2)
     rig.executor.begin_pass(1, 1)
     with rig.refuses(StaleGenerationError):
         run_layer(rig, 0, rows_of(1))
 
 
-def test_a_plan_that_computes_nothing_has_no_passes(rig: Rig) -> None:
-    prompts(rig)
-    rig.start(2, previous=1)
+def test_a_plan_that_computes_nothing_has_no_passes() -> None:
+    rig = prompts(Rig())
+    rig.start(2)
     with rig.refuses(InvalidRequestError, "pass_index"):
         rig.executor.begin_pass(1, 0)
 
 
 def test_a_plan_is_named(rig: Rig) -> None:
-    prompts(rig)
-    start(rig)
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
         rig.executor.begin_pass(1, 0, plan_number=1)
 
@@ -259,8 +230,6 @@ def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
 @pytest.mark.parametrize("of_pass", [None, 0, 2])
 def test_a_layer_of_another_pass_is_refused(rig: Rig, of_pass: int | None) -> None:
     """Passes 1 and 2 have as many tokens: only its pass tells a late layer from one of now."""
-    prompts(rig)
-    start(rig)
     run_pass(rig, 0)
     rig.executor.begin_pass(1, 1)
     for call in late_calls(rig, of_pass):
@@ -270,10 +239,9 @@ def test_a_layer_of_another_pass_is_refused(rig: Rig, of_pass: int | None) -> No
         call()
 
 
-def test_an_embedded_engine_goes_on_in_the_pass_that_it_began(rig: Rig) -> None:
-    prompts(rig)
-    spans = [span(i, FIRST[i], num) for i, num in COUNTS.items()]
-    plan = rig.author.plan(2, previous=1, spans=spans)
+def test_an_embedded_engine_goes_on_in_the_pass_that_it_began() -> None:
+    rig = prompts(Rig())
+    plan = rig.plan(2, *SPANS)
     backend = embedded_backend(rig)
     assert backend.start(plan, pass_index=0).num_tokens == 3
     parts, options = (tokens(3, 4), tokens(3), tokens(3)), AttentionOptions()
@@ -286,15 +254,15 @@ def test_an_embedded_engine_goes_on_in_the_pass_that_it_began(rig: Rig) -> None:
     backend.layer(0, *late_parts(), options=options)
 
 
-def test_an_embedded_engine_writes_to_the_plan_that_it_started(rig: Rig) -> None:
+def test_an_embedded_engine_writes_to_the_plan_that_it_started() -> None:
     """Another client of its session may have started the next one."""
-    prompts(rig)
+    rig = prompts(Rig())
     sequences = [*COUNTS][:2]
-    first = rig.author.plan(2, previous=1, spans=[span(i, FIRST[i], 1) for i in sequences])
+    first = rig.plan(2, *[span(i, FIRST[i], 1) for i in sequences])
     backend = embedded_backend(rig)
     assert backend.start(first).num_tokens == 2
     for layer in LAYERS:
         backend.layer(layer, *late_parts(), options=AttentionOptions())
-    rig.start(3, previous=2, spans=[span(i, FIRST[i] + 1, 1) for i in sequences])
+    rig.start(3, *[span(i, FIRST[i] + 1, 1) for i in sequences])
     with rig.refuses(PlanOutOfOrderError, "plan_number"):
         backend.layer(0, *late_parts(), options=AttentionOptions())

@@ -27,7 +27,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 def rig() -> Rig:
     """A plan has started, and one of two layers is written."""
     rig = Rig()
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 3))
     rig.layer(0, 3)
     return rig
 
@@ -47,7 +47,7 @@ def test_a_plan_that_has_run(traces: InMemorySpanExporter, rig: Rig) -> None:
 
 
 def test_a_plan_that_is_voided(traces: InMemorySpanExporter, rig: Rig) -> None:
-    rig.run(2, previous=0, resync=True, changes=[set_blocks(1, [(0, 1)], allocated=False)])
+    rig.run(2, set_blocks(1, [(0, 1)], allocated=False), previous=0, resync=True)
     assert ended(traces) == ["the plan was voided", None]
 
 

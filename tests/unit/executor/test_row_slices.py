@@ -34,7 +34,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     spans = [span(i + 1, position, num) for i, (position, num) in enumerate(SPANS)]
     for tier in (rig.executor.pools.device_tier,):
         tier.copy_(torch.randn(tier.shape, generator=torch.Generator().manual_seed(7)))
-    rig.start(1, changes=changes, spans=spans)
+    rig.start(1, *changes, *spans)
     rig.executor.layer_runner.slice_s = 1e-9  # as short as slices get
     return rig
 
@@ -68,7 +68,7 @@ def test_blocks_that_are_taken_between_slices_are_not_read(rig: Rig) -> None:
     rig.open(2)
     slices = rig.executor.layer_runner.run_slices(FIRST, TENSORS, AttentionOptions())
     next(slices)
-    rig.start(1, session_id=2, changes=[set_blocks(1, [(0, 2)])])
+    rig.start(1, set_blocks(1, [(0, 2)]), session_id=2)
     with pytest.raises(StaleGenerationError):
         next(slices)
 

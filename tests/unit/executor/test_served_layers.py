@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -84,13 +83,38 @@ def test_a_client_that_goes_away_ends_the_sleep(rig: Rig) -> None:
         rig.look_while(threading.Timer(0.05, rig.client.shutdown, (socket.SHUT_RDWR,)))
 
 
-def native_batch(executing: Executing) -> Any:
-    """Of the latest plan."""
-    run = executing.executor._sessions.get(1).latest
-    assert run is not None
-    bound = executing.executor._compute.bound
-    assert bound is not None
-    return bound.batch(run.attention[0])
+class Bound:
+    """A plan of one token, whose first layer is bound by several numbers."""
+
+    def __init__(self, served: ServedLayers) -> None:
+        self.executing, self.served = Executing(), served
+        self.executing.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 1))
+        self.tensors = [torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4)]
+        query, key, value, _ = self.tensors
+        runner = self.executing.executor.layer_runner
+        bound = runner.bind(PlanLayer(1, 0, 1), (query, key, value), AttentionOptions())
+        assert bound is not None
+        self.native = bound.native
+
+    def bind(self, number: int, index: int, num_tokens: int = 1) -> None:
+        places = [tensor.data_ptr() for tensor in self.tensors]
+        named = dict(zip(("query", "key", "value", "out"), places, strict=True))
+        numbers = {"binding": number, "index": index, "group": 0, "num_tokens": num_tokens}
+        self.served.bind(layer=self.native, **numbers, **named)
+
+    def begin(self, first: int, num_layers: int) -> None:
+        run = self.executing.executor._sessions.get(1).latest
+        bound = self.executing.executor._compute.bound
+        assert run is not None and bound is not None
+        self.served.begin([bound.batch(run.attention[0])], first, num_layers, 1, PLAN)
+
+
+PLAN = packets.named(1, None)
+
+
+def layer(number: int, named: bytes = PLAN) -> bytes:
+    """Return the packet that asks for a layer by its binding."""
+    return packets.head_of(packets.LAYER, number) + named
 
 
 @pytest.fixture
@@ -101,78 +125,41 @@ def hurried() -> Iterator[Rig]:
 
 def test_layers_that_are_asked_for_ahead_are_run_a_while_at_a_time(hurried: Rig) -> None:
     """Others wait for the lock that is held meanwhile."""
-    executing = Executing()
-    query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
-    tensors, executor = (query, key, value), executing.executor
-    executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
-    bound = executor.layer_runner.bind(PlanLayer(1, 0, 1), tensors, AttentionOptions())
-    assert bound is not None
-    batch = native_batch(executing)
-    named = packets.named(1, None)
+    bound = Bound(hurried.served)
     for number in range(3):
-        hurried.served.bind(
-            binding=number,
-            index=number,
-            group=0,
-            num_tokens=1,
-            layer=bound.native,
-            query=query.data_ptr(),
-            key=key.data_ptr(),
-            value=value.data_ptr(),
-            out=out.data_ptr(),
-        )
-        hurried.client.send(packets.head_of(packets.LAYER, number) + named)
-    hurried.served.begin([batch], 0, 3, 1, named)
+        bound.bind(number, number)
+        hurried.client.send(layer(number))
+    bound.begin(0, 3)
     for number in range(3):
         assert hurried.served.look(hurried.ready.fileno(), True)
-        assert hurried.served.asks_for_layer(named) == number
+        assert hurried.served.asks_for_layer(PLAN) == number
         hurried.served.serve(hurried.ready.fileno(), True)
         assert [ran for ran, *_ in hurried.served.take_ran()] == [number]
         assert hurried.client.recv(16) == packets.head_of(packets.LAYER, number)
-    executor.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("what", "packet"),
-    [
-        ("another plan", packets.head_of(packets.LAYER, 0) + packets.named(2, None)),
-        ("a pass", packets.head_of(packets.LAYER, 0) + packets.named(1, 0)),
-        ("a binding", packets.head_of(packets.BIND_LAYER, 0) + packets.named(1, None)),
-        ("a number that is not bound", packets.head_of(packets.LAYER, 9) + packets.named(1, None)),
-        (
-            "a layer whose turn it is not",
-            packets.head_of(packets.LAYER, 1) + packets.named(1, None),
-        ),
-        ("the last layer", packets.head_of(packets.LAYER, 2) + packets.named(1, None)),
-        ("more tokens", packets.head_of(packets.LAYER, 3) + packets.named(1, None)),
-        ("a message", b"\x1a\0" * 12),
-        ("more bytes", packets.head_of(packets.LAYER, 0) + packets.named(1, None) + b"\0"),
-    ],
-)
-def test_other_packets_are_left_to_the_caller(rig: Rig, what: str, packet: bytes) -> None:
-    """None of them is run. ``what``: names the case."""
-    executing = Executing()
-    query, key, value, out = (torch.zeros(1, heads, 16) for heads in (4, 2, 2, 4))
-    executing.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 1)])
-    executor = executing.executor
-    bound = executor.layer_runner.bind(PlanLayer(1, 0, 1), (query, key, value), AttentionOptions())
-    assert bound is not None
-    batch = native_batch(executing)
-    places = [tensor.data_ptr() for tensor in (query, key, value, out)]
-    named = dict(zip(("query", "key", "value", "out"), places, strict=True))
+OTHERS = {
+    "another plan": layer(0, packets.named(2, None)),
+    "a pass": layer(0, packets.named(1, 0)),
+    "a binding": packets.head_of(packets.BIND_LAYER, 0) + PLAN,
+    "a number that is not bound": layer(9),
+    "a layer whose turn it is not": layer(1),
+    "the last layer": layer(2),
+    "more tokens": layer(3),
+    "a message": b"\x1a\0" * 12,
+    "more bytes": layer(0) + b"\0",
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_packets_are_left_to_the_caller(rig: Rig, what: str) -> None:
+    """None of them is run."""
+    bound = Bound(rig.served)
     for number, index, num_tokens in ((0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 0, 2)):
-        rig.served.bind(
-            binding=number,
-            index=index,
-            group=0,
-            num_tokens=num_tokens,
-            layer=bound.native,
-            **named,
-        )
-    rig.served.begin([batch], 2 if what == "the last layer" else 0, 2, 1, packets.named(1, None))
-    rig.client.send(packet)
+        bound.bind(number, index, num_tokens)
+    bound.begin(2 if what == "the last layer" else 0, 2)
+    rig.client.send(OTHERS[what])
     assert rig.served.look(rig.ready.fileno(), True)
     rig.served.serve(rig.ready.fileno(), True)
     assert rig.served.take_ran() == []
-    assert rig.served.take() == packet
-    executor.check_integrity()
+    assert rig.served.take() == OTHERS[what]

@@ -18,11 +18,20 @@ from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams
 from data_plane.memory.upload import upload
 from data_plane.server.worker_thread import WorkerThread
 from kvplane.errors import InternalError
-from tests.helpers.data.data_rig import LateRig, Rig, stored
+from tests.helpers.data.data_rig import LateRig, Rig
 from tests.helpers.data.executor_twins import run_twins
 from tests.helpers.data.kernel_faults import with_operations
 from tests.helpers.data.kernel_sets import late_kernels
-from tests.helpers.data.plan_author import HOST, drop, ref, set_blocks, span, tokens, transfer
+from tests.helpers.data.plan_author import (
+    HOST,
+    drop,
+    moved,
+    ref,
+    set_blocks,
+    span,
+    tokens,
+    transfer,
+)
 
 NUM_PLACES = 4
 
@@ -171,12 +180,13 @@ def test_plans_of_two_sessions_do_on_late_streams_what_they_do_at_once(seed: int
 
 
 SEEDS = range(5)
+SWAP_OUT = moved(1, [ref(0), ref(1)], [ref(3, 1, HOST), ref(0, 1, HOST)])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_receipt_is_given_only_for_what_is_done(seed: int) -> None:
     rig = LateRig(seed)
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     outputs = [rig.layer(layer, 12) for layer in (0, 1)]
     assert rig.executor.counters.num_plans_run == 0, "nobody has asked yet"
     assert rig.executor.receipt(1) is not None
@@ -188,11 +198,7 @@ def test_a_receipt_is_given_only_for_what_is_done(seed: int) -> None:
 def test_a_plan_of_swaps_alone_is_receipted_when_they_are_done(seed: int) -> None:
     rig = LateRig(seed)
     rig.admit(1)
-    started = rig.start(
-        2,
-        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-    )
+    started = rig.start(2, *SWAP_OUT)
     assert started.receipt is not None
     assert rig.runtime.num_waiting == 0
 
@@ -203,18 +209,14 @@ def test_copies_and_swaps_of_a_plan_follow_each_other_across_streams(seed: int) 
     rig.admit(1)
     rig.run(
         2,
-        changes=[
-            set_blocks(2, [(2, 1)]),
-            set_blocks(3, [(3, 1)], tier=HOST),
-            set_blocks(4, [(4, 1)]),
-            set_blocks(5, [(5, 1)]),
-        ],
-        transfers=[
-            transfer(ref(0), ref(2)),
-            transfer(ref(2), ref(3, 1, HOST)),
-            transfer(ref(3, 1, HOST), ref(4)),
-            transfer(ref(4), ref(5)),
-        ],
+        set_blocks(2, [(2, 1)]),
+        set_blocks(3, [(3, 1)], tier=HOST),
+        set_blocks(4, [(4, 1)]),
+        set_blocks(5, [(5, 1)]),
+        transfer(ref(0), ref(2)),
+        transfer(ref(2), ref(3, 1, HOST)),
+        transfer(ref(3, 1, HOST), ref(4)),
+        transfer(ref(4), ref(5)),
     )
     device = rig.executor.pools.device_tier
     assert torch.equal(device[5], device[0])
@@ -226,24 +228,19 @@ def test_blocks_are_cleared_after_what_was_given_before_and_before_the_transfers
     rig.admit(1)
     device, host = rig.executor.pools.device_tier, rig.executor.pools.host_tier
     before = device[:2].clone()
-    rig.start(
-        2,
-        changes=[set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-    )
-    rig.run(3, changes=[drop(1)])
+    rig.start(2, *SWAP_OUT)
+    rig.run(3, drop(1))
     rig.open(2, tenant="another")
     rig.start(
         1,
-        2,
-        changes=[
-            set_blocks(1, [(0, 2), (1, 2), (5, 1)]),
-            set_blocks(2, [(0, 2), (1, 1), (3, 2)], tier=HOST),
-        ],
-        transfers=[transfer(ref(0, 2), ref(1, 1, HOST)), transfer(ref(1, 2), ref(5, 1))],
-        spans=[span(1, 17, 1)],
+        set_blocks(1, [(0, 2), (1, 2), (5, 1)]),
+        set_blocks(2, [(0, 2), (1, 1), (3, 2)], tier=HOST),
+        transfer(ref(0, 2), ref(1, 1, HOST)),
+        transfer(ref(1, 2), ref(5, 1)),
+        span(1, 17, 1),
+        session_id=2,
     )
-    blocks = stored(rig.executor, 2, 2, 3)
+    blocks = rig.stored(2, 2, 3)
     rig.executor.finish()
     assert bool(before.any())
     assert not bool(blocks.any()), "what was copied to the host tier had been cleared"
@@ -257,15 +254,7 @@ def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
     rig = LateRig(seed)
     rig.admit(1)
     before = rig.executor.pools.device_tier[:2].clone()
-    rig.start(
-        2,
-        changes=[
-            set_blocks(1, [(3, 1), (0, 1)], tier=HOST, replace=True),
-            set_blocks(2, [(4, 1)]),
-        ],
-        transfers=[transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))],
-        spans=[span(2, 0, 2)],
-    )
+    rig.start(2, *SWAP_OUT, set_blocks(2, [(4, 1)]), span(2, 0, 2))
     blocks, _ = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(blocks.transpose(0, 1), before)
 
@@ -273,21 +262,20 @@ def test_blocks_read_on_the_host_have_been_swapped_out(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_next_plan_a_fence_and_a_new_control_plane_wait_for_what_runs(seed: int) -> None:
     rig = LateRig(seed)
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
-    for layer in (0, 1):
-        rig.layer(layer, 12)
-    rig.start(2, spans=[span(1, 12, 1)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
+    rig.run_layers(12)
+    rig.start(2, span(1, 12, 1))
     assert rig.runtime.num_waiting == 0
     assert rig.executor.counters.num_plans_run == 1
     rig.layer(0, 1)
-    rig.start(4, resync=True, changes=[set_blocks(1, [(0, 1), (1, 1)], allocated=False)],
-              spans=[span(1, 12, 1)])  # fmt: skip
+    whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
+    rig.start(4, whole, span(1, 12, 1), resync=True)
     assert rig.runtime.num_waiting == 0
     rig.layer(0, 1)
     rig.fence(1)
     assert rig.runtime.num_waiting == 0
     rig.open(2)
-    rig.start(1, 2, changes=[set_blocks(7, [(4, 1)])], spans=[span(7, 0, 2)])
+    rig.start(1, set_blocks(7, [(4, 1)]), span(7, 0, 2), session_id=2)
     rig.layer(0, 2, session_id=2)
     rig.executor.install(2, rig.author.key)
     assert rig.runtime.num_waiting == 0
@@ -304,7 +292,7 @@ def test_a_layer_whose_attention_failed_comes_again_even_if_it_was_the_last() ->
         return kernels.paged_attention(arguments)
 
     rig = Rig(kernels=with_operations(kernels, paged_attention=attention))
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 3))
     for layer in (0, 1):
         with pytest.raises(InternalError):
             rig.layer(layer, 3)

@@ -61,6 +61,7 @@ def test_steps_start_no_thread_of_torchs() -> None:
     assert threads_started() == (0, 3)
 
 
+@pytest.mark.nightly  # of the test above: a fault of this kind would be seen
 @pytest.mark.timeout(180)
 def test_a_step_that_repeats_a_few_rows_with_torch_starts_them() -> None:
     assert threads_started("planted")[0] == 3

@@ -4,7 +4,6 @@ nothing was missing, and what is missing cannot be read, whatever lies in its pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     LAYOUT,
+    dense_attention,
     drop,
     fork,
     set_blocks,
@@ -31,28 +31,10 @@ WINDOW = 11
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig() -> Rig:
     """A layout with a window."""
     group = replace(LAYOUT.groups[0], sliding_window_tokens=WINDOW)
-    rig = Rig(layout=replace(LAYOUT, groups=(group,)), num_device_blocks=6)
-    yield rig
-    rig.executor.check_integrity()
-
-
-def windowed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
-) -> torch.Tensor:
-    """In float64, of the last tokens of a sequence over all of it. query [Q, 4, D], key and value
-    [T, 2, D].
-    """
-    q, k, v = query.double(), key.double(), value.double()
-    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
-    scores = torch.einsum("qhd,thd->hqt", q, k) / q.shape[2] ** 0.5
-    first = len(key) - len(query)
-    behind = first + torch.arange(len(query))[:, None] - torch.arange(len(key))
-    hidden = (behind < 0) | (behind >= window)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hqt,thd->qhd", weights, v).to(query.dtype)
+    return Rig(layout=replace(LAYOUT, groups=(group,)), num_device_blocks=6)
 
 
 def poison(rig: Rig, but: list[int]) -> None:
@@ -86,35 +68,35 @@ def test_attention_within_the_window_sees_nothing_of_what_was_trimmed(rig: Rig, 
             entry = (block, generations[block])
             changes.append(set_blocks(1, [entry], first_block=len(table)))
             table.append(block)
-        rig.start(number, changes=changes, spans=[span(1, begin, end - begin)])
+        rig.start(number, *changes, span(1, begin, end - begin))
         poison(rig, table)
         for layer in LAYERS:
             part = slice(begin, end)
             output = rig.run_layer(layer, queries[part], keys[part], values[part])
             assert output is not None
-            want = windowed_attention(queries[part], keys[:end], values[:end], WINDOW)
+            want = dense_attention(queries[part], keys[:end], values[:end], WINDOW)
             torch.testing.assert_close(output, want, atol=1e-5, rtol=1e-5)
     assert table[:9] == [-1] * 9
 
 
 def trimmed(rig: Rig) -> None:
     """Plan 1 wrote 24 tokens to blocks 1, 2 and 3; plan 2 trimmed the first."""
-    rig.run(1, changes=[set_blocks(1, [(1, 1), (2, 1), (3, 1)])], spans=[span(1, 0, 20)])
-    rig.run(2, changes=[trim(1, 1), fork(2, 1, 3)])
+    rig.run(1, set_blocks(1, [(1, 1), (2, 1), (3, 1)]), span(1, 0, 20))
+    rig.run(2, trim(1, 1), fork(2, 1, 3))
 
 
 def test_a_span_that_needs_a_trimmed_position_is_refused(rig: Rig) -> None:
     trimmed(rig)
     for first in (0, 7):
         with rig.refuses(InvalidRequestError, "plan.spans.first_positions[0]"):
-            rig.start(3, spans=[span(1, first, 1)])
+            rig.start(3, span(1, first, 1))
     with rig.refuses(InvalidRequestError, "plan.spans.first_positions[1]"):
-        rig.start(3, changes=[fork(3, 1, 2)], spans=[span(1, 20, 1), span(3, 5, 1)])
+        rig.start(3, fork(3, 1, 2), span(1, 20, 1), span(3, 5, 1))
 
 
 def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
     trimmed(rig)
-    rig.run(3, changes=[drop(2)], spans=[span(1, 20, 2)])
+    rig.run(3, drop(2), span(1, 20, 2))
     most = 20 + 1 - BLOCK_SIZE
     query, key = tokens(2, 4), tokens(2)
     for window in (most + 1, 2**31 - 1):
@@ -136,7 +118,7 @@ def test_a_window_that_reaches_a_trimmed_position_is_refused(rig: Rig) -> None:
 def test_without_a_window_no_span_of_a_trimmed_table_is_attended() -> None:
     rig = Rig()
     trimmed(rig)
-    rig.start(3, changes=[drop(2)], spans=[span(1, 20, 1)])
+    rig.start(3, drop(2), span(1, 20, 1))
     with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
         rig.layer(0, 1)
     options = AttentionOptions(sliding_window_tokens=5)
@@ -147,7 +129,7 @@ def test_without_a_window_no_span_of_a_trimmed_table_is_attended() -> None:
 def test_the_narrowest_of_all_tables_bounds_the_window(rig: Rig) -> None:
     trimmed(rig)
     own = set_blocks(3, [(4, 1), (5, 1)])
-    rig.start(3, changes=[drop(2), own], spans=[span(3, 0, 10), span(1, 20, 1)])
+    rig.start(3, drop(2), own, span(3, 0, 10), span(1, 20, 1))
     query, key = tokens(11, 4), tokens(11)
     with rig.refuses(InvalidRequestError, "options.sliding_window_tokens"):
         options = AttentionOptions(sliding_window_tokens=14)
@@ -168,7 +150,7 @@ def test_trimmed_entries_are_not_read(rig: Rig) -> None:
 def test_blocks_that_are_given_for_trimmed_entries_are_not_written(rig: Rig) -> None:
     """Blocks may be given from before the span on; only the span's slots are written."""
     trimmed(rig)
-    rig.start(3, changes=[drop(2)], spans=[span(1, 20, 4)])
+    rig.start(3, drop(2), span(1, 20, 4))
     before = rig.executor.pools.device_tier.clone()
     given = torch.ones(2, 3, 2, 2, 8, 16)
     assert rig.executor.write_blocks(1, 1, 0, given) is not None
@@ -179,17 +161,17 @@ def test_blocks_that_are_given_for_trimmed_entries_are_not_written(rig: Rig) -> 
 def test_a_table_that_is_moved_or_set_anew_may_lack_its_first_entries(rig: Rig) -> None:
     trimmed(rig)
     whole = set_blocks(1, [(2, 1), (3, 1)], first_block=1, allocated=False, replace=True)
-    rig.run(3, changes=[whole], spans=[span(1, 20, 1)], resync=True)
+    rig.run(3, whole, span(1, 20, 1), resync=True)
     with rig.refuses(InvalidRequestError, "entries[0]"):
         rig.executor.read_blocks(1, 1, [0])
     assert rig.executor.num_sequences == 1
 
 
 def test_a_truncated_table_has_no_slots_behind_its_end(rig: Rig) -> None:
-    rig.run(1, changes=[set_blocks(1, [(1, 1), (2, 1), (3, 1)])], spans=[span(1, 0, 20)])
-    rig.run(2, changes=[truncate(1, 2), set_blocks(2, [(3, 2)])])
+    rig.run(1, set_blocks(1, [(1, 1), (2, 1), (3, 1)]), span(1, 0, 20))
+    rig.run(2, truncate(1, 2), set_blocks(2, [(3, 2)]))
     with rig.refuses(InvalidRequestError, "plan.spans.first_positions[0]"):
-        rig.start(3, spans=[span(1, 16, 1)])
+        rig.start(3, span(1, 16, 1))
     with rig.refuses(InvalidRequestError, "entries[2]"):
         rig.executor.read_blocks(1, 1, range(3))
-    assert rig.run(3, spans=[span(1, 15, 1)]).plan_number == 3
+    assert rig.run(3, span(1, 15, 1)).plan_number == 3

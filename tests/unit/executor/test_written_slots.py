@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
     HOST,
-    fork,
+    forked,
     pack_transfers,
     publications,
     ref,
@@ -37,13 +35,12 @@ def test_transfers_count_in_the_order_in_which_they_run() -> None:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig() -> Rig:
     """Every slot of the pools has something in it that was left behind."""
     rig = Rig()
     for tier in (rig.executor.pools.device_tier, rig.executor.pools.host_tier):
         tier.fill_(1.0)
-    yield rig
-    rig.executor.check_integrity()
+    return rig
 
 
 def num_read(rig: Rig, sequence_id: int, num_blocks: int, session_id: int = 1) -> list[int]:
@@ -63,14 +60,14 @@ def num_read(rig: Rig, sequence_id: int, num_blocks: int, session_id: int = 1) -
 
 
 def test_only_written_slots_are_shown(rig: Rig) -> None:
-    rig.run(1, changes=[set_blocks(1, [(0, 1), (1, 1), (2, 1)])], spans=[span(1, 0, 12)])
+    rig.run(1, set_blocks(1, [(0, 1), (1, 1), (2, 1)]), span(1, 0, 12))
     assert num_read(rig, 1, 3) == [8, 4, 0]
-    rig.run(2, spans=[span(1, 12, 1)])
+    rig.run(2, span(1, 12, 1))
     assert num_read(rig, 1, 3) == [8, 5, 0]
 
 
 def test_entries_are_shown_as_far_as_written_in_any_order(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     rig.layer(0, 12)
     blocks, _ = rig.executor.read_blocks(1, 1, [1, 0], first_layer=0, num_layers=1)
     shown = (blocks != 0).any(-1)[0, :, 0, 0]  # [entries, block_size]
@@ -78,7 +75,7 @@ def test_entries_are_shown_as_far_as_written_in_any_order(rig: Rig) -> None:
 
 
 def test_a_running_plan_shows_the_layers_that_it_has_written(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     assert num_read(rig, 1, 2) == [0, 0]
     rig.layer(0, 12)
     rig.executor.read_blocks(1, 1, range(2), first_layer=0, num_layers=1)
@@ -88,23 +85,19 @@ def test_a_running_plan_shows_the_layers_that_it_has_written(rig: Rig) -> None:
 
 
 def test_what_an_aborted_plan_wrote_is_not_shown(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 3)])
+    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 3))
     rig.layer(0, 3)
-    rig.run(2, previous=0, resync=True, changes=[set_blocks(1, [(0, 1)], allocated=False)])
+    rig.run(2, set_blocks(1, [(0, 1)], allocated=False), previous=0, resync=True)
     assert num_read(rig, 1, 1) == [0]
 
 
 def test_copies_and_swaps_show_what_their_sources_do(rig: Rig) -> None:
     rig.admit(1)
-    rig.run(
-        2,
-        changes=[fork(2, 1, 2), set_blocks(2, [(2, 1)], first_block=1)],
-        transfers=[transfer(ref(1), ref(2))],
-    )
+    rig.run(2, *forked(2, 1, 1, 1, 2))
     assert num_read(rig, 2, 2) == [8, 4]
     out = [transfer(ref(0), ref(3, 1, HOST)), transfer(ref(1), ref(0, 1, HOST))]
     moved = set_blocks(1, [(3, 1), (0, 1), (1, 1)], tier=HOST, replace=True)
-    rig.run(3, changes=[moved], transfers=out)
+    rig.run(3, moved, *out)
     assert num_read(rig, 1, 3) == [8, 4, 0]
 
 
@@ -112,24 +105,23 @@ def test_one_plan_may_save_fill_and_copy_a_block(rig: Rig) -> None:
     rig.admit(1)
     rig.run(
         2,
-        changes=[set_blocks(1, [(0, 2)], replace=True), set_blocks(2, [(4, 1), (5, 1)])],
-        allocations=[ref(3, 1, HOST)],
-        transfers=[
-            transfer(ref(0), ref(3, 1, HOST)),
-            transfer(ref(1), ref(0, 2)),
-            transfer(ref(0, 2), ref(4)),
-        ],
+        set_blocks(1, [(0, 2)], replace=True),
+        set_blocks(2, [(4, 1), (5, 1)]),
+        ref(3, 1, HOST),
+        transfer(ref(0), ref(3, 1, HOST)),
+        transfer(ref(1), ref(0, 2)),
+        transfer(ref(0, 2), ref(4)),
     )
     assert num_read(rig, 1, 1) == [4]
     assert num_read(rig, 2, 2) == [4, 0]
 
 
 def test_a_block_that_was_taken_meanwhile_shows_nothing_to_its_next_owner(rig: Rig) -> None:
-    rig.start(1, changes=[set_blocks(1, [(0, 1), (1, 1)])], spans=[span(1, 0, 12)])
+    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
     for layer in (0, 1):
         rig.run_layer(layer, tokens(12, 4), tokens(12), tokens(12))
     rig.open(2)
-    rig.run(1, 2, changes=[set_blocks(1, [(1, 2)])])  # before the receipt of the other
+    rig.run(1, set_blocks(1, [(1, 2)]), session_id=2)  # before the receipt of the other
     assert rig.executor.receipt(1) is not None
     assert num_read(rig, 1, 1, session_id=2) == [0]
 
@@ -139,6 +131,6 @@ def test_a_cached_block_is_shown_whole(rig: Rig) -> None:
     assert rig.executor.publish(publications((0, 1))) == 1
     rig.fence(1)
     rig.open(2)
-    rig.run(1, 2, changes=[set_blocks(1, [(0, 1)], allocated=False), set_blocks(2, [(1, 2)])])
+    rig.run(1, set_blocks(1, [(0, 1)], allocated=False), set_blocks(2, [(1, 2)]), session_id=2)
     assert num_read(rig, 1, 1, session_id=2) == [8]
     assert num_read(rig, 2, 1, session_id=2) == [0]

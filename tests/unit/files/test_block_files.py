@@ -170,19 +170,24 @@ class PowerLoss(BaseException):
     """The machine goes out here."""
 
 
-class LosesUnsynced(Disk):
-    """A machine that goes out at one call: what was not synced by then is lost, in a file of any
-    name.
+class Stops(Disk):
+    """A disk on which one call fails. Of a machine that goes out there, ``lose`` loses what was not
+    synced by then, in a file of any name.
     """
 
-    def __init__(self, goes_out_at: str) -> None:
-        self._goes_out_at = goes_out_at
+    def __init__(self, call: str, error: BaseException) -> None:
+        self.call, self._error = call, error
         self._unsynced: dict[int, int] = {}  # inode by descriptor
+
+    def create(self, path: Path) -> int:
+        self._maybe("create")
+        return super().create(path)
 
     def write(self, fd: int, data: bytes) -> None:
         self._unsynced[fd] = os.fstat(fd).st_ino
-        super().write(fd, data)
+        super().write(fd, data[:10])
         self._maybe("write")
+        super().write(fd, data[10:])
 
     def sync(self, fd: int) -> None:
         self._maybe("sync")
@@ -200,8 +205,8 @@ class LosesUnsynced(Disk):
                 os.truncate(path, path.stat().st_size // 2)
 
     def _maybe(self, call: str) -> None:
-        if call == self._goes_out_at:
-            raise PowerLoss
+        if call == self.call:
+            raise self._error
 
 
 @pytest.mark.parametrize("call", ["write", "sync", "rename", "renamed"])
@@ -209,7 +214,7 @@ def test_what_is_written_while_the_power_fails_is_whole_or_not_there(
     tmp_path: Path, call: str
 ) -> None:
     (key,) = keys(1)
-    disk = LosesUnsynced(call)
+    disk = Stops(call, PowerLoss())
     files = opened(tmp_path, disk=disk)
     with pytest.raises(PowerLoss):
         files.write(key, data_of(key))
@@ -287,37 +292,9 @@ def test_a_later_process_keeps_the_order_and_its_own_bytes(tmp_path: Path) -> No
     assert len(blocks_in(tmp_path)) == 2
 
 
-class Full(Disk):
-    """No space left, at one call."""
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-
-    def create(self, path: Path) -> int:
-        self._maybe("create")
-        return super().create(path)
-
-    def write(self, fd: int, data: bytes) -> None:
-        super().write(fd, data[:10])
-        self._maybe("write")
-        super().write(fd, data[10:])
-
-    def sync(self, fd: int) -> None:
-        self._maybe("sync")
-        super().sync(fd)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._maybe("rename")
-        super().rename(old, new)
-
-    def _maybe(self, call: str) -> None:
-        if call == self.call:
-            raise OSError(errno.ENOSPC, "no space left on device")
-
-
 @pytest.mark.parametrize("call", ["create", "write", "sync", "rename"])
 def test_a_write_that_fails_leaves_nothing_and_can_be_made_again(tmp_path: Path, call: str) -> None:
-    disk = Full(call)
+    disk = Stops(call, OSError(errno.ENOSPC, "no space left on device"))
     files = opened(tmp_path, disk=disk)
     (key,) = keys(1)
     with pytest.raises(OSError, match="no space"):

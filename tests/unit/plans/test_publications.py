@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +12,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from tests.helpers.data.plan_author import BLOCK_SIZE, blocks_of, publications
+from tests.helpers.data.plan_author import BLOCK_SIZE, blocks_of, int32, int64, publications
 from tests.helpers.refusals import refused
 
 NUM_BLOCKS = 6
@@ -68,14 +66,6 @@ def test_what_is_reported_is_what_came() -> None:
     assert list(kept.report(PRESENT, 9)) == [chain]
 
 
-def int32(*values: int) -> bytes:
-    return columns.pack(columns.INT32, values)
-
-
-def int64(*values: int) -> bytes:
-    return columns.pack(columns.INT64, values)
-
-
 def withdrawal(*blocks: tuple[int, int]) -> rpb.WithdrawBlocks:
     indices, generations = zip(*blocks, strict=True)
     return rpb.WithdrawBlocks(indices=int32(*indices), generations=int64(*generations))
@@ -115,42 +105,35 @@ def test_a_malformed_withdrawal_is_refused_by_its_field_and_drops_nothing(
     assert len(kept) == 2
 
 
-def wrong(**fields: object) -> Callable[[], plan_pb2.Publications]:
-    def spoil() -> plan_pb2.Publications:
-        message = publications((2, 3), (0, 1))
-        for name, value in fields.items():
-            setattr(message, name, value)
-        return message
-
-    return spoil
-
-
-BAD: dict[str, tuple[Callable[[], plan_pb2.Publications], str]] = {
-    "a long tenant": (wrong(tenant="t" * 257), "tenant"),
-    "a long namespace": (wrong(namespace="n" * 257), "namespace"),
-    "a long algorithm": (wrong(hash_algorithm="h" * 257), "hash_algorithm"),
-    "no such block": (wrong(indices=int32(2, 6)), "indices[1]"),
-    "a negative block": (wrong(indices=int32(-1, 0)), "indices[0]"),
-    "generation 0": (wrong(generations=int64(3, 0)), "generations[1]"),
-    "fewer generations": (wrong(generations=int64(3)), "generations"),
-    "no such parent": (wrong(parent_indices=int32(-2, 2)), "parent_indices[0]"),
-    "no parent below the last block": (wrong(parent_indices=int32(-1, 6)), "parent_indices[1]"),
-    "a cut column": (wrong(indices=bytes(7)), "indices"),
+# What is wrong in a message: the field in its place, and the field that is named.
+BAD: dict[str, tuple[dict[str, object], str]] = {
+    "a long tenant": ({"tenant": "t" * 257}, "tenant"),
+    "a long namespace": ({"namespace": "n" * 257}, "namespace"),
+    "a long algorithm": ({"hash_algorithm": "h" * 257}, "hash_algorithm"),
+    "no such block": ({"indices": int32(2, 6)}, "indices[1]"),
+    "a negative block": ({"indices": int32(-1, 0)}, "indices[0]"),
+    "generation 0": ({"generations": int64(3, 0)}, "generations[1]"),
+    "fewer generations": ({"generations": int64(3)}, "generations"),
+    "no such parent": ({"parent_indices": int32(-2, 2)}, "parent_indices[0]"),
+    "a parent past the last block": ({"parent_indices": int32(-1, 6)}, "parent_indices[1]"),
+    "a cut column": ({"indices": bytes(7)}, "indices"),
     "a parent of a negative generation": (
-        wrong(parent_generations=int64(0, -1)),
+        {"parent_generations": int64(0, -1)},
         "parent_generations[1]",
     ),
-    "a parent of no generation": (wrong(parent_generations=int64(0, 0)), "parent_generations[1]"),
-    "no parent of a generation": (wrong(parent_generations=int64(1, 3)), "parent_generations[0]"),
-    "a short hash": (wrong(hashes=bytes(31)), "hashes"),
-    "a short block of tokens": (wrong(token_ids=bytes(4 * 15)), "token_ids"),
+    "a parent of no generation": ({"parent_generations": int64(0, 0)}, "parent_generations[1]"),
+    "no parent of a generation": ({"parent_generations": int64(1, 3)}, "parent_generations[0]"),
+    "a short hash": ({"hashes": bytes(31)}, "hashes"),
+    "a short block of tokens": ({"token_ids": bytes(4 * 15)}, "token_ids"),
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
 def test_a_malformed_message_is_refused_by_its_field_and_keeps_nothing(reason: str) -> None:
-    spoil, field = BAD[reason]
-    kept = Publications(NUM_BLOCKS, BLOCK_SIZE)
+    fields, field = BAD[reason]
+    message, kept = publications((2, 3), (0, 1)), Publications(NUM_BLOCKS, BLOCK_SIZE)
+    for name, value in fields.items():
+        setattr(message, name, value)
     with refused(InvalidRequestError, f"publish.publications.{field}"):
-        kept.keep(spoil(), PRESENT, "publish.publications")
+        kept.keep(message, PRESENT, "publish.publications")
     assert (len(kept), kept.version) == (0, 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,132 +140,100 @@ def sound() -> BlockTables:
     return tables
 
 
-BAD: dict[str, tuple[list[Change], type[KvplaneError], str]] = {
-    "an unknown kind": ([Change(9, 1)], InvalidRequestError, "kinds[0]"),
-    "no kind": ([Change(0, 1)], InvalidRequestError, "kinds[0]"),
-    "a sequence 0": ([set_blocks(0, [(3, 1)])], InvalidRequestError, "sequence_ids[0]"),
-    "an unknown tier": (
-        [set_blocks(3, [(3, 1)], tier=9)],  # type: ignore[arg-type]
-        InvalidRequestError,
-        "tiers[0]",
-    ),
-    "no such block": ([set_blocks(3, [(3, 1), (64, 1)])], InvalidRequestError, "indices[1]"),
-    "a negative block": ([set_blocks(3, [(-1, 1)])], InvalidRequestError, "indices[0]"),
-    "no such host block": ([set_blocks(3, [(8, 1)], tier=HOST)], InvalidRequestError, "indices[0]"),
-    "more blocks than the pool": (
-        [set_blocks(3, [(0, 1)] * 65, allocated=False)],
-        InvalidRequestError,
-        "num_blocks[0]",
-    ),
+Bad = dict[str, tuple[list[Change], str]]
+"""Changes that are refused, and the field that is named."""
+INVALID: Bad = {
+    "an unknown kind": ([Change(9, 1)], "kinds[0]"),
+    "no kind": ([Change(0, 1)], "kinds[0]"),
+    "a sequence 0": ([set_blocks(0, [(3, 1)])], "sequence_ids[0]"),
+    "an unknown tier": ([replace(set_blocks(3, [(3, 1)]), tier=9)], "tiers[0]"),
+    "no such block": ([set_blocks(3, [(3, 1), (64, 1)])], "indices[1]"),
+    "a negative block": ([set_blocks(3, [(-1, 1)])], "indices[0]"),
+    "no such host block": ([set_blocks(3, [(8, 1)], tier=HOST)], "indices[0]"),
+    "more blocks than the pool": ([set_blocks(3, [(0, 1)] * 65, allocated=False)], "num_blocks[0]"),
     "a negative number of blocks": (
-        [
-            set_blocks(3, [(3, 1)]),
-            Change(plan_pb2.TABLE_CHANGE_KIND_SET, 4, tier=HOST, num_blocks=-1),
-        ],
-        InvalidRequestError,
+        [set_blocks(3, [(3, 1)]), replace(set_blocks(4, [], tier=HOST), num_blocks=-1)],
         "num_blocks[1]",
     ),
-    "a drop with a tier": (
-        [Change(plan_pb2.TABLE_CHANGE_KIND_DROP, 1, tier=HOST)],
-        InvalidRequestError,
-        "tiers[0]",
+    "a drop with a tier": ([replace(drop(1), tier=HOST)], "tiers[0]"),
+    "a negative entry": ([set_blocks(3, [(3, 1)], first_block=-1)], "first_blocks[0]"),
+    "a gap in the table": ([set_blocks(1, [(3, 1)], first_block=3)], "first_blocks[0]"),
+    "an entry of the other tier": ([set_blocks(2, [(3, 1)], first_block=1)], "tiers[0]"),
+    "a fork of itself": ([fork(1, 1, 1)], "parent_sequence_ids[0]"),
+    "a fork of too much": ([fork(3, 1, 3)], "num_blocks[0]"),
+    "more kept than there is": ([truncate(1, 3)], "num_blocks[0]"),
+    "a negative truncation": ([truncate(1, -1)], "num_blocks[0]"),
+    "a truncation with a tier": ([replace(truncate(1, 0), tier=DEVICE)], "tiers[0]"),
+    "more trimmed than there is": ([trim(1, 2), trim(1, 3)], "num_blocks[1]"),
+    "a trim from somewhere": ([replace(trim(1, 0), first_block=1)], "first_blocks[0]"),
+    "an entry that was trimmed": ([trim(1, 1), set_blocks(1, [(3, 1)])], "first_blocks[1]"),
+    "kept of a plan that goes on": ([drop(2), keep(1, 1)], "kinds[1]"),
+    "kept with a tier": ([replace(keep(1, 0), tier=DEVICE)], "tiers[0]"),
+    "a table longer than any": (
+        [set_blocks(3, [(3, 1)], first_block=2**22, replace=True)],
+        "num_blocks[0]",
     ),
-    "a negative entry": (
-        [set_blocks(3, [(3, 1)], first_block=-1)],
-        InvalidRequestError,
-        "first_blocks[0]",
-    ),
-    "a gap in the table": (
-        [set_blocks(1, [(3, 1)], first_block=3)],
-        InvalidRequestError,
-        "first_blocks[0]",
-    ),
-    "an entry of the other tier": (
-        [set_blocks(2, [(3, 1)], first_block=1)],
-        InvalidRequestError,
-        "tiers[0]",
-    ),
-    "a fork of nothing": ([fork(3, 9, 1)], SequenceNotFoundError, "parent_sequence_ids[0]"),
-    "a fork of itself": ([fork(1, 1, 1)], InvalidRequestError, "parent_sequence_ids[0]"),
-    "a fork of too much": ([fork(3, 1, 3)], InvalidRequestError, "num_blocks[0]"),
-    "a drop of nothing": ([drop(1), drop(9)], SequenceNotFoundError, "sequence_ids[1]"),
+}
+MISSING: Bad = {
+    "a fork of nothing": ([fork(3, 9, 1)], "parent_sequence_ids[0]"),
+    "a drop of nothing": ([drop(1), drop(9)], "sequence_ids[1]"),
+    "a truncation of nothing": ([truncate(9, 0)], "sequence_ids[0]"),
+    "a trim of nothing": ([trim(9, 0)], "sequence_ids[0]"),
+}
+STALE: Bad = {
     "an old generation": (
         [set_blocks(1, [(1, 1)], first_block=1, allocated=False), set_blocks(3, [(0, 1)])],
-        StaleGenerationError,
         "generations[1]",
     ),
-    "a generation to come": (
-        [set_blocks(3, [(0, 2)], allocated=False)],
-        StaleGenerationError,
-        "generations[0]",
-    ),
-    "a block that was never allocated": (
-        [set_blocks(3, [(9, 0)], allocated=False)],
-        StaleGenerationError,
-        "generations[0]",
-    ),
+    "a generation to come": ([set_blocks(3, [(0, 2)], allocated=False)], "generations[0]"),
+    "a block never allocated": ([set_blocks(3, [(9, 0)], allocated=False)], "generations[0]"),
     "generation 0 of a block that the plan allocates": (
         [set_blocks(3, [(9, 0)], allocated=False), drop(3), set_blocks(4, [(9, 1)])],
-        StaleGenerationError,
         "generations[0]",
     ),
-    "the largest generation": (
-        [set_blocks(3, [(9, HUGE)])],
-        StaleGenerationError,
-        "generations[0]",
-    ),
+    "the largest generation": ([set_blocks(3, [(9, HUGE)])], "generations[0]"),
     "a block allocated twice of one generation": (
         [set_blocks(3, [(9, 1)]), set_blocks(3, [(9, 1)], replace=True)],
-        StaleGenerationError,
         "generations[1]",
     ),
     "a former generation in a table that stays": (
         [set_blocks(3, [(9, 1)]), set_blocks(4, [(9, 2)])],
-        StaleGenerationError,
         "generations[1]",
     ),
-    "a block of its own table": ([set_blocks(3, [(0, 2)])], StaleGenerationError, "generations[0]"),
-    "more kept than there is": ([truncate(1, 3)], InvalidRequestError, "num_blocks[0]"),
-    "a truncation of nothing": ([truncate(9, 0)], SequenceNotFoundError, "sequence_ids[0]"),
-    "a negative truncation": ([truncate(1, -1)], InvalidRequestError, "num_blocks[0]"),
-    "a truncation with a tier": (
-        [Change(plan_pb2.TABLE_CHANGE_KIND_TRUNCATE, 1, tier=DEVICE)],
-        InvalidRequestError,
-        "tiers[0]",
-    ),
-    "more trimmed than there is": ([trim(1, 2), trim(1, 3)], InvalidRequestError, "num_blocks[1]"),
-    "a trim of nothing": ([trim(9, 0)], SequenceNotFoundError, "sequence_ids[0]"),
-    "a trim from somewhere": (
-        [Change(plan_pb2.TABLE_CHANGE_KIND_TRIM, 1, first_block=1)],
-        InvalidRequestError,
-        "first_blocks[0]",
-    ),
-    "an entry that was trimmed": (
-        [trim(1, 1), set_blocks(1, [(3, 1)])],
-        InvalidRequestError,
-        "first_blocks[1]",
-    ),
-    "kept of a plan that goes on": ([drop(2), keep(1, 1)], InvalidRequestError, "kinds[1]"),
-    "kept with a tier": (
-        [Change(plan_pb2.TABLE_CHANGE_KIND_KEEP, 1, tier=DEVICE)],
-        InvalidRequestError,
-        "tiers[0]",
-    ),
-    "a table longer than any": (
-        [set_blocks(3, [(3, 1)], first_block=2**22, replace=True)],
-        InvalidRequestError,
-        "num_blocks[0]",
-    ),
+    "a block of its own table": ([set_blocks(3, [(0, 2)])], "generations[0]"),
+}
+OF_WHOLE_TABLES: dict[type[KvplaneError], Bad] = {
+    InvalidRequestError: {
+        "more than all": ([keep(1, 3)], "num_blocks[0]"),
+        "less than none": ([keep(1, -1)], "num_blocks[0]"),
+    },
+    SequenceNotFoundError: {
+        "kept of nothing": ([keep(2, 1), keep(9, 1)], "sequence_ids[1]"),
+        "kept twice": ([keep(1, 2), keep(1, 2)], "sequence_ids[1]"),
+    },
+    StaleGenerationError: {
+        "a kept block": ([keep(1, 2), set_blocks(3, [(0, 2)])], "generations[0]")
+    },
 }
 
 
-@pytest.mark.parametrize("reason", BAD)
-def test_what_does_not_fit_is_refused_by_its_field_and_undone(reason: str) -> None:
+def cases() -> Iterator[Any]:
+    """Yield changes, whether they are of whole tables, the error and the field that it names."""
+    errors = (InvalidRequestError, SequenceNotFoundError, StaleGenerationError)
+    for error, bad in zip(errors, (INVALID, MISSING, STALE), strict=True):
+        for is_whole, of_kind in ((False, bad), (True, OF_WHOLE_TABLES[error])):
+            for reason, (changes, field) in of_kind.items():
+                yield pytest.param(changes, is_whole, error, field, id=reason)
+
+
+@pytest.mark.parametrize(("changes", "is_whole", "error", "field"), [*cases()])
+def test_what_does_not_fit_is_refused_by_its_field_and_undone(
+    changes: list[Change], is_whole: bool, error: type[KvplaneError], field: str
+) -> None:
     tables = sound()
-    changes, error, field = BAD[reason]
     before = entries(tables), entries(tables, 2), tables.generations[DEVICE].tolist()
     with refused(error, f"plan.changes.{field}"):
-        apply(tables, *changes)
+        apply(tables, *changes, resync=is_whole)
     assert (entries(tables), entries(tables, 2), tables.generations[DEVICE].tolist()) == before
     tables.check_integrity()
 
@@ -273,37 +243,6 @@ def test_a_plan_of_whole_tables_forgets_the_others_of_its_session() -> None:
     apply(tables, set_blocks(9, [(1, 1)], allocated=False), resync=True)
     assert entries(tables) == {9: [(1, 1)]}
     assert entries(tables, 2) == {1: [(2, 1)]}
-    tables.check_integrity()
-
-
-def test_a_plan_that_says_what_all_tables_are_keeps_what_it_names() -> None:
-    tables = sound()
-    apply(tables, keep(1, 1), set_blocks(1, [(3, 1)], first_block=1), fork(9, 1, 2), resync=True)
-    assert entries(tables) == {1: [(0, 1), (3, 1)], 9: [(0, 1), (3, 1)]}
-    assert tables.ref_counts[DEVICE][:4].tolist() == [2, 0, 1, 2]
-    assert tables.ref_counts[HOST][0] == 0
-    tables.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "field"),
-    [
-        ([keep(1, 3)], InvalidRequestError, "num_blocks[0]"),
-        ([keep(1, -1)], InvalidRequestError, "num_blocks[0]"),
-        ([keep(2, 1), keep(9, 1)], SequenceNotFoundError, "sequence_ids[1]"),
-        ([keep(1, 2), keep(1, 2)], SequenceNotFoundError, "sequence_ids[1]"),
-        ([keep(1, 2), set_blocks(3, [(0, 2)])], StaleGenerationError, "generations[0]"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_kept_is_refused_and_all_tables_stay(
-    changes: list[Change], error: type[KvplaneError], field: str
-) -> None:
-    tables = sound()
-    before = entries(tables)
-    with refused(error, f"plan.changes.{field}"):
-        apply(tables, *changes, resync=True)
-    assert entries(tables) == before
     tables.check_integrity()
 
 

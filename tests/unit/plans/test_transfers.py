@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,50 +57,31 @@ def two() -> plan_pb2.Transfers:
     )
 
 
-def with_second(column: str, value: int) -> Callable[[], plan_pb2.Transfers]:
-    """The second element of a column is ``value``."""
-
-    def spoil() -> plan_pb2.Transfers:
-        message = two()
-        kind = {"indices": columns.INT32, "generations": columns.INT64}.get(
-            column.partition("_")[2], columns.UINT8
-        )
-        values = columns.read(kind, getattr(message, column), column)
-        values[1] = value
-        setattr(message, column, columns.pack(kind, values))
-        return message
-
-    return spoil
-
-
-def with_column(column: str, value: bytes) -> Callable[[], plan_pb2.Transfers]:
-    def spoil() -> plan_pb2.Transfers:
-        message = two()
-        setattr(message, column, value)
-        return message
-
-    return spoil
-
-
-BAD: dict[str, tuple[Callable[[], plan_pb2.Transfers], str]] = {
-    "no tier to read": (with_second("source_tiers", 0), "source_tiers[1]"),
-    "no tier to write": (with_second("destination_tiers", 9), "destination_tiers[1]"),
-    "no block to read": (with_second("source_indices", 8), "source_indices[1]"),
-    "no host block": (with_second("destination_indices", 4), "destination_indices[1]"),
-    "a negative block": (with_second("destination_indices", -1), "destination_indices[1]"),
-    "inside the host": (with_second("source_tiers", HOST), "destination_tiers[1]"),
-    "a group that is not there": (with_column("groups", b"\0\1"), "groups[1]"),
-    "fewer generations": (with_column("source_generations", bytes(8)), "source_generations"),
-    "fewer destinations": (with_column("destination_tiers", b"\1"), "destination_tiers"),
-    "a cut element": (with_column("source_indices", bytes(7)), "source_indices"),
+# A column that is wrong: its bytes, or its second element; and the field that is named.
+BAD: dict[str, tuple[str, int | bytes, str]] = {
+    "no tier to read": ("source_tiers", 0, "source_tiers[1]"),
+    "no tier to write": ("destination_tiers", 9, "destination_tiers[1]"),
+    "no block to read": ("source_indices", 8, "source_indices[1]"),
+    "no host block": ("destination_indices", 4, "destination_indices[1]"),
+    "a negative block": ("destination_indices", -1, "destination_indices[1]"),
+    "inside the host": ("source_tiers", HOST, "destination_tiers[1]"),
+    "a group that is not there": ("groups", b"\0\1", "groups[1]"),
+    "fewer generations": ("source_generations", bytes(8), "source_generations"),
+    "fewer destinations": ("destination_tiers", b"\1", "destination_tiers"),
+    "a cut element": ("source_indices", bytes(7), "source_indices"),
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
 def test_what_is_malformed_is_refused_by_its_field(reason: str) -> None:
-    spoil, field = BAD[reason]
+    column, value, field = BAD[reason]
+    message = two()
+    if isinstance(value, int):
+        kind = columns.INT32 if column.endswith("indices") else columns.UINT8
+        value = columns.pack(kind, [columns.read(kind, getattr(message, column), "")[0], value])
+    setattr(message, column, value)
     with refused(InvalidRequestError, f"plan.transfers.{field}"):
-        Transfers.read(NUM_BLOCKS, spoil())
+        Transfers.read(NUM_BLOCKS, message)
 
 
 def test_a_block_is_not_copied_to_itself() -> None:

@@ -5,53 +5,38 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from control_plane.pools.publications import root_of
+from control_plane.pools.publications import publish_message, root_of
 from kvplane import ops
-from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from tests.helpers.core.core_data_plane import Plane
+from tests.helpers.core.core_data_plane import DataPlane
+from tests.helpers.core.core_messages import publications_of
 from tests.helpers.core.core_model import World
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT
 
 BLOCK_TOKENS = 8
 SLICE_BLOCKS = 1024
 ROOT = root_of(LAYOUT.fingerprint, TENANT, "")
-Refs = set[tuple[int, int]]
 
 
-def refs(message: rpb.RegisterResponse) -> Refs:
-    """Blocks and generations that a message names."""
-    told = message.withdraw if message.HasField("withdraw") else message.publish.publications
-    indices = columns.read(INT32, told.indices, "indices")
-    return set(zip(indices, columns.read(INT64, told.generations, "generations"), strict=True))
+def found(world: World) -> set[tuple[int, int]]:
+    """Return blocks that hold what can be found, and their generations."""
+    runs = (publish_message(run) for run in world.pool.primary.all_publications(10**9))
+    return {ref for message in runs for ref in named_by(message)}
 
 
-def follow(published: Refs, messages: list[rpb.RegisterResponse]) -> None:
-    """What a data plane makes of messages."""
-    for message in messages:
-        if message.HasField("withdraw"):
-            published -= refs(message)
-        elif message.HasField("publish"):
-            published |= refs(message)
+def named_by(message: rpb.RegisterResponse) -> list[tuple[int, int]]:
+    """Return the blocks that a message publishes, and their generations."""
+    return [prefix.block for _, prefix in publications_of(message.publish.publications)]
 
 
-def found(world: World) -> Refs:
-    """Blocks that hold what can be found."""
-    runs = world.pool.primary.all_publications(10**9)
-    return {
-        ref
-        for _, indices, generations, *_ in runs
-        for ref in zip(
-            columns.read(INT32, indices, "indices"),
-            columns.read(INT64, generations, "generations"),
-            strict=True,
-        )
-    }
+def published(plane: DataPlane) -> set[tuple[int, int]]:
+    """Return blocks that a data plane knows to be published, and their generations."""
+    return {prefix.block for _, prefix in plane.published.values()}
 
 
-def come_back(world: World, num_blocks: int, **fields: Any) -> Plane:
-    plane = Plane(world, num_device_blocks=num_blocks, **fields)
+def come_back(world: World, num_blocks: int, **fields: Any) -> DataPlane:
+    """Return a data plane that has missed all that was published."""
+    plane = DataPlane(world, num_device_blocks=num_blocks, **fields)
     plane.join()
     while not world.pool.built:
         world.core.work()
@@ -64,7 +49,7 @@ def come_back(world: World, num_blocks: int, **fields: Any) -> Plane:
     return plane
 
 
-def slices(plane: Plane) -> list[list[rpb.RegisterResponse]]:
+def slices(plane: DataPlane) -> list[list[rpb.RegisterResponse]]:
     return [*iter(lambda: plane.world.core.take_missed(*plane.key[:2]), None)]
 
 
@@ -72,7 +57,7 @@ def test_each_publication_is_sent_once_a_thousand_blocks_at_a_time() -> None:
     world = World(0)
     plane = come_back(world, 2500)
     sent = slices(plane)
-    named = [[ref for message in slice for ref in refs(message)] for slice in sent]
+    named = [[ref for message in slice for ref in named_by(message)] for slice in sent]
     assert len(sent) == -(-2500 // SLICE_BLOCKS)
     assert max(map(len, named)) == SLICE_BLOCKS
     assert sorted(itertools.chain.from_iterable(named)) == sorted(found(world))
@@ -88,20 +73,19 @@ def test_a_stream_that_breaks_again_begins_again() -> None:
     plane.leave()
     assert slices(plane) == []
     assert plane.register().resumed
-    published: Refs = set()
-    follow(published, plane.take())
-    assert published == found(world)
+    plane.pump()
+    assert published(plane) == found(world)
 
 
 def test_what_is_published_and_forgotten_meanwhile_is_told_in_order() -> None:
     world = World(0)
     plane = come_back(world, 2500)
-    published: Refs = set()
     engine, native = world.engine(TENANT), world.pool.native
     prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
     num_slices = 0
     while (slice := world.core.take_missed(*plane.key[:2])) is not None:
-        follow(published, slice)
+        for message in slice:
+            plane.obey(message)
         num_slices += 1
         if num_slices == 1:
             native.forget(engine.session.root, prompt, False, 10**6)
@@ -109,9 +93,9 @@ def test_what_is_published_and_forgotten_meanwhile_is_told_in_order() -> None:
         engine.write([5 * 10**6 + num_slices] * BLOCK_TOKENS)
     while world.pool.is_forgetting:
         world.pool.work_some()
-    follow(published, plane.take())
-    assert published == found(world)
-    assert len(published) == 599 + 1200 + num_slices
+    plane.pump()
+    assert published(plane) == found(world)
+    assert len(plane.published) == 599 + 1200 + num_slices
     world.pool.primary.check_integrity()
 
 
@@ -120,27 +104,26 @@ def test_nothing_is_published_that_is_forgotten_in_slices_meanwhile() -> None:
     plane = come_back(world, 2500)
     prompt = ops.pack_tokens(list(range(BLOCK_TOKENS * 600)))
     world.pool.native.forget(ROOT, prompt, False, 100)
-    published: Refs = set()
     for slice in slices(plane):
-        follow(published, slice)
-        assert published <= found(world)
-    assert published == found(world)
-    assert len(published) == 599 + 1200
+        for message in slice:
+            plane.obey(message)
+        assert published(plane) <= found(world)
+    assert published(plane) == found(world)
+    assert len(plane.published) == 599 + 1200
     world.pool.primary.check_integrity()
 
 
 def test_what_was_forgotten_while_it_was_away_is_withdrawn() -> None:
     world = World(0)
     plane = come_back(world, 2500)
-    published: Refs = set()
-    follow(published, plane.take())
+    plane.pump()
     plane.leave()
     forget(world, first_token=0)
     world.pool.announce()
     assert plane.register().resumed
-    follow(published, plane.take())
-    assert published == found(world)
-    assert len(published) == 1200
+    plane.pump()
+    assert published(plane) == found(world)
+    assert len(plane.published) == 1200
 
 
 def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away() -> None:

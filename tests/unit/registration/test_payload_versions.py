@@ -19,6 +19,7 @@ from tests.helpers.core.core_data_plane import Plane
 from tests.helpers.core.core_messages import POOL
 from tests.helpers.core.core_model import Engine, World
 from tests.helpers.planning.registration_messages import half, hello
+from tests.helpers.refusals import refused
 
 LATER_FIELD = b"\x70\x01"  # field 14 of a plan, a number
 
@@ -104,51 +105,49 @@ def test_shards_too_far_apart_are_not_of_one_pool(monkeypatch: pytest.MonkeyPatc
 class LaterSession(Session):
     """A session of a control plane whose release adds a field to plans, with version 2."""
 
+    first_version = 2
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if self.payload_version >= 2:
+        if self.payload_version >= self.first_version:
             self.plan_prefix += LATER_FIELD
 
 
-class CarelessSession(Session):
+class CarelessSession(LaterSession):
     """As LaterSession, but it writes the field to every data plane."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.plan_prefix += LATER_FIELD
+    first_version = 1
 
 
 def plan_for(
     monkeypatch: pytest.MonkeyPatch, session_class: type[Session], newest: int
-) -> tuple[Engine, tpb.SignedPayload]:
-    """Return a plan of a later control plane, for a data plane that knows versions up to this."""
+) -> tuple[Engine, tpb.SignedPayload, Verifier]:
+    """Return a plan of a later control plane, for a data plane that knows versions up to this, and
+    that data plane.
+    """
     release(monkeypatch, 1, 2)
     monkeypatch.setattr(sessions, "Session", session_class)
-    world = World()
-    (shard,) = world.pool.shards.states.values()
-    shard.hello.MergeFrom(hello(**of(1, newest), epoch=shard.hello.epoch))
-    engine = world.engine()
-    return engine, engine.step(ops.admit(1, range(9))).plan
-
-
-def reader(engine: Engine) -> Verifier:
-    """A data plane of this release."""
-    (shard,) = engine.world.shards
+    shard = Plane(World(0), **of(1, newest))
+    shard.join()
+    engine = shard.world.engine()
     verifier = Verifier(POOL, 0, 1, epoch=shard.epoch)
-    verifier.install(engine.world.incarnation, shard.pool_key)
-    return verifier
+    verifier.install(shard.world.incarnation, shard.pool_key)
+    return engine, engine.step(ops.admit(1, range(9))).plan, verifier
 
 
 def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, signed = plan_for(monkeypatch, LaterSession, newest=1)
-    verifier = reader(engine)
+    engine, signed, verifier = plan_for(monkeypatch, LaterSession, newest=1)
     plan, digest = verifier.plan(signed)
     assert plan.version == 1
+    for version in (0, 2):
+        receipt = verifier.receipt(plan.session, plan.number, digest, version=version)
+        with refused(ProtocolMismatchError, "receipts[0].version"):
+            engine.submit([receipt])
     engine.submit([verifier.receipt(plan.session, plan.number, digest, version=plan.version)])
     assert engine.session.done == plan.number
-    _, later = plan_for(monkeypatch, LaterSession, newest=2)
+    _, later, _ = plan_for(monkeypatch, LaterSession, newest=2)
     assert LATER_FIELD in later.payload
     assert plan_pb2.Plan.FromString(later.payload).version == 2
 
@@ -156,19 +155,6 @@ def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
 def test_a_later_field_that_is_written_all_the_same_is_refused_by_the_side_to_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, signed = plan_for(monkeypatch, CarelessSession, newest=1)
+    _, signed, verifier = plan_for(monkeypatch, CarelessSession, newest=1)
     with pytest.raises(InvalidRequestError, match=r"number 14: .* update this data plane"):
-        reader(engine).plan(signed)
-
-
-def test_a_receipt_has_the_version_of_the_plans_of_its_session(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine, signed = plan_for(monkeypatch, LaterSession, newest=1)
-    verifier = reader(engine)
-    plan, digest = verifier.plan(signed)
-    for version in (0, 2):
-        receipt = verifier.receipt(plan.session, plan.number, digest, version=version)
-        with pytest.raises(ProtocolMismatchError) as refused:
-            engine.submit([receipt])
-        assert refused.value.field == "receipts[0].version"
+        verifier.plan(signed)

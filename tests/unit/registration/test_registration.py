@@ -20,6 +20,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import Plane
 from tests.helpers.core.core_model import INCARNATION, World
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT, chain, half, report
+from tests.helpers.refusals import refused
 
 
 def two_halves(world: World, **fields: Any) -> tuple[Plane, Plane]:
@@ -56,9 +57,8 @@ def test_of_two_processes_that_claim_one_shard_the_older_stays_out() -> None:
     new.join()
     engine = world.engine()
     for _ in range(3):
-        with pytest.raises(StaleEpochError, match="start it with --epoch 7") as refusal:
+        with refused(StaleEpochError, "hello.epoch", "start it with --epoch 7"):
             old.register()
-        assert refusal.value.field == "hello.epoch"
     assert world.pool.ready
     engine.renew()  # the refused process has not ended it
     assert world.pool.epochs == [6]
@@ -113,9 +113,8 @@ def test_control_planes_of_one_incarnation_are_told_apart_by_their_keys() -> Non
 
 
 def test_a_later_control_plane_is_not_left_for_an_earlier_one() -> None:
-    with pytest.raises(StaleIncarnationError) as refusal:
+    with refused(StaleIncarnationError, "hello.incarnation"):
         Plane(World(0)).register(incarnation=INCARNATION + 1)
-    assert refusal.value.field == "hello.incarnation"
 
 
 def test_a_shard_that_had_not_reported_begins_anew() -> None:
@@ -131,9 +130,8 @@ def test_a_shard_that_had_not_reported_begins_anew() -> None:
 def test_a_report_that_was_not_asked_for_is_refused() -> None:
     world = World(0)
     left, right = two_halves(world)
-    with pytest.raises(InvalidRequestError, match="is complete") as refusal:
+    with refused(InvalidRequestError, "report", "is complete"):
         left.report()
-    assert refusal.value.field == "report"
     Plane(world, shard=half(1), epoch=12).join()
     with pytest.raises(InvalidRequestError, match="not asked for"):
         left.report()  # an earlier one, as the request has not been sent
@@ -318,20 +316,6 @@ def test_a_shard_that_came_back_is_sent_all_that_it_may_have_missed() -> None:
     assert list(columns.read(INT32, sent.parent_indices, "parents")) == [-1, *blocks[:2]]
     assert (sent.tenant, sent.namespace, sent.hash_algorithm) == ("default", "", "xxh3-128")
     assert plane.take() == []
-
-
-def test_what_cannot_be_found_any_more_is_not_sent_again() -> None:
-    world = World(0)
-    plane = Plane(world, num_device_blocks=4, num_host_blocks=0)
-    plane.join()
-    engine = world.engine()
-    engine.cache(range(24))
-    engine.write(range(100, 116))  # evicts the tail
-    plane.leave()
-    plane.register()
-    sent = [message.publish.publications for message in plane.take()]
-    blocks = {i for each in sent for i in columns.read(INT32, each.indices, "indices")}
-    assert len(blocks) == 4
 
 
 def test_the_highest_generation_that_may_be_reported_leaves_room_for_more() -> None:

@@ -8,6 +8,7 @@ from control_plane.pools.layouts import layout_fingerprint, served_layout
 from kvplane.errors import InvalidRequestError
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.registration_messages import LAYOUT
+from tests.helpers.refusals import refused
 
 FLOAT32 = tpb.ELEMENT_TYPE_FLOAT32
 
@@ -30,9 +31,8 @@ def too_many_groups() -> tpb.Layout:
 
 def test_a_field_of_a_later_release_is_refused() -> None:
     message = tpb.Layout.FromString(LAYOUT.to_proto().SerializeToString() + b"\x98\x06\x01")
-    with pytest.raises(InvalidRequestError) as refusal:
+    with refused(InvalidRequestError, "layout"):
         layout_fingerprint(message, field="layout")
-    assert refusal.value.field == "layout"
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,5 @@ def test_a_field_of_a_later_release_is_refused() -> None:
 def test_a_layout_that_means_nothing_is_refused_by_its_field(
     message: tpb.Layout, field: str
 ) -> None:
-    with pytest.raises(InvalidRequestError) as refusal:
+    with refused(InvalidRequestError, f"hello.layout.{field}"):
         layout_fingerprint(message, field="hello.layout")
-    assert refusal.value.field == f"hello.layout.{field}"
