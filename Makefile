@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-skew test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos board boards page-picture api metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-skew test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos boards page-picture api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -91,15 +91,8 @@ protos:  ## Generate the stubs of the contract again
 boards: setup  ## Write the Grafana boards from scripts/boards.py
 	@$(BIN)/python -m scripts.boards
 
-board: setup build/board  ## Draw the overview board under load, into docs/board.png; needs prometheus
-	@PYTHONPATH=build/board $(BIN)/python -m scripts.board_picture
-
 page-picture: setup  ## Take a picture of the page under load, into docs/page.png; needs chromium
 	@$(BIN)/python -m scripts.page_picture
-
-build/board: requirements/board.txt
-	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
-	@touch $@
 
 api: setup build/api-tools  ## Write the reference of the Python API to build/api, and check all links
 	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference

@@ -29,7 +29,6 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.common.processes import start, start_control_plane
 from benchmarks.common.report import machine, said, save
 from benchmarks.common.timing import quantile
 from kvplane import ControlClient, LayerGroup, Layout
@@ -39,9 +38,11 @@ from kvplane.transport.health import check
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 from kvplane.wire.v1.pool_pb2_grpc import ServerServiceStub
+from scripts.planes import start
 
 KILL_GOAL_S = 0.05  # for the p95; after "stop" it is the lease and STOP_GOAL_S
 STOP_GOAL_S = 0.5
+QUIET = ("--metrics-port", "-1", "--log-level", "error")
 LAYOUT = Layout("takeover", 16, "float32", "float32", (LayerGroup("full", (0,), 1, 8),))
 
 
@@ -50,11 +51,11 @@ class ControlPlanes:
 
     def __init__(self, stack: ExitStack, election: str, ttl_s: int) -> None:
         self._stack = stack
-        self._flags = ("--election", election, "--election-ttl-s", str(ttl_s))
+        self._flags = (*QUIET, "--election", election, "--election-ttl-s", str(ttl_s))
         self.processes: list[subprocess.Popen[bytes]] = []
         self._binds: list[str] = []
         for _ in range(2):
-            process, address = start_control_plane(stack, *self._flags)
+            process, address = start(stack, "control_plane", *self._flags)
             self.processes.append(process)
             self._binds.append(address)
 
@@ -88,8 +89,8 @@ class ControlPlanes:
         """End it for good, and start it again."""
         self.processes[index].kill()  # also if it is stopped
         self.processes[index].wait()
-        flags = ("--bind", self._binds[index], *self._flags)
-        self.processes[index] = start(self._stack, "control_plane", *flags)
+        bind = self._binds[index]
+        self.processes[index] = start(self._stack, "control_plane", *self._flags, bind=bind).process
 
 
 async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
@@ -129,7 +130,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         layout.write_text(json.dumps(asdict(LAYOUT)))
         flags = ("--control-plane", planes.addresses, "--layout", str(layout))
         flags += ("--pool-id", "pool", "--num-device-blocks", "64")
-        start(stack, "data_plane", "--bind", "127.0.0.1:0", *flags)
+        start(stack, "data_plane", *QUIET, *flags)
         for how in options.how:
             times = [asyncio.run(one_round(planes, how)) for _ in range(options.rounds)]
             took, ready = ([each[i] for each in times] for i in (0, 1))

@@ -1,156 +1,47 @@
-"""Puts load on both planes, as an engine does: prompts that share prefixes, and decoding.
+"""Puts load on both planes: prompts that share prefixes, answered by a model in batches. When a
+plane restarts, the engine opens another session.
 
-Tensors are made up. When a plane restarts, the sequences are lost and a new session continues:
-
-    python examples/load.py 127.0.0.1:50051 --duration-s 60 --num-sequences 24
+    python examples/load.py 127.0.0.1:50051 --model models/recall --duration-s 60
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from pathlib import Path
 
-from kvplane import (
-    AttentionOptions,
-    ControlClient,
-    Execution,
-    Session,
-    Tensor,
-    ops,
-)
-from kvplane.errors import DeadlineExceededError, NotFoundError, StaleError, UnavailableError
-from kvplane.layout import LATENT
-from kvplane.results import Signed
+from kvplane.engine import LLM, SamplingParams
 
-LOST = (StaleError, NotFoundError, UnavailableError, DeadlineExceededError)
+BATCH = 96  # prompts that are asked at once
+NUM_PREFIXES = 24
+PREFIX_TOKENS = 256
+MAX_OWN_TOKENS = 128
 
 
-@dataclass
-class Sequence:
-    """``position``: the next one to compute, -1 while the sequence waits to be admitted."""
-
-    tokens: list[int]
-    num_left: int
-    position: int = -1
-
-
-@dataclass(kw_only=True)
-class Load:
-    """Generates requests, runs them, and counts the results. Each prompt begins with one of
-    ``num_prefixes`` shared prefixes.
-    """
-
-    duration_s: float = 10.0
-    num_sequences: int = 8
-    num_prefixes: int = 8
-    prefix_tokens: int = 64
-    own_tokens: int = 32
-    output_tokens: int = 32
-    pause_s: float = 0.0
-    seed: int = 1
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_lost_sessions: int = 0
-    last_id: int = 0
-    live: dict[int, Sequence] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.random, shared = random.Random(self.seed), random.Random(0)
-        sizes = [self.prefix_tokens] * self.num_prefixes
-        self.prefixes = [shared.choices(range(256), k=size) for size in sizes]
-
-    async def run(self, control: ControlClient, pool_id: str) -> None:
-        """Step until the end. Raises KvplaneError when a plane stays away."""
-        session = await control.open_session(pool_id, client_name="load")
-        until_s = time.monotonic() + self.duration_s
-        while time.monotonic() < until_s:
-            try:
-                async with session, session.open_execution() as execution:
-                    while time.monotonic() < until_s:
-                        await self.step(session, execution)
-                        await asyncio.sleep(self.pause_s)
-                    await session.submit_receipts()
-            except LOST as error:
-                print(f"session {session.id} is lost: {error}", flush=True)
-                self.num_lost_sessions += 1
-                self.live = {}
-                session = await session.reopen()
-
-    async def step(self, session: Session, execution: Execution) -> None:
-        """Free finished sequences, compute the next token of the others, and admit one more."""
-        self.num_steps += 1
-        done = [i for i, each in self.live.items() if each.num_left <= 0]
-        self.live = {i: each for i, each in self.live.items() if each.num_left > 0}
-        running = {i: each for i, each in self.live.items() if each.position >= 0}
-        new: dict[int, list[int]] = {}  # none where some of the prompt is not computed yet
-        operations = [ops.free(done)]
-        for i, each in running.items():
-            new[i] = self.draw(each.position == len(each.tokens))
-            count = len(each.tokens) + len(new[i]) - each.position
-            operations.append(ops.append(i, new[i], count, first_positions=each.position))
-        if len(running) == len(self.live) < self.num_sequences:
-            self.last_id += 1
-            prompt = self.random.choice(self.prefixes) + self.draw(self.own_tokens)
-            self.live[self.last_id] = Sequence(prompt, self.output_tokens)
-            operations.append(ops.admit(self.last_id, prompt, num_compute_tokens=0, wait=True))
-        result = await session.step(operations)
-        _, *appended = result.results[: len(running) + 1]
-        for (i, each), outcome in zip(running.items(), appended, strict=True):
-            if outcome.failures:
-                self.live[max(running)].num_left = 0  # the youngest makes room for the others
-            else:
-                each.tokens += new[i]
-                each.position = len(each.tokens)
-                each.num_left -= 1
-        for outcome in result.results[len(running) + 1 :]:
-            if not outcome.failures:
-                self.admitted(self.last_id, outcome.admit.num_cached_tokens)
-            elif not outcome.failures[0].queue_position:
-                del self.live[self.last_id]
-        for granted in result.news.granted:
-            self.admitted(granted.sequence_id, granted.num_cached_tokens)
-        for i in result.news.cut:
-            self.live.pop(i, None)
-        if result.plan is not None:
-            await execute(session, execution, result.plan)
-
-    def draw(self, num_tokens: int) -> list[int]:
-        return self.random.choices(range(256), k=num_tokens)
-
-    def admitted(self, sequence_id: int, num_cached_tokens: int) -> None:
-        self.live[sequence_id].position = num_cached_tokens
-        self.num_prompt_tokens += len(self.live[sequence_id].tokens)
-        self.num_cached_tokens += num_cached_tokens
-
-
-async def execute(session: Session, execution: Execution, plan: Signed) -> None:
-    """Run a plan, with tensors of zeros."""
-    await execution.start(plan)
-    dtype, groups = session.layout.dtype, session.layout.groups
-    for layer in [] if execution.has_run else execution.layers:
-        group = next(group for group in groups if layer in group.layers)
-        key = Tensor.zeros(dtype, execution.key_shape(layer))
-        is_latent = group.cache_kind == LATENT  # whose value is a part of its key
-        value = None if is_latent else Tensor.zeros(dtype, (*key.shape[:2], group.value_size))
-        await execution.layer(layer, key, key, value, options=AttentionOptions(scale=1.0))
-
-
-async def main() -> None:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("control_plane", nargs="?", default="127.0.0.1:50051")
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--duration-s", type=float, default=10.0)
-    parser.add_argument("--num-sequences", type=int, default=8)
-    given = parser.parse_args()
-    load = Load(duration_s=given.duration_s, num_sequences=given.num_sequences)
-    async with ControlClient(given.control_plane) as control:
-        await load.run(control, "default")
-    cached = f"{load.num_cached_tokens} of {load.num_prompt_tokens} prompt tokens cached"
-    print(f"{load.num_steps} steps, {cached}, {load.num_lost_sessions} sessions lost")
+    return parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> None:
+    rng = random.Random(1)
+    prefixes = [rng.choices(range(97, 123), k=PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
+    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    until_s = time.monotonic() + given.duration_s
+    with LLM(given.model, control_plane=given.control_plane) as llm:
+        while time.monotonic() < until_s:
+            own = [rng.choices(range(97, 123), k=rng.randint(1, MAX_OWN_TOKENS))
+                   for _ in range(BATCH)]  # fmt: skip
+            llm.generate([rng.choice(prefixes) + tokens for tokens in own], params)
+    cached = f"{llm.stats.num_cached_prompt_tokens} of {llm.stats.num_prompt_tokens} prompt tokens"
+    lost = f"{llm.stats.num_reopened_sessions} sessions lost"
+    print(f"{llm.stats.num_requests} requests, {cached} cached, {lost}")
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main(arguments())

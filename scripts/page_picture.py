@@ -7,51 +7,40 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from pathlib import Path
+from contextlib import ExitStack
 
-from control_plane.server.config import ControlPlaneSettings
-from control_plane.server.server import ControlPlaneServer
-from data_plane.server.config import DataPlaneSettings
-from data_plane.server.server import DataPlaneServer
-from examples.load import Load
 from kvplane import ControlClient
+from scripts.planes import ROOT, start
 from tests.helpers.browser import Browser
+from tests.helpers.load import Load
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "page.png"
 LOOK_AFTER_S = 6
+PAGE_PORT = 9103
 
 
-def look(address: str) -> None:
+def look() -> None:
     """Take the picture once sequences are shown."""
-    with Browser(f"http://{address}/", height=760) as browser:
+    with Browser(f"http://127.0.0.1:{PAGE_PORT}/", height=760) as browser:
         browser.wait_for("document.querySelectorAll('tr').length > 6")
         browser.take_picture(PICTURE)
 
 
 async def main() -> None:
     """Run both planes, a load and the browser."""
-    control_config = ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, page_port=0)
-    control = await ControlPlaneServer.start(control_config)
-    data = await DataPlaneServer.start(
-        DataPlaneSettings(
-            control_plane=control.address,
-            bind="127.0.0.1:0",
-            model=ROOT / "models" / "recall",
-            num_device_blocks=256,
-            num_host_blocks=64,
-            metrics_port=-1,
-        )
-    )
-    await asyncio.wait_for(data.registered.wait(), 60)
-    async with ControlClient(control.address) as client:
-        engine = Load(num_sequences=12, num_prefixes=6, pause_s=0.02, duration_s=12)
-        load = asyncio.create_task(engine.run(client, "default"))
-        await asyncio.sleep(LOOK_AFTER_S)
-        await asyncio.to_thread(look, control.page_address)
-        await load
-    await data.stop()
-    await control.stop()
+    flags = ("--metrics-port", "-1", "--page-port", str(PAGE_PORT))
+    pool = ("--model", str(ROOT / "models" / "recall"), "--num-device-blocks", "256")
+    pool += ("--num-host-blocks", "64", "--metrics-port", "-1")
+    with ExitStack() as stack:
+        address = start(stack, "control_plane", *flags).address
+        start(stack, "data_plane", "--control-plane", address, *pool)
+        async with ControlClient(address) as client:
+            await client.wait_ready("default", 60)
+            engine = Load(num_sequences=12, num_prefixes=6, pause_s=0.02, duration_s=12)
+            load = asyncio.create_task(engine.run(client, "default"))
+            await asyncio.sleep(LOOK_AFTER_S)
+            await asyncio.to_thread(look)
+            await load
     sys.stdout.write(f"{PICTURE}\n")
 
 

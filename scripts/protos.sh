@@ -53,6 +53,9 @@ sed -E -e 's#^import "kvplane/(v1/\w+\.proto)";#&\nimport "kvplane/wire/\1";#' \
   "$root/integrations/push/push.proto" >"$twin/integrations/push/push.proto"
 
 generate=("${protoc[@]}" "-I$root/protos" "-I$twin" "-I$root" --python_out="$out" --pyi_out="$out")
-"${generate[@]}" "$twin/integrations/push/push.proto" "$root/integrations/etcd/etcd.proto"
+"${generate[@]}" "$root/integrations/etcd/etcd.proto"
+"${generate[@]}" --grpc_python_out="$out" "$twin/integrations/push/push.proto"
 "${generate[@]}" --grpc_python_out="$out" $files "${twins[@]}"
+# The package of the pushes has two names: one in the tree, and one where it is installed.
+sed -i "s/^from integrations.push import/from . import/" "$out/integrations/push/push_pb2_grpc.py"
 sed -i -E "s/'(\/?)kvplane\.wire\./'\1kvplane./" "$out"/kvplane/wire/{,plane/}v1/*_pb2_grpc.py

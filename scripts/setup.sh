@@ -47,11 +47,6 @@ check_choices() {
   esac
 }
 
-check_tools() { # $1: the interpreter; empty if there is none yet
-  need_to_build "$1"
-  install_missing setup || exit 1
-}
-
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
 # Chooses what was not set: CUDA only where there is a GPU.
@@ -108,20 +103,8 @@ install_native() { # $1: the folder
     --no-deps --no-build-isolation --force-reinstall "./$1"
 }
 
-install_kernels() {
-  install_native csrc
-}
-
-install_blocks() {
-  install_native csrc/blocks
-}
-
 install_project() {
   "${PIP[@]}" install --quiet --no-deps --no-build-isolation -e .
-}
-
-packages_digest() {
-  { cat requirements/lock.txt && echo "${KVPLANE_TORCH:-}"; } | digest
 }
 
 # Hashes names and contents of the files that find prints, and the versions of the build tools.
@@ -138,17 +121,17 @@ kernels_digest() {
   } | digest
 }
 
+packages_digest() { { cat requirements/lock.txt && echo "${KVPLANE_TORCH:-}"; } | digest; }
 blocks_digest() { sources_digest csrc/blocks | digest; }
 
 main() {
-  local started=$SECONDS fetching= alone
+  local started=$SECONDS fetching= alone python="$VENV/bin/python"
   check_choices
-  if [ -x "$VENV/bin/python" ]; then
-    check_tools "$VENV/bin/python"
-  else
-    check_tools "$(find_python)"
-    local python
-    python=$(find_python)
+  [ -x "$python" ] || python=$(find_python)
+  need_to_build "$python"
+  install_missing setup || exit 1
+  if [ ! -x "$VENV/bin/python" ]; then
+    [ -n "$python" ] || python=$(find_python) # it may be installed by now
     [ -n "$python" ] || die "no Python 3.11 or newer was found"
     say "creating $VENV with $("$python" --version); the first time takes some minutes"
     "$python" -m venv "$VENV"
@@ -160,8 +143,8 @@ main() {
   network_s=$((network_s + SECONDS - alone))
   unless_done packages "$(packages_digest)" install_packages &
   fetching=$!
-  unless_done kernels "$(kernels_digest)" install_kernels
-  unless_done blocks "$(blocks_digest)" install_blocks
+  unless_done kernels "$(kernels_digest)" install_native csrc
+  unless_done blocks "$(blocks_digest)" install_native csrc/blocks
   alone=$SECONDS
   wait "$fetching"
   network_s=$((network_s + SECONDS - alone))

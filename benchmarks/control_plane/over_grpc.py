@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import grpc.aio
 
-from benchmarks.common.processes import start_control_plane
 from benchmarks.control_plane import messages
 from benchmarks.control_plane.engine import Engine
 from kvplane.transport.tls import open_channel
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as cpb
+from scripts.planes import start
 
 _HEARTBEAT_S: Final = 60.0
 # A registration stream whose answers after the first ones are not parsed.
@@ -150,7 +150,8 @@ def server(stack: ExitStack) -> str:
     """Run a control plane as a process that ends with ``stack``; return its address."""
     flags = ("--lease-s", "3600", "--heartbeat-s", str(_HEARTBEAT_S))
     # 256 prompts of 32,768 tokens in one step.
-    return start_control_plane(stack, *flags, "--max-message-bytes", str(1 << 26))[1]
+    flags += ("--max-message-bytes", str(1 << 26), "--metrics-port", "-1", "--log-level", "error")
+    return start(stack, "control_plane", *flags).address
 
 
 class OverGrpc:

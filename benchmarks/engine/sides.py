@@ -14,9 +14,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from engine import LLM, SamplingParams
 from engine.models.loader import PackedLinear, pack_linears
-from examples.planes import Planes
 from kvplane.sync.short_thread import call_in_short_thread
 from kvplane.transformers import PlaneCache, close_planes
+from scripts.planes import run_planes
 
 VOCABULARY = 8192
 NUM_BLOCKS = 2048  # of 16 tokens
@@ -128,7 +128,9 @@ def sides(folder: Path, chosen: list[str], threads: int) -> Iterator[dict[str, S
     first = call_in_short_thread(partial(load, folder))
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
     with ExitStack() as closing:
-        planes = closing.enter_context(Planes(folder / "logs", ["--model", str(folder), *blocks]))
+        planes = closing.enter_context(
+            run_planes(folder / "logs", ["--model", str(folder), *blocks])
+        )
         for name in chosen:
             if name == "generate":
                 of[name] = partial(nullcontext, partial(generate, first))

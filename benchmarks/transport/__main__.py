@@ -30,13 +30,13 @@ import torch
 
 from benchmarks.common.report import machine, save
 from benchmarks.common.timing import quantile
-from examples.planes import Planes
 from kvplane import LayerGroup, Layout, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.runtime.backend import DataBackend, RemoteBackend
 from kvplane.runtime.embedded import EmbeddedBackend, start_planes
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
+from scripts.planes import run_planes
 
 NUM_LAYERS = 8
 NUM_DEVICE_BLOCKS = 4096
@@ -164,7 +164,7 @@ def sides(shape: Shape, num_threads: int) -> Iterator[list[Side]]:
         flags = ["--layout", str(layout), "--num-device-blocks", str(NUM_DEVICE_BLOCKS)]
         flags += ["--num-threads", str(num_threads)]
         # Before gRPC has threads: a process with them should not fork.
-        planes = closing.enter_context(Planes(Path(folder), flags))
+        planes = closing.enter_context(run_planes(Path(folder), flags))
         found: list[Side] = []
         loop = LoopThread("benchmark")
         closing.callback(loop.close)

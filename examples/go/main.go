@@ -17,67 +17,51 @@ func main() {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 
-	plane := dial(os.Args[1])
+	plane := must(grpc.Dial(os.Args[1], grpc.WithInsecure()))
 	control := pb.NewSessionServiceClient(plane)
-	pool, err := pb.NewPoolServiceClient(plane).GetPool(ctx, &pb.GetPoolRequest{PoolId: "default"})
-	check(err)
-	opened, err := control.OpenSession(ctx, &pb.OpenSessionRequest{
-		PoolId: "default", Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}})
-	check(err)
+	pool := must(pb.NewPoolServiceClient(plane).GetPool(ctx, &pb.GetPoolRequest{PoolId: "default"}))
+	opened := must(control.OpenSession(ctx, &pb.OpenSessionRequest{
+		PoolId: "default", Layout: &pb.Layout{Fingerprint: pool.Layout.Fingerprint}}))
 	admit := &pb.Operation_Admit{Admit: &pb.Admit{SequenceId: 1, TokenIds: []int32{97, 98, 99}}}
-	step := &pb.StepRequest{Session: opened.Session, Number: 1, Operations: []*pb.Operation{{Operation: admit}}}
-	planned, err := control.Step(ctx, step)
-	check(err)
+	planned := must(control.Step(ctx, &pb.StepRequest{
+		Session: opened.Session, Number: 1, Operations: []*pb.Operation{{Operation: admit}}}))
 
-	data := pb.NewExecutionServiceClient(dial(opened.Shards[0].Address))
-	stream, err := data.Execute(ctx)
-	check(err)
+	data := must(grpc.Dial(opened.Shards[0].Address, grpc.WithInsecure()))
+	stream := must(pb.NewExecutionServiceClient(data).Execute(ctx))
 	ask := func(request *pb.ExecuteRequest) *pb.ExecuteResponse {
 		check(stream.Send(request))
-		return receive(stream)
+		answer := must(stream.Recv())
+		if failure := answer.GetError(); failure != nil {
+			log.Fatalf("%s: %s: %s", failure.Reason, failure.Field, failure.Message)
+		}
+		return answer
 	}
-	open := &pb.OpenExecution{Grant: opened.Grant}
-	layers := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Open{Open: open}}).GetOpened().Layers
+	open := &pb.ExecuteRequest_Open{Open: &pb.OpenExecution{Grant: opened.Grant}}
+	layers := ask(&pb.ExecuteRequest{Message: open}).GetOpened().Layers
 	plan := &pb.ExecuteRequest_Plan{Plan: &pb.StartPlanRequest{Plan: planned.Plan}}
 	started := ask(&pb.ExecuteRequest{Message: plan}).GetStarted()
-	qkv := zeros(started.NumTokens, pool.Layout.Groups[0])
+	group := pool.Layout.Groups[0]
+	shape := []int64{int64(started.NumTokens), int64(group.NumKvHeads), int64(group.HeadSize)}
+	zeros := &pb.Tensor_Data{Data: make([]byte, 4*shape[0]*shape[1]*shape[2])}
+	qkv := &pb.Tensor{Dtype: pb.ElementType_ELEMENT_TYPE_FLOAT32, Shape: shape, Storage: zeros}
 	var receipt *pb.SignedPayload // comes with the last layer
 	for _, layer := range layers {
-		input := &pb.RunLayerRequest{Layer: layer, PlanNumber: started.PlanNumber, Query: qkv, Key: qkv, Value: qkv}
-		output := ask(&pb.ExecuteRequest{Message: &pb.ExecuteRequest_Layer{Layer: input}}).GetOutput()
+		input := &pb.ExecuteRequest_Layer{Layer: &pb.RunLayerRequest{
+			Layer: layer, PlanNumber: started.PlanNumber, Query: qkv, Key: qkv, Value: qkv}}
+		output := ask(&pb.ExecuteRequest{Message: input}).GetOutput()
 		fmt.Printf("layer %d: attention %v\n", layer, output.Output.Shape)
 		receipt = output.Receipt
 	}
 
 	free := &pb.Operation_Free{Free: &pb.Free{SequenceIds: []int64{1}}}
-	step = &pb.StepRequest{Session: opened.Session, Number: 2, Operations: []*pb.Operation{{Operation: free}},
-		Receipts: []*pb.SignedPayload{receipt}}
-	_, err = control.Step(ctx, step)
-	check(err)
-	_, err = control.CloseSession(ctx, &pb.CloseSessionRequest{Session: opened.Session})
-	check(err)
+	must(control.Step(ctx, &pb.StepRequest{Session: opened.Session, Number: 2,
+		Operations: []*pb.Operation{{Operation: free}}, Receipts: []*pb.SignedPayload{receipt}}))
+	must(control.CloseSession(ctx, &pb.CloseSessionRequest{Session: opened.Session}))
 }
 
-func dial(address string) *grpc.ClientConn {
-	connection, err := grpc.Dial(address, grpc.WithInsecure())
+func must[T any](value T, err error) T {
 	check(err)
-	return connection
-}
-
-// receive returns the next answer.
-func receive(stream pb.ExecutionService_ExecuteClient) *pb.ExecuteResponse {
-	answer, err := stream.Recv()
-	check(err)
-	if failure := answer.GetError(); failure != nil {
-		log.Fatalf("%s: %s: %s", failure.Reason, failure.Field, failure.Message)
-	}
-	return answer
-}
-
-func zeros(numTokens int32, group *pb.LayerGroup) *pb.Tensor {
-	shape := []int64{int64(numTokens), int64(group.NumKvHeads), int64(group.HeadSize)}
-	return &pb.Tensor{Dtype: pb.ElementType_ELEMENT_TYPE_FLOAT32, Shape: shape,
-		Storage: &pb.Tensor_Data{Data: make([]byte, 4*shape[0]*shape[1]*shape[2])}}
+	return value
 }
 
 func check(err error) {

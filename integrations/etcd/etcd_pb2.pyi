@@ -13,18 +13,16 @@ class Header(_message.Message):
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class KeyValue(_message.Message):
-    __slots__ = ("key", "create_revision", "mod_revision", "value", "lease")
+    __slots__ = ("key", "mod_revision", "value", "lease")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    CREATE_REVISION_FIELD_NUMBER: _ClassVar[int]
     MOD_REVISION_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     key: bytes
-    create_revision: int
     mod_revision: int
     value: bytes
     lease: int
-    def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class RangeRequest(_message.Message):
     __slots__ = ("key",)
@@ -51,16 +49,14 @@ class PutRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class Compare(_message.Message):
-    __slots__ = ("target", "key", "create_revision", "mod_revision")
+    __slots__ = ("target", "key", "mod_revision")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
-    CREATE_REVISION_FIELD_NUMBER: _ClassVar[int]
     MOD_REVISION_FIELD_NUMBER: _ClassVar[int]
     target: int
     key: bytes
-    create_revision: int
     mod_revision: int
-    def __init__(self, target: _Optional[int] = ..., key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ...) -> None: ...
+    def __init__(self, target: _Optional[int] = ..., key: _Optional[bytes] = ..., mod_revision: _Optional[int] = ...) -> None: ...
 
 class RequestOp(_message.Message):
     __slots__ = ("request_put",)
@@ -77,12 +73,10 @@ class TxnRequest(_message.Message):
     def __init__(self, compare: _Optional[_Iterable[_Union[Compare, _Mapping]]] = ..., success: _Optional[_Iterable[_Union[RequestOp, _Mapping]]] = ...) -> None: ...
 
 class TxnResponse(_message.Message):
-    __slots__ = ("header", "succeeded")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("succeeded",)
     SUCCEEDED_FIELD_NUMBER: _ClassVar[int]
-    header: Header
     succeeded: bool
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., succeeded: bool = ...) -> None: ...
+    def __init__(self, succeeded: bool = ...) -> None: ...
 
 class LeaseGrantRequest(_message.Message):
     __slots__ = ("ttl",)
@@ -137,10 +131,8 @@ class WatchCreateRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., start_revision: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("type",)
-    TYPE_FIELD_NUMBER: _ClassVar[int]
-    type: int
-    def __init__(self, type: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("canceled", "events")

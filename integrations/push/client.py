@@ -21,7 +21,7 @@ from kvplane.transport.tls import Tls
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from . import push_pb2 as pb
-from .stubs import method
+from .push_pb2_grpc import PushServiceStub
 
 
 class PushClient:
@@ -56,7 +56,7 @@ class PushClient:
             plan=cast(SignedPayload, plan),
             sequence_id=sequence_id,
         )
-        receive = method(self._connection.channel, "ReceiveBlocks")
+        receive = PushServiceStub(self._connection.channel).ReceiveBlocks
         response: pb.ReceiveBlocksResponse = await self._connection.call(
             receive, request, timeout_s
         )
@@ -79,7 +79,7 @@ class PushClient:
         request = pb.SendBlocksRequest(
             grant=cast(SignedPayload, grant), sequence_id=sequence_id, ticket=ticket
         )
-        send = method(self._connection.channel, "SendBlocks")
+        send = PushServiceStub(self._connection.channel).SendBlocks
         deadline = self._connection.deadline(timeout_s)
         async with deadline.guard():
             response: pb.SendBlocksResponse = await self._connection.attempt(

@@ -18,9 +18,9 @@ from kvplane.serving.observability.metrics import Samples
 from . import push_pb2 as pb
 from .config import PushSettings
 from .metrics import DECLARATIONS, PushCounts
+from .push_pb2_grpc import add_PushServiceServicer_to_server
 from .receiver import BlockReceiver
 from .sender import BlockSender
-from .stubs import SERVICE, add_unary
 
 
 class PushPlugIn:
@@ -28,7 +28,7 @@ class PushPlugIn:
     settings ask for none.
     """
 
-    service = SERVICE
+    service = pb.DESCRIPTOR.services_by_name["PushService"]
     declarations = DECLARATIONS
 
     def __init__(self, outside: BlocksFromOutside, environ: Mapping[str, str] = os.environ) -> None:
@@ -81,7 +81,7 @@ class PushPlugIn:
 
     def add_to(self, server: Any) -> None:
         """Have a server of ``grpc.aio`` serve engines."""
-        add_unary(self, server)
+        add_PushServiceServicer_to_server(self, server)
 
     def start(self) -> None:
         """Take pushes."""

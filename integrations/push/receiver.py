@@ -40,9 +40,10 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 from . import chunks, push_pb2
 from .metrics import PushCounts
-from .stubs import PEERS, path
 from .tickets import NUM_RESERVED, PushSlots, Ticket, Tickets
 
+PEERS: Final = push_pb2.DESCRIPTOR.services_by_name["BlockPushService"]
+PUSH_BLOCKS: Final = f"/{PEERS.full_name}/PushBlocks"
 _LOGGER: Final = logging.getLogger(__name__)
 # How long a sender may keep a push waiting in all, and how much longer for what it sends.
 STALL_S: Final = 15.0
@@ -145,7 +146,7 @@ class BlockReceiver:
 
     def _push(self, received: Iterator[bytes], context: Any) -> push_pb2.PushBlocksResponse:
         try:
-            self._gate.admit(path("PushBlocks"), context)
+            self._gate.admit(PUSH_BLOCKS, context)
             with _Silence(context) as silence:
                 requests = _decoded(silence.each(received))
                 answer = self._receive(requests, silence)

@@ -32,7 +32,7 @@ from kvplane.wire.protocol import CHANNEL_OPTIONS
 
 from . import chunks, push_pb2
 from .metrics import PushCounts
-from .stubs import method
+from .push_pb2_grpc import BlockPushServiceStub
 from .tickets import PushSlots
 
 Chunks = Iterator[tuple[BlockRange, memoryview]]
@@ -107,7 +107,9 @@ class BlockSender:
             shard=outside.shard.to_proto(),
         )
         channel = self._channel(ticket.address)
-        push: Any = method(channel, "PushBlocks").future(_requests(opening, reading.blocks()))
+        push: Any = BlockPushServiceStub(channel).PushBlocks.future(
+            _requests(opening, reading.blocks())
+        )
         reading.when_failed = push.cancel
         if reading.failure is not None:  # it failed before there was anything to cancel
             push.cancel()

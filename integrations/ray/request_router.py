@@ -18,7 +18,7 @@ from kvplane.clients.control_client import ControlClient
 from kvplane.transport.tls import Tls
 
 from ..router.feeds import PoolFeeds
-from ..router.picker import HIT_BIAS, TOKENS_PER_S, Picker
+from ..router.picker import Picker
 from ..router.prompts import PromptReader, Prompts
 from .replica_picker import POOL, ReplicaPicker, body_of
 
@@ -34,13 +34,10 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         control_plane: str = "127.0.0.1:50051",
         namespace: str = "",
         tokenizer: str = "",
-        tokens_per_s: float = TOKENS_PER_S,
-        hit_bias: float = HIT_BIAS,
         tls: dict[str, str] | None = None,
     ) -> None:
         """Take the settings of ``python -m kvplane.integrations.router``. ``tls``: the fields of
-        Tls; None for plain text. ``tokens_per_s`` stays fixed: Serve does not report when an
-        answer begins.
+        Tls; None for plain text.
 
         Raises InvalidRequestError when there is no tokenizer in the folder.
         """
@@ -50,9 +47,8 @@ class KvplaneRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's, which
         self._reader = PromptReader(Path(tokenizer) if tokenizer else None)
         self._prompts: dict[str, Prompts] = {}
         self._feeds: PoolFeeds | None = None
-        self.replica_picker = ReplicaPicker(
-            Picker({}, hit_bias=hit_bias, tokens_per_s=tokens_per_s)
-        )
+        # The rates stay as they are: Serve does not report when an answer begins.
+        self.replica_picker = ReplicaPicker(Picker({}))
 
     async def choose_replicas(
         self,

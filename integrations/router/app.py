@@ -34,7 +34,7 @@ from kvplane.serving.limits.open_requests import OpenRequests, share_of_one
 from kvplane.serving.limits.receive_budget import ReceiveBudget, Received
 
 from .engines import Engines
-from .metrics import RouterMetrics
+from .metrics import OPEN, REQUESTS, RouterMetrics
 from .picker import Picker
 from .prompts import PromptReader
 from .proxy import Proxy, Relay, Request
@@ -87,7 +87,7 @@ class RouterApp:
         except KvplaneError as error:
             return self._refuse(error)
         relay: Relay | None = None
-        self._metrics.open.set(len(self._open))
+        self._metrics[OPEN].set(len(self._open))
         try:
             with closing(Received(self._budget, client)) as received:
                 request = await self._read(http, received)
@@ -98,7 +98,7 @@ class RouterApp:
         except KvplaneError as error:
             return self._refuse(error)
         except ClientDisconnect:
-            self._metrics.requests.labels(str(CLIENT_GONE)).inc()
+            self._metrics[REQUESTS].labels(str(CLIENT_GONE)).inc()
             return Response(status_code=CLIENT_GONE)
         finally:
             if relay is None:
@@ -106,16 +106,16 @@ class RouterApp:
 
     def _refuse(self, error: KvplaneError) -> Response:
         refused = refusal(error)
-        self._metrics.requests.labels(str(refused.status_code)).inc()
+        self._metrics[REQUESTS].labels(str(refused.status_code)).inc()
         return refused
 
     def _ended(self, client: str, status: int) -> None:
-        self._metrics.requests.labels(str(status)).inc()
+        self._metrics[REQUESTS].labels(str(status)).inc()
         self._end(client)
 
     def _end(self, client: str) -> None:
         self._open.end(client)
-        self._metrics.open.set(len(self._open))
+        self._metrics[OPEN].set(len(self._open))
 
     async def _read(self, http: HttpRequest, received: Received) -> Request:
         raw = await read_body(http, self._max_body_bytes, received.take)

@@ -11,8 +11,6 @@ from kvplane.errors import InvalidRequestError
 from kvplane.serving.config import ClientTls, HttpServerSettings, read_text
 from kvplane.serving.settings import setting
 
-from .picker import HIT_BIAS, TOKENS_PER_S
-
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings(HttpServerSettings, ClientTls):
@@ -46,18 +44,6 @@ class RouterSettings(HttpServerSettings, ClientTls):
         minimum=0.05,
         maximum=3600,
         help="How often engines are asked for their models.",
-    )
-    tokens_per_s: float = setting(
-        TOKENS_PER_S,
-        unit="tokens/s",
-        minimum=0.001,
-        help="How fast an engine computes prompts, until that was measured.",
-    )
-    hit_bias: float = setting(
-        HIT_BIAS,
-        minimum=0,
-        maximum=10,
-        help="How much more than its own time a hit is worth when engines are busy; 0: no more.",
     )
     namespace: str = setting("", help="Namespace of the engines' prefixes.")
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvplane.serving.observability.metrics import Declaration
 
@@ -86,48 +83,34 @@ DECLARATIONS: Final = (
     *(ENGINE_UP, ENGINE_WAIT, ENGINE_RATE, POOL_FOLLOWED, POOL_LOST, POOL_BLOCKS),
 )
 
-# A gauge with one label, and its reading at a scrape: a value for each label.
-Reading = tuple[Declaration, Callable[[], Iterable[tuple[str, float]]]]
+_KINDS: Final[dict[str, Any]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 
-class RouterMetrics(Collector):
-    """Metrics in a registry of their own. ``readings``: gauges that are read at each scrape."""
+class RouterMetrics:
+    """Metrics in a registry of their own. Each is that of ``prometheus_client``, by declaration."""
 
-    def __init__(self, readings: Iterable[Reading]) -> None:
-        self._readings = tuple(readings)
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(self)
-        self.requests = self._counter(REQUESTS)
-        self.sent = self._counter(SENT)
-        self.retries = self._counter(RETRIES)
-        self.prompt_tokens = self._counter(PROMPT_TOKENS)
-        self.cached_tokens = self._counter(CACHED_TOKENS)
-        self.first_byte = Histogram(
-            FIRST_BYTE.name, FIRST_BYTE.help, buckets=FIRST_BYTE.buckets, registry=self._registry
-        )
-        self.open = Gauge(OPEN.name, OPEN.help, registry=self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the gauges that are read."""
-        for declaration, read in self._readings:
-            family = GaugeMetricFamily(
-                declaration.name, declaration.help, labels=declaration.labels
+        self._metrics = {
+            each: _KINDS[each.kind](
+                each.name,
+                each.help,
+                each.labels,
+                registry=self._registry,
+                **({"buckets": each.buckets} if each.buckets else {}),
             )
-            for value_of, value in read():
-                family.add_metric([value_of], value)
-            yield family
+            for each in DECLARATIONS
+        }
+
+    def __getitem__(self, declaration: Declaration) -> Any:
+        return self._metrics[declaration]
 
     def count_sent(self, pick: Pick) -> None:
         """Count a request that goes to the engine that was picked."""
-        self.sent.labels(pick.engine).inc()
-        self.prompt_tokens.inc(pick.num_cached_tokens + pick.num_uncached_tokens)
-        self.cached_tokens.inc(pick.num_cached_tokens)
+        self[SENT].labels(pick.engine).inc()
+        self[PROMPT_TOKENS].inc(pick.num_cached_tokens + pick.num_uncached_tokens)
+        self[CACHED_TOKENS].inc(pick.num_cached_tokens)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
-
-    def _counter(self, declaration: Declaration) -> Counter:
-        return Counter(
-            declaration.name, declaration.help, declaration.labels, registry=self._registry
-        )

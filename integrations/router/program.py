@@ -27,7 +27,7 @@ from .config import RouterSettings
 from .engine_tls import RenewedClientContext
 from .engines import Engines
 from .feeds import PoolFeeds
-from .metrics import Reading, RouterMetrics
+from .metrics import RouterMetrics
 from .picker import Picker
 from .prompts import PromptReader
 from .proxy import Proxy
@@ -62,7 +62,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 async def _route(config: RouterSettings) -> None:
     reader = PromptReader(config.tokenizer)
     pools = config.pools()
-    picker = Picker(pools, hit_bias=config.hit_bias, tokens_per_s=config.tokens_per_s)
+    picker = Picker(pools)
     async with AsyncExitStack() as stack:
         stack.callback(reader.close)
         client = await stack.enter_async_context(engine_client(config))
@@ -70,10 +70,11 @@ async def _route(config: RouterSettings) -> None:
         await stack.enter_async_context(control)
         engines = Engines(client, pools, config.check_interval_s, config.engine_key())
         feeds = PoolFeeds(control, config.namespace, picker.indexes, picker.lost)
-        metrics = RouterMetrics(_readings(picker, engines, feeds))
+        metrics = RouterMetrics()
         stack.push_async_callback(engines.stop)
         stack.push_async_callback(feeds.stop)
         feeds.follow(pools.values())
+        _watch(metrics, picker, engines, feeds)
         await engines.start()
         await feeds.wait(_FEEDS_TIMEOUT_S)
         app = RouterApp(
@@ -121,25 +122,16 @@ def engine_client(config: RouterSettings) -> httpx2.AsyncClient:
     )
 
 
-def _readings(picker: Picker, engines: Engines, feeds: PoolFeeds) -> list[Reading]:
-    loads = picker.loads
-    return [
-        (of.ENGINE_UP, lambda: ((url, float(url in engines.up)) for url in loads)),
-        (
-            of.ENGINE_WAIT,
-            lambda: ((url, load.wait_s(time.monotonic())) for url, load in loads.items()),
-        ),
-        (of.ENGINE_RATE, lambda: ((url, load.tokens_per_s) for url, load in loads.items())),
-        (
-            of.POOL_FOLLOWED,
-            lambda: ((pool, float(done)) for pool, done in feeds.caught_up.items()),
-        ),
-        (
-            of.POOL_LOST,
-            lambda: ((pool, float(pool in picker.lost)) for pool in feeds.caught_up),
-        ),
-        (
-            of.POOL_BLOCKS,
-            lambda: ((pool, float(index.num_blocks)) for pool, index in picker.indexes.items()),
-        ),
-    ]
+def _watch(metrics: RouterMetrics, picker: Picker, engines: Engines, feeds: PoolFeeds) -> None:
+    """Have the gauges read at each scrape."""
+    indexes = picker.indexes
+    for url, load in picker.loads.items():
+        wait_s = metrics[of.ENGINE_WAIT].labels(url)
+        wait_s.set_function(lambda load=load: load.wait_s(time.monotonic()))
+        metrics[of.ENGINE_UP].labels(url).set_function(lambda url=url: url in engines.up)
+        metrics[of.ENGINE_RATE].labels(url).set_function(lambda load=load: load.tokens_per_s)
+    for pool in feeds.caught_up:
+        num_blocks = metrics[of.POOL_BLOCKS].labels(pool)
+        num_blocks.set_function(lambda pool=pool: pool in indexes and indexes[pool].num_blocks)
+        metrics[of.POOL_FOLLOWED].labels(pool).set_function(lambda pool=pool: feeds.caught_up[pool])
+        metrics[of.POOL_LOST].labels(pool).set_function(lambda pool=pool: pool in picker.lost)

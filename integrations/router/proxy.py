@@ -20,7 +20,7 @@ from kvplane.errors import DeadlineExceededError, NotFoundError, PlaneUnavailabl
 from kvplane.serving.http_requests import CLIENT_GONE, refusal, until_gone
 
 from .engines import Engines
-from .metrics import RouterMetrics
+from .metrics import FIRST_BYTE, RETRIES, RouterMetrics
 from .picker import Pick, Picker
 from .prompts import Prompts
 
@@ -103,7 +103,7 @@ class Proxy:
             if answer is not None and answer.response.status_code not in _TRY_ANOTHER:
                 return answer
             left.discard(pick.engine)
-            self._metrics.retries.inc(bool(left))
+            self._metrics[RETRIES].inc(bool(left))
         if answer is None:
             raise PlaneUnavailableError("no engine can be reached", retry_delay_s=1.0)
         return answer
@@ -145,7 +145,7 @@ class Proxy:
             first = await anext(chunks, b"")
             if request.is_stream and response.status_code == 200:
                 load.answered(number, time.monotonic())
-                self._metrics.first_byte.observe(time.monotonic() - began_s)
+                self._metrics[FIRST_BYTE].observe(time.monotonic() - began_s)
             has_begun = True
             return Answer(response, chunks, first, pick, number)
         except (httpx2.ConnectError, httpx2.ConnectTimeout):

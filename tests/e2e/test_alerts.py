@@ -13,12 +13,12 @@ import grpc
 import pytest
 import yaml
 
-from examples.load import Load
 from kvplane import ControlClient, ops
 from kvplane.session import Session
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from kvplane.wire.v1.types_pb2 import SignedPayload
+from tests.helpers.load import Load
 from tests.helpers.monitored_stack import ROOT, RULES, MonitoredStack
 from tests.helpers.tools import needs
 

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from examples.load import Load
 from kvplane import ControlClient
 from scripts import boards
+from tests.helpers.load import Load
 from tests.helpers.monitored_stack import ROOT, MonitoredStack
 from tests.helpers.tools import needs
 

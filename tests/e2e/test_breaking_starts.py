@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.planes import Planes
 from kvplane.errors import InvalidRequestError
+from scripts.planes import run_planes
 from tests.helpers.programs import run
 
 
@@ -50,6 +50,6 @@ def test_a_plane_that_can_not_start_ends_with_one_clear_line(
 
 def test_logs_that_can_not_be_written_are_an_error_of_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidRequestError) as caught, Planes(tmp_path / "file" / "run", []):
+    with pytest.raises(InvalidRequestError) as caught, run_planes(tmp_path / "file" / "run", []):
         pass
     assert caught.value.field == "run_folder"

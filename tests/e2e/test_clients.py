@@ -83,11 +83,8 @@ def node_folder() -> Path:
     return folder
 
 
-@pytest.mark.parametrize("source", ["protos", "reflection"])
-def test_node_attends_with_the_contract_from_files_or_from_the_planes(
-    planes: Pair, node_folder: Path, source: str
-) -> None:
-    said = run("node", "session.js", planes.control.address, source, cwd=node_folder)
+def test_node_attends(planes: Pair, node_folder: Path) -> None:
+    said = run("node", "session.js", planes.control.address, cwd=node_folder)
     assert said == ATTENDED.format(",")
 
 

@@ -20,8 +20,8 @@ import pytest
 
 from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
-from examples.planes import Planes
 from kvplane.release import release
+from scripts.planes import run_planes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Compilers and pip share the machine with other tests.
@@ -300,10 +300,10 @@ def test_both_planes_and_the_engine_run_from_wheels_in_a_bare_environment(
     subprocess.run([python, "-I", "-c", program, *modules], cwd=tmp_path, check=True, timeout=300)
 
     model = str(ROOT / "models" / "recall")
-    with Planes(
+    with run_planes(
         tmp_path,
         ["--model", model, "--num-device-blocks", "64"],
-        interpreter=(python, "-I"),
+        python=(python, "-I"),
     ) as planes:
         answered = subprocess.run(
             [python, "-I", "-m", "kvplane.engine", "generate", "--model", model, "--control-plane",

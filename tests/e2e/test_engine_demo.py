@@ -48,10 +48,6 @@ def test_it_passes_and_prints_what_it_counted(tmp_path: Path) -> None:
         "step latency p50/p99",
     ):  # fmt: skip
         assert row in done.stdout
-    assert re.search(r"preemptions +│ +\d+ \(\d+ by swap, \d+ by recompute\)", done.stdout)
-    mean_us = re.search(r"step in the control plane +│ +([\d,]+) us on average", done.stdout)
-    assert mean_us is not None
-    assert 0 < int(mean_us[1].replace(",", "")) < 1_000_000
     assert children_of_run(tmp_path) == []
 
 

@@ -16,10 +16,10 @@ from engine_planes import ROOT, Process, data_plane
 
 from engine import LLM
 from engine.request import RequestOutput
-from examples.demo import Question, questions
 from kvplane.errors import LayoutMismatchError
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import total_of
+from models.recall_task import Question, questions
 
 RECALL = ROOT / "models" / "recall"
 ASKED = questions(0, quick=True)

@@ -1,4 +1,4 @@
-"""``examples/load.py`` goes on when a plane is killed and comes back, and says what it lost."""
+"""A caller goes on when a plane is killed and comes back, and ``examples/load.py`` runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from engine_planes import POOL, ROOT, Pair, Process
 
-from examples.load import Load
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError, PoolNotReadyError
 from kvplane.session import Session
+from tests.helpers.load import Load
 
 PATIENCE_S = 60.0
 
@@ -80,8 +80,9 @@ def test_the_program_prints_what_came_of_it(model: Path, tmp_path: Path) -> None
     pool = ("--pool-id", "default")
     with Pair(model, tmp_path, arguments=pool) as pair:
         done = subprocess.run(
-            [sys.executable, "-m", "examples.load", pair.control.address, "--duration-s", "1"],
+            [sys.executable, "-m", "examples.load", pair.control.address, "--model", model,
+             "--duration-s", "1"],
             cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"[1-9]\d* steps, \d+ of \d+ .* cached, 0 sessions lost\n", done.stdout)
+    assert re.fullmatch(r"[1-9]\d* requests, \d+ of \d+ .* cached, 0 sessions lost\n", done.stdout)

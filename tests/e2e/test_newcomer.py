@@ -14,10 +14,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from examples.load import Load
 from kvplane import ControlClient
 from kvplane.results import total_of
 from kvplane.wire.v1 import types_pb2
+from tests.helpers.load import Load
 from tests.helpers.monitored_stack import ROOT, MonitoredStack, free_port
 from tests.helpers.programs import run
 from tests.helpers.tools import needs

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from examples.load import Load, execute
 from kvplane import (
     ControlClient,
     DataClient,
@@ -21,6 +20,7 @@ from kvplane import (
 from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from scripts import metrics_page
+from tests.helpers.load import Load, execute
 from tests.helpers.monitored_stack import ROOT, MonitoredStack
 from tests.helpers.tools import needs
 

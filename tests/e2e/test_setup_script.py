@@ -132,7 +132,7 @@ def test_the_network_is_what_nothing_else_is_done_beside(tree: Path) -> None:
     (tree / ".venv" / "bin").mkdir(parents=True)
     (tree / ".venv" / "bin" / "python").touch(0o755)
     fakes = """
-check_tools() { network_s=$((network_s + 40)); }
+install_missing() { network_s=$((network_s + 40)); }
 unless_done() { case $1 in build-tools | kernels) sleep 1.1;; packages) sleep 2.2;; esac; }
 SECONDS=0
 main

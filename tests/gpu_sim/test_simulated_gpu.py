@@ -24,9 +24,9 @@ ON_PUSH = f"{TAKES_TIME} and {ONCE} and not conversation"
 KERNELS = ("on_gpu", "test_cuda_plans", "test_cuda_splits", "test_oracle_blocks")
 NIGHTLY = {
     "all tests for a GPU": (*PYTEST, *TESTS, TAKES_TIME),
-    "every kernel": ("benchmarks.gpu.smoke", "--tiny", "check", "race"),
+    "every kernel": ("tests.kernels.on_gpu_smoke", "--tiny", "check", "race"),
     "every kernel's time": ("benchmarks.gpu.measure", "--tiny"),
-    "a model": ("benchmarks.gpu.try_model",),
+    "a model": ("tests.kernels.on_gpu_model",),
     "captured steps of a model": ("benchmarks.gpu.model_steps", "--tiny", "--batches", "1,3"),
     "states of models": (*PYTEST, "tests/gpu_sim/on_gpu_model_states.py"),
     "the kernels' tests": (*PYTEST, *(f"tests/kernels/{name}.py" for name in KERNELS)),

@@ -112,7 +112,7 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
     client = engine_client(RouterSettings(engine=first, engine_timeout_s=read_timeout_s))
     known = Engines(client, picker.loads, 3600.0, engine_key)
     await known.start()
-    metrics, reader = RouterMetrics([]), PromptReader(None)
+    metrics, reader = RouterMetrics(), PromptReader(None)
     proxy = Proxy(client, known, picker, metrics, engine_key)
     bounds = {"max_requests": 8, "max_body_bytes": 4096} | how
     app = RouterApp(proxy, known, picker, reader, metrics, **bounds)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from examples.load import Load
 from kvplane import ControlClient, __version__, ops
 from kvplane.cli.program import run
 from kvplane.release import release
 from tests.helpers.both_planes import POOL, Planes
+from tests.helpers.load import Load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPT = "1,2,3,4,5,6,7,8,9"

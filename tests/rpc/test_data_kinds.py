@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from data_plane.memory.pool import TORCH_DTYPES
-from examples.load import Load
 from kvplane import ControlClient, Tensor
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -30,6 +29,7 @@ from tests.helpers.data.plan_author import (
     tokens,
     transfer,
 )
+from tests.helpers.load import Load
 from tests.helpers.refusals import refused
 from tests.helpers.served import Served, received, served
 

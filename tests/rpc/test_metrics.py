@@ -12,7 +12,6 @@ from prometheus_client import Metric
 
 from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
-from examples.load import Load
 from kvplane import ControlClient
 from kvplane.errors import PoolNotFoundError
 from kvplane.serving.observability.metrics import SHARED, Declaration
@@ -20,6 +19,7 @@ from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
 from scripts.metrics_page import page
 from tests.helpers.both_planes import POOL, Planes
+from tests.helpers.load import Load
 from tests.helpers.scrapes import checked
 
 ROOT = Path(__file__).resolve().parent.parent.parent

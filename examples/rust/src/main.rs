@@ -2,9 +2,8 @@
 
 use std::{env, error::Error, time::Duration};
 
-use tokio::{sync::mpsc, time::timeout};
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
 use pb::execute_request::Message as Request;
@@ -18,29 +17,32 @@ mod pb {
     tonic::include_proto!("kvplane.v1");
 }
 
-const UNEXPECTED: &str = "the data plane has answered another request";
-
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// The next answer on a stream, which must be of this kind.
+macro_rules! next {
+    ($answers:ident, $kind:ident) => {
+        match $answers.message().await?.and_then(|answer| answer.message) {
+            Some(Answer::$kind(answer)) => answer,
+            other => return Err(format!("the data plane has answered {other:?}").into()),
+        }
+    };
+}
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<()> {
     let address = env::args().nth(1).ok_or("usage: session HOST:PORT")?;
-    timeout(Duration::from_secs(10), attend(&address)).await?
-}
-
-async fn attend(address: &str) -> Result<()> {
-    let plane = dial(address).await?;
-    let mut pools = PoolServiceClient::new(plane.clone());
-    let mut control = SessionServiceClient::new(plane);
+    let plane = dial(&address).await?;
+    let mut control = SessionServiceClient::new(plane.clone());
     let pool_id = String::from("default");
-    let pool = pools.get_pool(pb::GetPoolRequest { pool_id: pool_id.clone() }).await?.into_inner();
+    let pool_request = pb::GetPoolRequest { pool_id: pool_id.clone() };
+    let pool = PoolServiceClient::new(plane).get_pool(pool_request).await?.into_inner();
     let pb::Layout { fingerprint, groups, .. } = pool.layout.ok_or("the pool has no layout")?;
     let layout = Some(pb::Layout { fingerprint, ..Default::default() });
     let request = pb::OpenSessionRequest { pool_id, layout, ..Default::default() };
     let opened = control.open_session(request).await?.into_inner();
-    let session = opened.session;
     let step = |number, operation, receipts| pb::StepRequest {
-        session: session.clone(),
+        session: opened.session.clone(),
         number,
         operations: vec![pb::Operation { operation: Some(operation) }],
         receipts,
@@ -49,75 +51,44 @@ async fn attend(address: &str) -> Result<()> {
     let admit = pb::Admit { sequence_id: 1, token_ids: vec![97, 98, 99], ..Default::default() };
     let planned = control.step(step(1, Operation::Admit(admit), vec![])).await?.into_inner();
 
-    let mut execution = Execution::open(&opened.shards[0].address, opened.grant).await?;
-    let Answer::Opened(held) = execution.receive().await? else { return Err(UNEXPECTED.into()) };
-    let plan = pb::StartPlanRequest { plan: planned.plan, ..Default::default() };
-    let Answer::Started(started) = execution.ask(Request::Plan(plan)).await? else {
-        return Err(UNEXPECTED.into());
-    };
-    let qkv = Some(zeros(started.num_tokens, &groups[0]));
+    let mut data = ExecutionServiceClient::new(dial(&opened.shards[0].address).await?);
+    let (requests, received) = mpsc::channel(1);
+    let ask = |message| requests.send(pb::ExecuteRequest { message: Some(message) });
+    // Sent first: the call returns with the headers, which may come with the first answer.
+    let grant = opened.grant.clone();
+    ask(Request::Open(pb::OpenExecution { grant, ..Default::default() })).await?;
+    let mut answers = data.execute(ReceiverStream::new(received)).await?.into_inner();
+    let layers = next!(answers, Opened).layers;
+    ask(Request::Plan(pb::StartPlanRequest { plan: planned.plan, ..Default::default() })).await?;
+    let started = next!(answers, Started);
+    let shape = [started.num_tokens, groups[0].num_kv_heads, groups[0].head_size].map(i64::from);
+    let zeros = vec![0; 4 * shape.iter().product::<i64>() as usize];
+    let storage = Some(pb::tensor::Storage::Data(zeros));
+    let dtype = pb::ElementType::Float32.into();
+    let qkv = Some(pb::Tensor { dtype, shape: shape.into(), storage });
     let mut receipt = None; // comes with the last layer
-    for layer in held.layers {
-        let input = pb::RunLayerRequest {
+    for layer in layers {
+        ask(Request::Layer(pb::RunLayerRequest {
             layer,
             plan_number: started.plan_number,
             query: qkv.clone(),
             key: qkv.clone(),
             value: qkv.clone(),
             ..Default::default()
-        };
-        let Answer::Output(answer) = execution.ask(Request::Layer(input)).await? else {
-            return Err(UNEXPECTED.into());
-        };
-        let output = answer.output.ok_or("no output")?;
-        println!("layer {layer}: attention {:?}", output.shape);
+        }))
+        .await?;
+        let answer = next!(answers, Output);
+        println!("layer {layer}: attention {:?}", answer.output.ok_or("no output")?.shape);
         receipt = answer.receipt;
     }
 
     let free = pb::Free { sequence_ids: vec![1] };
     control.step(step(2, Operation::Free(free), receipt.into_iter().collect())).await?;
-    control.close_session(pb::CloseSessionRequest { session }).await?;
+    control.close_session(pb::CloseSessionRequest { session: opened.session.clone() }).await?;
     Ok(())
 }
 
 async fn dial(address: &str) -> Result<Channel> {
-    Ok(Endpoint::new(format!("http://{address}"))?.connect().await?)
-}
-
-/// A stream to a data plane, which answers each request once and in order.
-struct Execution {
-    requests: mpsc::Sender<pb::ExecuteRequest>,
-    answers: Streaming<pb::ExecuteResponse>,
-}
-
-impl Execution {
-    async fn open(address: &str, grant: Option<pb::SignedPayload>) -> Result<Self> {
-        let (requests, received) = mpsc::channel(1);
-        let open = Request::Open(pb::OpenExecution { grant, ..Default::default() });
-        // Sent first: the call returns with the headers, which may come with the first answer.
-        requests.send(pb::ExecuteRequest { message: Some(open) }).await?;
-        let mut data = ExecutionServiceClient::new(dial(address).await?);
-        let answers = data.execute(ReceiverStream::new(received)).await?.into_inner();
-        Ok(Self { requests, answers })
-    }
-
-    async fn ask(&mut self, request: Request) -> Result<Answer> {
-        self.requests.send(pb::ExecuteRequest { message: Some(request) }).await?;
-        self.receive().await
-    }
-
-    async fn receive(&mut self) -> Result<Answer> {
-        match self.answers.message().await?.and_then(|answer| answer.message) {
-            Some(Answer::Error(failure)) => Err(format!("{failure:?}").into()),
-            Some(answer) => Ok(answer),
-            None => Err("the data plane has ended the stream".into()),
-        }
-    }
-}
-
-fn zeros(num_tokens: i32, group: &pb::LayerGroup) -> pb::Tensor {
-    let shape = [num_tokens, group.num_kv_heads, group.head_size].map(i64::from);
-    let num_bytes = 4 * shape.iter().product::<i64>() as usize;
-    let storage = Some(pb::tensor::Storage::Data(vec![0; num_bytes]));
-    pb::Tensor { dtype: pb::ElementType::Float32.into(), shape: shape.into(), storage }
+    let endpoint = Endpoint::new(format!("http://{address}"))?;
+    Ok(endpoint.timeout(Duration::from_secs(10)).connect().await?)
 }

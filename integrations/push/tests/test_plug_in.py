@@ -12,7 +12,7 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.integrations.push.client import PushClient
 from kvplane.integrations.push.config import PushSettings
 from kvplane.integrations.push.metrics import DECLARATIONS
-from kvplane.integrations.push.stubs import SERVICE
+from kvplane.integrations.push.plug_in import PushPlugIn
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers import planes_in_process
@@ -25,7 +25,7 @@ async def test_it_is_served_beside_the_data_planes_own_calls(tmp_path: Path) -> 
         settings = settings_of(HERE, control.address, write_layout(tmp_path), metrics_port=0)
         async with data_plane(**settings) as plane, open_channel(plane.address, None) as channel:
             await plane.registered.wait()
-            asked = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
+            asked = health_pb2.HealthCheckRequest(service=PushPlugIn.service.full_name)
             answer = await health_pb2_grpc.HealthStub(channel).Check(asked)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             async with PushClient(plane.address) as pushes:
@@ -35,7 +35,7 @@ async def test_it_is_served_beside_the_data_planes_own_calls(tmp_path: Path) -> 
             families = await checked(plane.metrics_port)
             assert families.keys() >= {each.name.removesuffix("_total") for each in DECLARATIONS}
             called = {s.labels["method"] for s in families["kvplane_rpc_handled"].samples}
-            assert f"/{SERVICE.full_name}/ReceiveBlocks" in called
+            assert f"/{PushPlugIn.service.full_name}/ReceiveBlocks" in called
 
 
 async def test_a_data_plane_without_it_says_so(tmp_path: Path) -> None:

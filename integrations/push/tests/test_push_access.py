@@ -28,7 +28,8 @@ from kvplane.errors import (
 )
 from kvplane.integrations.push import chunks, push_pb2
 from kvplane.integrations.push.client import PrefixMover, PushClient
-from kvplane.integrations.push.stubs import method, path
+from kvplane.integrations.push.push_pb2_grpc import BlockPushServiceStub
+from kvplane.integrations.push.receiver import PUSH_BLOCKS
 from kvplane.transport.connection import typed_errors
 from kvplane.transport.tls import open_channel
 from tests.helpers.data.data_server import author_of, serving
@@ -131,7 +132,7 @@ async def test_a_ticket_is_of_no_use_to_who_is_no_data_plane(
         plan = (await there.run(ops.admit(SEQUENCE, PROMPT))).plan
         ticket = (await pushes.receive_blocks(there.grant, plan, SEQUENCE)).ticket
         opening = push_pb2.OpenPush(secret=ticket.secret)
-        call = method(channel, "PushBlocks")
+        call = BlockPushServiceStub(channel).PushBlocks
         with pytest.raises(error), typed_errors():
             await call(iter([push_pb2.PushBlocksRequest(open=opening)]), timeout=60)
         assert len(push_of(peers.planes[THERE]).receiver.tickets) == 1
@@ -182,7 +183,7 @@ async def test_a_block_that_was_allocated_again_is_not_written(tmp_path: Path) -
             push_pb2.PushBlocksRequest(chunk=chunk),
         ]
         async with grpc.aio.insecure_channel(ticket.address) as channel:
-            call = method(channel, "PushBlocks")
+            call = BlockPushServiceStub(channel).PushBlocks
             with pytest.raises(StaleGenerationError), typed_errors():
                 await call(iter(requests), timeout=60)
         assert executor.pools.device_tier.numpy().tobytes() == before
@@ -194,6 +195,6 @@ async def test_bytes_that_are_no_request_are_refused_by_name(tmp_path: Path, fir
         taking(tmp_path) as (server, _),
         grpc.aio.insecure_channel(push_of(server).receiver.address) as channel,
     ):
-        push = channel.stream_unary(path("PushBlocks"))
+        push = channel.stream_unary(PUSH_BLOCKS)
         with pytest.raises(InvalidRequestError), typed_errors():
             await push(iter([first]), timeout=60)

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from two_pools import PUSHING, THERE, TwoPools, push, side, two_pools, variables
 
-from data_plane.execution.executor import Executor
+from data_plane.execution.table_blocks import TableBlocks
 from kvplane import ControlClient, Tensor, ops
 from kvplane.errors import (
     ChecksumMismatchError,
@@ -27,7 +27,7 @@ from kvplane.errors import (
 from kvplane.integrations.push import chunks, receiver
 from kvplane.integrations.push.client import PrefixMover
 from kvplane.integrations.push.push_pb2 import BlockChunk, PushBlocksRequest
-from kvplane.integrations.push.stubs import method
+from kvplane.integrations.push.push_pb2_grpc import BlockPushServiceStub
 from tests.helpers.planes_in_process import NUM_BLOCKS, PROMPT, SEQUENCE, Side
 from tests.helpers.sharded_pool import POOL as SHARDED_POOL
 from tests.helpers.sharded_pool import ShardedPool, by_heads
@@ -263,16 +263,16 @@ async def test_a_move_that_failed_gives_its_blocks_back_and_can_be_made_again(
 ) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
     here, there = pools.here, pools.there
-    read, num_reads = Executor.read_blocks, 0
+    read, num_reads = TableBlocks.read, 0
 
-    def read_some(self: Executor, *args: Any, **how: Any) -> Any:
+    def read_some(self: TableBlocks, *args: Any, **how: Any) -> Any:
         nonlocal num_reads
         num_reads += 1
         if num_reads == 5:
             raise SessionExpiredError("the session has ended")
         return read(self, *args, **how)
 
-    monkeypatch.setattr(Executor, "read_blocks", read_some)
+    monkeypatch.setattr(TableBlocks, "read", read_some)
     usage = (await there.session.step([ops.free([])])).usage
     async with PrefixMover(here.session, there.session) as mover:
         with pytest.raises(SessionExpiredError):
@@ -290,7 +290,7 @@ async def test_a_silent_sender_is_cut_off(pools: TwoPools, monkeypatch: pytest.M
     requests = await pools.chunks()
     requests[0].open.secret = ticket.secret
     async with grpc.aio.insecure_channel(ticket.address) as channel:
-        call: Any = method(channel, "PushBlocks")()
+        call: Any = BlockPushServiceStub(channel).PushBlocks()
         with monkeypatch.context() as patch:
             patch.setattr(receiver, "STALL_S", 0.5)
             # On a busy machine it is cut off before it has said so much.
@@ -311,7 +311,7 @@ async def test_a_sender_that_dies_leaves_nothing_to_be_found(pools: TwoPools) ->
     requests = await pools.chunks()
     requests[0].open.secret = ticket.secret
     channel = grpc.aio.insecure_channel(ticket.address)
-    call: Any = method(channel, "PushBlocks")()
+    call: Any = BlockPushServiceStub(channel).PushBlocks()
     counts = there.push.counts
     for request in requests[:-1]:
         await call.write(request)

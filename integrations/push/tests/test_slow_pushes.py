@@ -17,7 +17,8 @@ from kvplane.errors import DeadlineExceededError, QuotaExceededError
 from kvplane.integrations.push import sender
 from kvplane.integrations.push.client import PrefixMover
 from kvplane.integrations.push.push_pb2 import PushBlocksRequest, PushTicket
-from kvplane.integrations.push.stubs import PEERS, method
+from kvplane.integrations.push.push_pb2_grpc import BlockPushServiceStub
+from kvplane.integrations.push.receiver import PEERS
 from tests.helpers.planes_in_process import PROMPT, SEQUENCE
 
 ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
@@ -36,7 +37,7 @@ async def begin(
     """A push that says no more than its first request."""
     own = [("grpc.use_local_subchannel_pool", 1)]  # a connection for each
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(ticket.address, own))
-    call: Any = method(channel, "PushBlocks")()
+    call: Any = BlockPushServiceStub(channel).PushBlocks()
     if first is None:
         await call.wait_for_connection()
     else:

@@ -17,7 +17,7 @@ from kvplane import ControlClient, ops
 from kvplane.integrations.push import chunks, push_pb2
 from kvplane.integrations.push.client import PushClient
 from kvplane.integrations.push.plug_in import PushPlugIn
-from kvplane.integrations.push.stubs import method
+from kvplane.integrations.push.push_pb2_grpc import BlockPushServiceStub
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers import planes_in_process
@@ -109,7 +109,7 @@ async def push(
     if requests[0].HasField("open"):
         requests[0].open.secret = ticket.secret
     async with grpc.aio.insecure_channel(ticket.address) as channel:
-        call = method(channel, "PushBlocks")
+        call = BlockPushServiceStub(channel).PushBlocks
         with typed_errors():
             answer: push_pb2.PushBlocksResponse = await call(iter(requests), timeout=60)
     return answer

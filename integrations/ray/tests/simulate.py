@@ -24,7 +24,6 @@ import grpc.aio
 
 from benchmarks.common.report import cpu_name
 from engine import LLM
-from examples.demo import Question, questions
 from integrations.ray.tests.ray_cluster import SimulatedCluster
 from integrations.ray.tests.simulated_clients import Answer, Clients
 from kvplane import ControlClient
@@ -37,6 +36,7 @@ from kvplane.integrations.ray.supervisor import Supervisor
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 from kvplane.wire.v1.pool_pb2_grpc import ServerServiceStub
+from models.recall_task import Question, questions
 from tests.helpers.etcd_cluster import EtcdCluster
 
 MODEL = Path(__file__).parents[3] / "models" / "recall"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import openai
 
-from examples.demo import Question
+from models.recall_task import Question
 
 NUM_CLIENTS: Final = 4
 _JOIN_S: Final = 60.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.admission import cases, pool
 from control_plane.admission.decisions import AdmissionConfig
+from tests.helpers.admission_load import cases, pool
 
 
 @functools.cache

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
-from examples.demo import LOGITS_TOLERANCE, Verdict, compare_steps, questions
+from engine.request import CompletionOutput
+from examples.demo import LOGITS_TOLERANCE, compare
+from models.recall_task import questions
 
 
 def logits(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def test_equal_tokens_and_close_logits_are_identical() -> None:
+def compared(token_ids: list[int], got: torch.Tensor, want: torch.Tensor) -> tuple[bool, float]:
+    """Of a prompt of one token, and a model whose logits are ``want``."""
+    model = lambda _: SimpleNamespace(logits=torch.cat([want, want[-1:]])[None])  # noqa: E731
+    return compare(model, [5], CompletionOutput(0, "", token_ids, "stop", got))
+
+
+def test_the_best_tokens_and_close_logits_are_identical() -> None:
     want = logits([0.0, 1.0], [2.0, 0.0])
-    verdict, worst = compare_steps([1, 0], want + LOGITS_TOLERANCE / 2, [1, 0], want)
-    assert verdict is Verdict.IDENTICAL
+    verdict, worst = compared([1, 0], want + LOGITS_TOLERANCE / 2, want)
+    assert verdict
     assert 0 < worst <= LOGITS_TOLERANCE
 
 
@@ -22,27 +32,21 @@ def test_a_logit_that_is_off_is_different_although_the_tokens_agree() -> None:
     want = logits([0.0, 1.0], [2.0, 0.0])
     got = want.clone()
     got[1, 1] += 1e-3
-    verdict, worst = compare_steps([1, 0], got, [1, 0], want)
-    assert verdict is Verdict.DIFFERENT
+    verdict, worst = compared([1, 0], got, want)
+    assert not verdict
     assert worst > LOGITS_TOLERANCE
 
 
 def test_logits_that_are_no_numbers_are_different() -> None:
     want = logits([0.0, 1.0])
-    assert compare_steps([1], want * torch.nan, [1], want)[0] is Verdict.DIFFERENT
+    assert not compared([1], want * torch.nan, want)[0]
 
 
-def test_tokens_that_part_are_a_tie_only_between_two_best_logits() -> None:
+def test_another_token_will_do_only_where_the_two_best_tie() -> None:
     tie = logits([1.0, 1.0 + LOGITS_TOLERANCE / 2, 0.0])
-    assert compare_steps([0], tie, [1], tie)[0] is Verdict.TIE
+    assert compared([0], tie, tie)[0]
     clear = logits([1.0, 2.0, 0.0])
-    assert compare_steps([0], clear, [1], clear)[0] is Verdict.DIFFERENT
-
-
-def test_an_answer_of_another_length_is_different() -> None:
-    want = logits([0.0, 1.0])
-    verdict, _ = compare_steps([1, 1], logits([0.0, 1.0], [0.0, 1.0]), [1], want)
-    assert verdict is Verdict.DIFFERENT
+    assert not compared([0], clear, clear)[0]
 
 
 def test_the_questions_are_the_same_for_a_seed_and_share_prefixes() -> None:

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from benchmarks.admission.pool import NUM_BLOCKS, Engine, Request
-from benchmarks.admission.simulation import Simulation
 from benchmarks.common.timing import quantile
 from control_plane.admission.decisions import AdmissionConfig
+from tests.helpers.admission_load.pool import NUM_BLOCKS, Engine, Request
+from tests.helpers.admission_load.simulation import Simulation
 
 SERVED_S: Final = (60.0, 120.0)
 NORMAL: Final = "normal"

@@ -1,6 +1,6 @@
 """Simulates engines that share one pool under the real queue, with requests from a trace.
 
-    python -m benchmarks.admission --trace FILE [--case NAME] [--seeds N] [--duration-s S]
+    python -m tests.helpers.admission_load --trace FILE [--case NAME] [--seeds N] [--duration-s S]
                                    [--json OUT]
 
 A block has 16 tokens. Whole chunks of 512 prompt tokens, the trace's hash ids, are shared and stay
@@ -19,29 +19,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from benchmarks.admission.cases import CASES, NORMAL, measure
 from benchmarks.common.report import save
 from control_plane.admission.decisions import AdmissionConfig
+from tests.helpers.admission_load.cases import CASES, NORMAL, measure
 
 
 def print_table(results: dict[str, list[dict[str, float]]]) -> None:
     """Print one line for each case, with the mean over its seeds."""
-    print(
+    say = sys.stdout.write
+    say(
         f"{'':22}{'goodput':>9}{'of normal':>10}{'served':>10}{'wait p50':>9}{'p99':>7}"
-        f"{'recomputed':>11}{'hostile':>9}{'yields':>8}{'cuts':>6}{'ends':>6}"
+        f"{'recomputed':>11}{'hostile':>9}{'yields':>8}{'cuts':>6}{'ends':>6}\n"
     )
     for name, runs in results.items():
         row = mean(runs)
         normal = mean(results[NORMAL])["goodput_tokens_per_s"] if NORMAL in results else None
         ratio = f"{row['goodput_tokens_per_s'] / normal:.2f}" if normal else "-"
         served = f"{row['num_served']:.0f}/{row['num_engines']:.0f}"
-        print(
+        say(
             f"{name:22}{row['goodput_tokens_per_s']:>9,.0f}{ratio:>10}{served:>10}"
             f"{row['wait_p50_s']:>9.1f}{row['wait_p99_s']:>7.1f}{row['recomputed']:>11.1%}"
             f"{row['hostile_share']:>9.1%}{row['num_yielded']:>8.0f}{row['num_cut']:>6.0f}"
-            f"{row['num_ended']:>6.0f}"
+            f"{row['num_ended']:>6.0f}\n"
         )
 
 

@@ -8,14 +8,6 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from benchmarks.admission.pool import (
-    BLOCK_TOKENS,
-    CHUNK_BLOCKS,
-    CHUNK_TOKENS,
-    Blocks,
-    Engine,
-    Live,
-)
 from control_plane.admission.decisions import (
     AdmissionConfig,
     Cut,
@@ -24,6 +16,14 @@ from control_plane.admission.decisions import (
     Pressure,
 )
 from control_plane.admission.queue import AdmissionQueue
+from tests.helpers.admission_load.pool import (
+    BLOCK_TOKENS,
+    CHUNK_BLOCKS,
+    CHUNK_TOKENS,
+    Blocks,
+    Engine,
+    Live,
+)
 
 DECODE_BLOCK_S: Final = 0.32
 PREFILL_TOKENS_PER_S: Final = 10_000.0

@@ -1,1 +1,0 @@
-"""Engines that share one pool under the real queue, simulated."""
