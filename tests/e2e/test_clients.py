@@ -145,13 +145,3 @@ def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Pair) -> None:
     assert table
     assert "failures" not in freed["results"][0]
     assert closed == {}
-
-
-@pytest.mark.parametrize(
-    ("language", "file"), [("js", "examples/node/session.js"), ("go", "examples/go/main.go")]
-)
-def test_the_page_shows_what_is_run(language: str, file: str) -> None:
-    source = (ROOT / file).read_text()
-    for program in shown(language):
-        assert program in source
-    assert shown(language)

@@ -58,7 +58,8 @@ with ControlClient(sys.argv[1]) as control, grpc.insecure_channel(sys.argv[1]) a
     with control.open_session("default", layout) as session:
         session.submit_receipts()
         session.abort_plans()
-        step = session_pb2.StepRequest(session=session._wrapped.ref, number=session.last_number + 1)
+        number = session.last_number + 1
+        step = session_pb2.StepRequest(session=session._wrapped._ref, number=number)
         stub = stub_of(channel)
         with tracing.span("a unary step"):
             stub.Step(step, metadata=tracing.to_metadata())
