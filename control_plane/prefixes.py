@@ -32,7 +32,7 @@ _POOL_BLOCKS: Final = 64
 
 
 def check_namespace(namespace: str) -> None:
-    """Check that a session could have this namespace. Raises InvalidRequestError."""
+    """Check that the namespace is valid for a session. Raises InvalidRequestError."""
     checks.short(namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
 
 

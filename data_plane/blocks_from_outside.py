@@ -67,7 +67,7 @@ class BlocksFromOutside:
 
     def open(self, grant: pb.SignedPayload) -> Future[Lane]:
         """Open the session of ``grant`` for the caller of the gRPC call that is being served. Safe
-        to repeat. Raises as ``Executor.open``.
+        to repeat. Raises the same errors as ``Executor.open``.
         """
         tenant = caller().tenant if self.serving.knows_callers else None
         paid_by = payer()
@@ -78,7 +78,7 @@ class BlocksFromOutside:
         return self._submit(command, Lane(paid_by))
 
     def start(self, lane: Lane, plan: pb.SignedPayload) -> Future[StartedPlan]:
-        """Start a plan of the session. Raises as ``Executor.start``."""
+        """Start a plan of the session. Raises the same errors as ``Executor.start``."""
         return self._submit(partial(self._executor.start, lane.session_id, plan), lane)
 
     def span(self, lane: Lane, sequence_id: int, plan_number: int) -> Future[range]:
@@ -91,7 +91,7 @@ class BlocksFromOutside:
 
     def read(self, lane: Lane, blocks: BlockRange) -> Future[memoryview]:
         """Read written blocks of the session, as bytes in the order of
-        ``ReadBlocksResponse.blocks``. Raises as ``Executor.read_blocks``.
+        ``ReadBlocksResponse.blocks``. Raises the same errors as ``Executor.read_blocks``.
         """
 
         def command() -> memoryview:
@@ -138,7 +138,7 @@ def write_bytes(
     executor: Executor, session_id: int, blocks: BlockRange, data: bytearray, plan_number: int
 ) -> pb.SignedPayload | None:
     """Write ``data``, whole blocks of the layers that ``blocks`` names. Has to run on the worker
-    thread as a command. Raises as ``Executor.write_blocks``.
+    thread as a command. Raises the same errors as ``Executor.write_blocks``.
     """
     flat = torch.frombuffer(data, dtype=TORCH_DTYPES[executor.layout.kv_dtype])
     page = executor.pools.tier(tier_key_of(blocks.group, pb.TIER_DEVICE)).shape[2:]

@@ -147,7 +147,7 @@ class Pool:
         return self._has_forgotten or any(core.has_publications for core in self.groups)
 
     def num_blocks(self, tier: tpb.Tier) -> int:
-        """Return a tier's number of blocks in the smallest layer group; 0 while not built."""
+        """Return how many blocks of a tier the layer group with the fewest has; 0 until built."""
         return self.native.usage(tier)[0]
 
     # Builds

@@ -45,8 +45,8 @@ class Reports:
         num_blocks: Sequence[dict[tpb.Tier, int]],
         part: rpb.BlockReport,
     ) -> None:
-        """Add a part of a shard's report. Raises InvalidRequestError naming a field of the part;
-        messages before the faulty one are added then.
+        """Add a part of a shard's report. Raises InvalidRequestError naming the faulty field;
+        the messages before the faulty one have then been added.
         """
         at = "report"
         try:

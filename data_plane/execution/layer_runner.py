@@ -83,7 +83,7 @@ class LayerRunner:
         and attend if there is a query. See ``Executor.layer``.
 
         ``out`` receives the output: contiguous and apart from the tensors; None for new memory.
-        Raises as ``PlanRunner.check_may_run``, and InvalidRequestError.
+        Raises the same errors as ``PlanRunner.check_may_run``, and InvalidRequestError.
         """
         with self._command.lock, self._command("layer"):
             return self._run(named, tensors, options, out)
@@ -96,7 +96,7 @@ class LayerRunner:
         out: torch.Tensor | None = None,
     ) -> Slices[torch.Tensor | None]:
         """Run a layer as ``run`` does, but attend in slices of about ``SLICE_S``. The layer counts
-        as written when its attention begins. Raises as ``run`` in each slice.
+        as written when its attention begins. Raises the same errors as ``run`` in each slice.
         """
         slices = self._slices(named, tensors, options, out)
         return guarded(slices, self._command.lock, lambda: self._command("layer"))
@@ -237,7 +237,7 @@ class LayerRunner:
         """Let native code run bound layers from ``named`` on. ``serve`` runs them, and ``take_ran``
         returns those that ran, each of which counts as a command. It may run none of a plan that
         has run or that has to be cut into slices, and no last layer, which is followed by a
-        receipt. Raises as ``PlanRunner.check_may_run``, and what ``serve`` does.
+        receipt. Raises the same errors as ``PlanRunner.check_may_run``, and what ``serve`` does.
         """
         with self._command.lock:
             ran = self._serve(named, serve, take_ran)

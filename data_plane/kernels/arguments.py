@@ -250,7 +250,7 @@ def are_latents(keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def bytes_of_token(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Return the bytes stored for one position in the layer whose pages these are."""
+    """Return how many bytes one position takes in a layer's pages, keys and values together."""
     value_bytes = 0 if are_latents(keys, values) else values[0].nbytes
     return (keys[0].nbytes + value_bytes) // keys.shape[2]
 

@@ -161,7 +161,7 @@ def cache_kinds_of(device: torch.device) -> tuple[str, ...]:
 
 def kernels_of(device: torch.device, num_threads: int) -> Kernels:
     """Return the kernels for ``device``, as chosen by ``data_plane.kernels.device.devices``.
-    ``num_threads``: of the CPU kernels. Raises as ``CpuKernels`` does.
+    ``num_threads``: of the CPU kernels. Raises the same errors as ``CpuKernels`` does.
     """
     if device.type == "cpu":
         return CpuKernels(num_threads)

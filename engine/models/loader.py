@@ -112,7 +112,7 @@ def load(
     ``probe``: first compare the model's logits with those of transformers' own attention.
     ``latent``: as for ``layer_groups``. ``packs``: pack the weights of linear layers, as
     ``pack_linears`` does. ``max_total_tokens``: as in ``EngineSettings``. Raises
-    InvalidRequestError of the field "model" for a model that transformers cannot load, and for one
+    InvalidRequestError for the field "model" for a model that transformers cannot load, and for one
     that the probe refuses.
     """
     transformers_logging.disable_progress_bar()

@@ -93,7 +93,7 @@ class RankBackend(RemoteBackend):
         self._num_ranks = num_ranks
 
     def open(self, session: OpenedSession) -> None:
-        """Open an Execute stream to the rank's shard. Raises InvalidRequestError of the field
+        """Open an Execute stream to the rank's shard. Raises InvalidRequestError for the field
         "tensor_parallel" for a pool that is not divided by heads among so many.
         """
         own = session.shards[self._rank :][:1]

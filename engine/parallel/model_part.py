@@ -29,7 +29,7 @@ _OF_KEYS: Final = ("k_proj", "v_proj")
 
 
 def shards_of(layout: Layout, num_ranks: int) -> list[Shard]:
-    """Return which part of the pool each rank has. Raises InvalidRequestError of the field
+    """Return which part of the pool each rank has. Raises InvalidRequestError for the field
     "tensor_parallel" when the heads cannot be divided among the ranks.
     """
     try:
@@ -42,7 +42,7 @@ def shards_of(layout: Layout, num_ranks: int) -> list[Shard]:
 
 
 def keep_part(model: PreTrainedModel, layout: Layout, group: RankGroup) -> None:
-    """Cut ``model`` in place to the part of this rank. Raises InvalidRequestError of the field
+    """Cut ``model`` in place to the part of this rank. Raises InvalidRequestError for the field
     "tensor_parallel" for a model without such a plan, or with other ways to cut, and if the pool
     keeps latents.
     """

@@ -97,7 +97,7 @@ class _BeamSearch:
         self._best = best
 
     def _can_improve(self, length: int) -> bool:
-        """Return whether a live beam can still become better than the worst continuation kept."""
+        """Return whether a live beam could still score better than the worst continuation kept."""
         possible = self._scores[0] / (length**self._params.length_penalty)
         worst = min(score for score, _, _ in self._best)
         return any(bool(possible > (worst if ended else _NEVER)) for _, ended, _ in self._best)

@@ -105,7 +105,7 @@ class EngineWorker:
         return self._has_failed
 
     def when_failed(self, call: Callable[[], None]) -> None:
-        """Register ``call``, called on any thread when ``has_failed`` and no request is open."""
+        """Have ``call`` made, on any thread, once ``has_failed`` and no request is open."""
         with self._wakes:
             self._when_failed = call
             if self._has_failed:

@@ -39,7 +39,7 @@ _CHANGED: Final = 2  # Compare.target
 def elector_of(election: str, address: str, *, ttl_s: int) -> Elector:
     """Return the elector of "etcd://HOST:PORT,HOST:PORT/NAME". TLS is used if KVPLANE_ETCD_CA is
     set, with the files that it, KVPLANE_ETCD_CERTIFICATE and KVPLANE_ETCD_KEY name. Raises
-    InvalidRequestError of the field "election" if the host or the name is missing.
+    InvalidRequestError for the field "election" if the host or the name is missing.
     """
     parts = urlsplit(election)
     name = parts.path.strip("/")

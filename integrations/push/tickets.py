@@ -78,7 +78,7 @@ class Tickets:
             return self._found(secret)
 
     def take(self, secret: bytes) -> Ticket:
-        """The ticket, which is used up now. Raises as ``find``."""
+        """The ticket, which is used up now. Raises the same errors as ``find``."""
         with self._lock:
             ticket = self._found(secret)
             del self._open[secret]

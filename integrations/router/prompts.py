@@ -33,7 +33,7 @@ class Prompts:
 class PromptReader:
     """Reads prompts in a thread of its own: tokenizers are not thread-safe.
 
-    ``folder``: a model's; None reads token ids only. Raises InvalidRequestError of the field
+    ``folder``: a model's; None reads token ids only. Raises InvalidRequestError for the field
     "tokenizer" when there is no tokenizer in it.
     """
 

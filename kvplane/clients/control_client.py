@@ -233,12 +233,12 @@ class ControlClient:
         force: bool = False,
         timeout_s: float | None = None,
     ) -> ForgetResult:
-        """Remove prefixes from the index, and their files, so that no lookup finds them again:
-        those that begin with the tokens of these whole blocks, or all of a scope.
+        """Remove prefixes and their files, so that no lookup finds them again: either those that
+        begin with the tokens of these whole blocks, or all those of a scope.
 
-        ``force``: forget also blocks that sequences refer to; the sequences keep reading them. A
-        session that has just computed a prefix calls ``Session.submit_receipts`` first, as for
-        ``retain_prefix``.
+        ``force``: also forget blocks that sequences refer to, which otherwise raise
+        BlockInUseError; those sequences keep reading them. A session that has just computed a
+        prefix must call ``Session.submit_receipts`` first, as for ``retain_prefix``.
 
         Raises PoolNotFoundError, PoolNotReadyError, BlockInUseError.
         """

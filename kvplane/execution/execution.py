@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 class Execution:
     """Runs a session's plans on all shards. Made by ``Session.open_execution``, or by
-    ``DataClient.open`` for one shard alone. One call at a time: ``start`` or ``begin``, then
-    ``layer`` for each of ``layers``.
+    ``DataClient.open`` for one shard alone. Not for concurrent calls: for each plan call ``start``
+    (or ``begin``, which does not wait), then ``layer`` once for each of ``layers``.
     """
 
     def __init__(

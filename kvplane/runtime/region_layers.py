@@ -34,7 +34,7 @@ class _Bound:
 
 
 class RegionLayers:
-    """Runs layers of one shard's execution by shared memory. Raises as ``Execution.layer``."""
+    """Runs layers of one shard's execution through shared memory. Raises as ``Execution.layer``."""
 
     def __init__(self, execution: ShardExecution) -> None:
         self._execution = execution

@@ -102,7 +102,7 @@ def immediate(
 
 
 class Execution(Portal[execution.Execution]):
-    """A blocking ``kvplane.Execution``: ``Session.open_execution``, ``DataClient.open``."""
+    """A blocking ``kvplane.Execution``, which a session or a ``DataClient`` opens."""
 
     layers: list[int]
     num_tokens: int

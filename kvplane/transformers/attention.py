@@ -232,9 +232,9 @@ class _Kept:
 def options_of(
     module: torch.nn.Module, scaling: float | None, arguments: Mapping[str, Any]
 ) -> AttentionOptions:
-    """Return the options of an attention call of ``module``, which keeps them for its next call.
+    """Return the options of an attention call of ``module``; it caches them for later calls.
 
-    ``scaling`` and ``arguments``, the call's other keyword arguments, are named by transformers.
+    ``scaling`` and ``arguments``, the other keyword arguments, have transformers' names.
     ALiBi slopes, float32 [num_heads], are an attribute of the module, "alibi_slopes", because
     transformers has no argument for them. Raises InvalidRequestError for a position bias, which no
     option expresses.

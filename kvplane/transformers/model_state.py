@@ -59,7 +59,7 @@ def namespace_of(model: PreTrainedModel, *, is_shared: bool, folder: Path | None
     pool's model id has a hash of it, and engines that serve it use the empty namespace. Otherwise
     the digits name tensors by this process's records of them, and no parameter is read.
 
-    Raises InvalidRequestError of the field "namespace" where changes could not be noticed.
+    Raises InvalidRequestError for the field "namespace" where changes could not be noticed.
     """
     state = _state_of(model)
     with state.lock:

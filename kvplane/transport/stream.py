@@ -74,7 +74,7 @@ class Stream(Generic[Request, Response]):
         return self._reading
 
     def drop(self) -> None:
-        """Abandon the call; answers still under way are lost."""
+        """Cancel the stream at once; answers that have not arrived are discarded."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None

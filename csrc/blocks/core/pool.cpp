@@ -130,6 +130,7 @@ bool Pool::receipted(SessionHandle handle, int64_t plan, int64_t max_blocks) {
 // tokens, by receipts. Transfers are undone: tables refer again to the sources, pinned for this, in
 // place of the copies. Forks and frees stay. The data plane learns of the abort from the next plan,
 // which says what all tables are; until that has run, blocks released here stay retired.
+// `Lifecycle::cut_to_written` releases what tables lose, `PlanLog::end_plans` unpins the sources.
 //
 // Time is proportional to the sequences, the blocks that they lose and the tables that hold copies.
 bool Pool::abort(SessionHandle handle, int64_t next_plan, bool keeps, int64_t max_blocks) {

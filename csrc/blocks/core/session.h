@@ -72,13 +72,13 @@ struct Sequence {
   int64_t last_given = -1;
 };
 
-// An admission's sequences and all forks of them, as one claim to device blocks. `told`: what the
-// last event said of it. `members`: indices of its live sequences.
+// An admission's sequences and all forks of them, as one claim to device blocks. `reported`: where
+// it was by the last event of it. `members`: indices of its live sequences.
 struct Family {
-  enum class Told : uint8_t { kNothing, kOnDevice, kOnHost };
+  enum class Reported : uint8_t { kNothing, kOnDevice, kOnHost };
   std::vector<uint32_t> members;
   int64_t num_on_device = 0;
-  Told told = Told::kNothing;
+  Reported reported = Reported::kNothing;
   bool has_changed = false;  // since the last event
 };
 

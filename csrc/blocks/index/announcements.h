@@ -1,4 +1,4 @@
-// Publications that data planes are to be told of.
+// Publications that are still to be sent to data planes.
 #pragma once
 
 #include <vector>

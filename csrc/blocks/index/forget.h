@@ -3,7 +3,7 @@
 // tables keep theirs.
 //
 // Of a large prefix only the first entry is visited when it is forgotten. Entries below it count as
-// the old root's until they are removed, and followers start again afterwards.
+// the old root's until they are removed, and watchers start again afterwards.
 //
 // A forgotten prefix must not come back. A live sequence that begins with it, or may once its
 // tokens are known, publishes and shares neither the prefix nor blocks after it; nor do sequences

@@ -64,7 +64,7 @@ struct alignas(64) Entry {
 
 static_assert(sizeof(Entry) == 64, "an entry has grown");
 
-// A change to the index, for its followers.
+// A change to the index, for its watchers.
 enum class Change : uint8_t { kStored = 1, kRemoved = 2, kCleared = 3 };
 
 class Listener {

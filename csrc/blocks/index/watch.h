@@ -1,5 +1,5 @@
 // The latest changes of the index, so that others can follow it: which prefixes are cached, in
-// which tier. Each change has a revision; revisions of logged changes have no gaps. A follower
+// which tier. Each change has a revision; revisions of logged changes have no gaps. A watcher
 // takes a snapshot and then the changes since, or starts again when those are no longer here.
 #pragma once
 
@@ -74,10 +74,10 @@ class ChangeLog {
   uint32_t last_name_ = 0;
 };
 
-// Numbers the changes of an index, and keeps the latest of them for followers.
+// Numbers the changes of an index, and keeps the latest of them for watchers.
 //
 // Owns the revision and the log. The index and the operation that detaches prefixes tell it of each
-// change. While entries still name a root that they were detached from, nothing is kept: followers
+// change. While entries still name a root that they were detached from, nothing is kept: watchers
 // start again afterwards.
 class ChangeFeed final : public Listener {
  public:

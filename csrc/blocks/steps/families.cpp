@@ -54,16 +54,16 @@ std::vector<FamilyEvent> Families::take_events(Session& session) const {
     const auto found = session.families.find(id);
     Family& family = found->second;
     family.has_changed = false;
-    const Family::Told told = family.told;
+    const Family::Reported reported = family.reported;
     if (family.members.empty()) {
-      if (told == Family::Told::kOnDevice) events.push_back({FamilyChange::kEnded, id});
-      if (told == Family::Told::kOnHost) events.push_back({FamilyChange::kEndedOnHost, id});
+      if (reported == Family::Reported::kOnDevice) events.push_back({FamilyChange::kEnded, id});
+      if (reported == Family::Reported::kOnHost) events.push_back({FamilyChange::kEndedOnHost, id});
       session.families.erase(found);
-    } else if (family.num_on_device && told != Family::Told::kOnDevice) {
-      family.told = Family::Told::kOnDevice;
+    } else if (family.num_on_device && reported != Family::Reported::kOnDevice) {
+      family.reported = Family::Reported::kOnDevice;
       events.push_back({FamilyChange::kStarted, id});
-    } else if (!family.num_on_device && told == Family::Told::kOnDevice) {
-      family.told = Family::Told::kOnHost;
+    } else if (!family.num_on_device && reported == Family::Reported::kOnDevice) {
+      family.reported = Family::Reported::kOnHost;
       events.push_back({FamilyChange::kLeftDevice, id});
     }
   }

@@ -207,7 +207,7 @@ class ShardKernels:
             return batch.to(self._device)
 
     def step_memory(self) -> StepMemory | None:
-        """Return the memory for captured steps, as ``Kernels.step_memory`` does."""
+        """Return the memory that captured steps use; see ``Kernels.step_memory``."""
         return self._kernels.step_memory()
 
     def computing(self) -> AbstractContextManager[None]:

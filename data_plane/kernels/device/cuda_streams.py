@@ -73,13 +73,13 @@ class HostStreams:
         yield
 
     def finish(self) -> None:
-        """Return at once, because calls have finished when they return."""
+        """Do nothing: each call waits for its own work, so none is left."""
 
     def finish_swaps(self) -> None:
-        """Return at once, because swaps have finished when they return."""
+        """Do nothing: each swap waits for its own work, so none is left."""
 
     def drain(self) -> None:
-        """Return at once, because calls have finished when they return."""
+        """Do nothing: each call waits for its own work, so none is left."""
 
     def use_own_stream(self) -> None:
         """Do nothing, because the CPU has no streams."""

@@ -41,7 +41,7 @@ def probe(model: PreTrainedModel, *, latent: bool = True) -> tuple[LayerGroup, .
     """Return the layer groups with which the model's logits are right: those of its config or, if
     these are wrong, those of its attention calls. ``latent``: see ``layer_groups``.
 
-    Raises InvalidRequestError of the field "model", saying in what way the model cannot be served.
+    Raises InvalidRequestError for the field "model", saying in what way the model cannot be served.
     Its attention implementation is "kvplane" afterwards.
     """
     try:

@@ -39,7 +39,7 @@ def max_independent_tokens(model: PreTrainedModel) -> int | None:
     """Return the length of the longest sequence, in tokens, whose rotary embeddings depend on no
     other position of its forward pass, nor on an earlier pass; None where no length changes them.
 
-    Raises InvalidRequestError of the field "model" where its forward pass fails. The model's
+    Raises InvalidRequestError for the field "model" where its forward pass fails. The model's
     attention implementation is "eager" afterwards.
     """
     with part_of(model) as (part, _):

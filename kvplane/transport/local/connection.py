@@ -159,7 +159,7 @@ class LocalConnection:
 
     @property
     def is_native(self) -> bool:
-        """Return whether ``call`` can be used."""
+        """Return whether the native library is loaded, which ``call`` needs."""
         return self._native is not None
 
     def call(
@@ -168,7 +168,7 @@ class LocalConnection:
         """Run a bound layer: copy its tensors into the region, send its packet and wait for an
         answer. If that has no receipt, copy the output from the region and return None; otherwise
         return the answer. ``named``: the end of the packet. ``addresses``: of query, key, value and
-        output, each contiguous. Raises as ``send`` and ``receive``.
+        output, each contiguous. Raises the same errors as ``send`` and ``receive``.
         """
         try:
             self._open_peer()
@@ -246,7 +246,7 @@ async def _readable(peer: socket.socket) -> None:
 
 
 def _read_joined(peer: socket.socket) -> tuple[int, mmap.mmap]:
-    """Receive the region that the data plane gives. Raises as ``join``."""
+    """Receive the region that the data plane gives. Raises the same errors as ``join``."""
     packet, file = packets.receive_file(peer)
     try:
         answer = packets.parse(pb.ExecuteResponse, packet)
