@@ -59,7 +59,7 @@ def start(
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output and subprocess.STDOUT,
-        start_new_session=True,
+        process_group=0,  # Ctrl-C does not reach it; a session of its own would be scheduled apart
     )
     stack.callback(_stop, process)
     deadline_s = time.monotonic() + START_TIMEOUT_S
