@@ -116,9 +116,8 @@ bool ChangeLog::since(int64_t revision, std::string_view root, size_t max_events
 void ChangeLog::check(int64_t revision) const {
   if (!is_on()) return;
   const Require require("change log");
-  const auto num_events = static_cast<int64_t>(events_.size());
   require(revision_ == revision, "it lacks the last change");
-  require(num_events == std::min(revision_ - start_, static_cast<int64_t>(max_events_)),
+  require(events_.size() == std::min(static_cast<size_t>(revision_ - start_), max_events_),
           "changes are lost");
   std::vector<size_t> num_of_name(names_.size());
   for (const Event& event : events_) ++num_of_name[event.root];
