@@ -29,7 +29,7 @@ class Claimant:
         self.sequences: dict[int, Claim] = {}
 
     def is_passed_over(self, now_s: float) -> bool:
-        """Whether others are admitted before this session, although it is in front of them."""
+        """Says whether others are admitted before this session, although it is ahead of them."""
         return self.penalty_until_s > now_s or (self.num_doublings > 0 and len(self.sequences) > 0)
 
 
@@ -69,7 +69,7 @@ class Claim:
 
 
 class Turns:
-    """All sessions of a pool and their live sequences, with the clock of each sequence's turn."""
+    """Holds a pool's sessions and their live sequences, with the clock of each one's turn."""
 
     def __init__(self, turn_s: float, max_doublings: int) -> None:
         self.sessions: dict[int, Claimant] = {}

@@ -120,7 +120,7 @@ class Pool:
 
     @property
     def ready(self) -> bool:
-        """Whether sessions can be opened."""
+        """Says whether sessions can be opened."""
         return self.built and self.shards.are_connected and not self.silent_shards
 
     @property

@@ -163,7 +163,7 @@ class FileForgets:
 
     @property
     def has_early(self) -> bool:
-        """Whether messages wait to be sent a second time, once their blocks are withdrawn."""
+        """Says whether messages wait to be sent again, once their blocks are withdrawn."""
         return bool(self._early)
 
     def add(self, message: rpb.ForgetFiles) -> list[rpb.RegisterResponse]:

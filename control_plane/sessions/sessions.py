@@ -1,4 +1,4 @@
-"""All sessions of one control plane. Only here are they opened, and only here do they end.
+"""Holds all sessions of one control plane. Only here are they opened, and only here do they end.
 
     open ──► renewed ... ──► end ──► shards fence it ─┐
                               └────► it releases ─────┴─► its blocks are free
@@ -56,7 +56,7 @@ def random_session_id() -> int:
 
 
 class Sessions:
-    """All sessions of the control plane. ``by_id``: the open ones. ``incarnation``: the control
+    """Holds the control plane's sessions. ``by_id``: the open ones. ``incarnation``: the control
     plane's, which is part of their references.
     """
 

@@ -23,15 +23,15 @@ class Refusable:
 
     name = ""
     is_one_item = False
-    """Whether it succeeds or fails as a whole; otherwise each sequence is an item."""
+    """Says whether it succeeds or fails as a whole; otherwise each sequence is an item."""
     id_field = "sequence_ids"
     """Name of the field that holds the ids of the sequences."""
     parent_field = "sequence_ids"
     """Name of the field that holds the ids of sequences that have to be live."""
     names_each_once = False
-    """Whether an id that occurs twice is refused as such."""
+    """Says whether an id that occurs twice is refused as such."""
     computes = False
-    """Whether the plan computes tokens of sequences that were live before it."""
+    """Says whether the plan computes tokens of sequences that were live before it."""
 
     def located(self, field: str, failure: Failure) -> tuple[str, int | None]:
         """Return the column at fault in an item, and the index in it. ``field``: its error's."""
@@ -44,7 +44,7 @@ class Operation(Refusable, ABC):
     """Base class of one kind of operation, such as an append: how it is counted and run."""
 
     is_checked_with_answer = False
-    """Whether checking it returns the answer that running it would give, besides any failures."""
+    """Says whether a check returns the answer that running it would give, besides failures."""
 
     def may_plan(self, message: Any) -> bool:
         """Return whether the operation may need a plan."""
