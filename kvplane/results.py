@@ -266,9 +266,9 @@ class PoolInfo:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Description of a plane. ``version``: its release. ``incarnation``: the control plane's run, 0
-    if a data plane has registered with none. Of a data plane ``pool_id``, ``shard`` and ``device``:
-    its part of a pool, and where its device tier is, "cpu" or "cuda:N".
+    """Describes a plane. ``version``: its release. ``incarnation``: the run of the control plane;
+    for a data plane the one that it registered with, or 0. Data planes only: ``pool_id`` and
+    ``shard``, its part of a pool, and ``device``, where its device tier is: "cpu" or "cuda:N".
     """
 
     version: str

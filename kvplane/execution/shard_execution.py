@@ -94,8 +94,8 @@ class ShardExecution:
         take_receipt: Callable[[Signed], None] | None = None,
     ) -> None:
         """``connection``: closed with the execution. ``local``: whether to use shared memory where
-        it is available. ``take_receipt``: called once for each plan's receipt, in the thread of the
-        call that brought it.
+        it is available. ``take_receipt``: called once with each plan's receipt, on the thread
+        whose call to the data plane returned it.
         """
         self.layers: list[int] = []
         self.receipt: SignedPayload | None = None

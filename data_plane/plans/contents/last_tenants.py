@@ -18,8 +18,8 @@ BlocksByTier = dict[TierKey, NDArray[np.int64]]
 class LastTenants:
     """Remembers, for each block, which tenant's data it may hold.
 
-    A tenant is kept as a digest of 64 bits, so that former tenants cost no memory. The digest is
-    keyed, so that nobody can look for two tenants whose digests collide.
+    Each block stores its tenant as a 64-bit digest, so that memory does not grow with the number
+    of tenants. The digest is keyed, so that nobody can search for two whose digests collide.
     """
 
     def __init__(self, num_blocks: dict[TierKey, int]) -> None:
