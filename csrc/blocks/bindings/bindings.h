@@ -4,7 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include "core/pool.h"
+#include "pool/pool.h"
 
 namespace kvplane::blocks {
 

@@ -1,6 +1,6 @@
 // One layer group: its blocks, tables and prefixes. Columns go in as bytes and come out as bytes;
 // nothing is made for a sequence or a block.
-#include "core/layer_group.h"
+#include "pool/layer_group.h"
 
 #include <pybind11/typing.h>
 

@@ -1,5 +1,5 @@
 // A pool's sessions and prefixes, in all layer groups.
-#include "core/pool.h"
+#include "pool/pool.h"
 
 #include <algorithm>
 #include <string>

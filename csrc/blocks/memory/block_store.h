@@ -27,10 +27,10 @@
 #include <vector>
 
 #include "containers/lists.h"
+#include "core/block_times.h"
 #include "core/types.h"
 #include "eviction/policy.h"
 #include "index/prefix_index.h"
-#include "memory/block_times.h"
 
 namespace kvplane::blocks {
 

@@ -7,10 +7,10 @@
 
 #include "containers/chunk_hints.h"
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
 #include "index/prefix_index.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 #include "steps/append.h"
 #include "steps/families.h"
 #include "steps/plans.h"

@@ -4,12 +4,12 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
-#include "index/publish.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 #include "steps/families.h"
 #include "steps/plans.h"
+#include "steps/publish.h"
 #include "steps/tables.h"
 
 namespace kvplane::blocks {

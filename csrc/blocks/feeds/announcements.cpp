@@ -1,0 +1,94 @@
+#include "feeds/announcements.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "core/require.h"
+#include "feeds/findable.h"
+
+namespace kvplane::blocks {
+
+namespace {
+
+// Returns whether the entry's block may be announced to data planes: they know that of its parent.
+// Nothing when another call has to find out.
+std::optional<bool> may_announce(const PrefixIndex& index, EntryId e, Findable& findable) {
+  if (index[e].block(kDevice) == kNoBlock || !index.follows_device(e)) return false;
+  return findable(e);
+}
+
+}  // namespace
+
+bool Announcements::add(EntryId root, EntryId e) {
+  EntryId c = index_[e].child;
+  while (c != kNoEntry && index_[c].block(kDevice) == kNoBlock) c = index_[c].next;
+  // Written a field at a time: put together first, it would be read before it has been stored.
+  Announcement& item = queue_.emplace_back();
+  item.root = root;
+  item.entry = e;
+  item.uid = index_[e].uid;
+  item.below = c != kNoEntry;
+  return item.below;
+}
+
+std::vector<Announcement> Announcements::take(size_t max_entries) {
+  std::vector<Announcement> taken;
+  Findable findable(index_);
+  for (size_t num = 0; num < max_entries && !empty(); ++num) {
+    if (again_.empty()) again_.push_back(queue_[num_taken_++]);
+    const Announcement item = again_.back();
+    const bool is_alive = index_.alive(item.entry, item.uid);
+    const std::optional<bool> may = is_alive ? may_announce(index_, item.entry, findable) : false;
+    if (!may) break;
+    again_.pop_back();
+    if (*may) taken.push_back(item);
+    if (item.below && is_alive)
+      for (EntryId c = index_[item.entry].child; c != kNoEntry; c = index_[c].next)
+        if (index_[c].block(kDevice) != kNoBlock)
+          again_.push_back({item.root, c, index_[c].uid, true});
+    if (again_.empty() && num_taken_ == queue_.size()) {
+      queue_.clear();
+      num_taken_ = 0;
+    }
+  }
+  return taken;
+}
+
+void Announcements::add_promoted() {
+  for (const Block b : device_.take_promoted()) {
+    const EntryId e = index_.entry_of(kDevice, b);
+    if (e != kNoEntry) add(index_.root_of(e), e);
+  }
+}
+
+std::vector<Announcement> Announcements::all_in(Block begin, Block& end) const {
+  std::vector<Announcement> found;
+  Findable findable(index_);
+  for (Block b = begin; b < end; ++b) {
+    if (!index_.is_published(kDevice, b)) continue;
+    const EntryId e = index_.entry_of(kDevice, b);
+    const std::optional<bool> is_findable = findable(e);
+    if (!is_findable) end = b;
+    if (is_findable.value_or(false)) found.push_back({index_.root_of(e), e, index_[e].uid, false});
+  }
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Announcement& a, const Announcement& b) { return a.root < b.root; });
+  return found;
+}
+
+void Announcements::check() const {
+  const Require require("announcements");
+  require(queue_.empty() ? !num_taken_ && again_.empty()
+                         : num_taken_ < queue_.size() || !again_.empty(),
+          "what was taken is kept");
+  const auto check_item = [&](const Announcement& item) {
+    require(item.entry < index_.end() && item.uid <= index_[item.entry].uid, "one is of no entry");
+    if (!index_.alive(item.entry, item.uid)) return;
+    const EntryId root = index_.root_of(item.entry);
+    require(root == item.root || !index_.is_named(root), "one is of another root");
+  };
+  std::for_each(queue_.begin() + static_cast<int64_t>(num_taken_), queue_.end(), check_item);
+  std::for_each(again_.begin(), again_.end(), check_item);
+}
+
+}  // namespace kvplane::blocks
