@@ -214,12 +214,12 @@ class Pool:
         headroom: int = 0,
         max_blocks: int = ...,
         check_as: int = 0,
-    ) -> int | _Failure:
-        """Return how many blocks it moves: about ``max_blocks`` at once, the others by
-        ``swap_some``, which must be called before any other call of the session until it returns
-        False.
+    ) -> int | _Failure | None:
+        """Return how many blocks it has moved. None: it has handled about ``max_blocks``, and
+        ``swap_some`` must be called before any other call of the session until that returns
+        another answer.
         """
-    def swap_some(self, handle: int, max_blocks: int) -> bool: ...
+    def swap_some(self, handle: int, max_blocks: int) -> int | _Failure | None: ...
     def cut(self, handle: int, sequence_id: int) -> int: ...
     def reserve(self, handle: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, handle: int, max_blocks: int) -> bool:

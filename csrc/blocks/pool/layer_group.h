@@ -39,7 +39,8 @@ struct LayerGroup : Shared {
   bool end_some(SessionHandle handle, int64_t max_blocks);
   void session_fenced(SessionHandle handle);
   bool is_ending(SessionHandle handle) const {
-    return !sessions[handle].ending.empty() || !sessions[handle].plans.empty();
+    const Session& session = sessions[handle];
+    return !session.ending.empty() || !session.plans.empty() || !session.swapping.copies.empty();
   }
 
   // While a pool is rebuilt (rebuild.h): enters a reported block below its parent; kNoEntry if its

@@ -367,11 +367,9 @@ class Caller(View):
 
     def swap(self, ids: Sequence[int], tier: int) -> int | Failure:
         """Swap; return the blocks moved, every other time some at once, or the failure."""
-        if self.number % 2:
-            whole: int | Failure = self.pool.swap(self.handle, i64(ids), tier)
-            return whole
-        answer: int | Failure = self.pool.swap(self.handle, i64(ids), tier, 0, FEW_BLOCKS)
-        while isinstance(answer, int) and self.pool.swap_some(self.handle, FEW_BLOCKS):
+        most = 1 << 40 if self.number % 2 else FEW_BLOCKS
+        answer: int | Failure | None = self.pool.swap(self.handle, i64(ids), tier, 0, most)
+        while answer is None:
             self.check_some()
         return answer
 
@@ -381,6 +379,7 @@ class Caller(View):
         """Note that the plan, by default the last one, has run."""
         plan = self.pool.last_plan(self.handle) if plan is None else plan
         if plan % 2:
+            answer = self.pool.swap_some(self.handle, FEW_BLOCKS)
             self.pool.receipted(self.handle, plan)
         while self.pool.receipted(self.handle, plan, FEW_BLOCKS):
             self.check_some()
@@ -413,9 +412,6 @@ class _Checks:
 
     def __getattr__(self, name: str) -> Any:
         return partial(getattr(self._pool, name), check_as=self._number)
-
-    def swap_some(self, handle: int, max_blocks: int) -> bool:
-        return False
 
 
 def _append_columns(rows: Sequence[tuple[int, int, int, Sequence[int], int]]) -> tuple[bytes, ...]:

@@ -182,25 +182,27 @@ def test_what_was_released_comes_back_some_at_a_time_where_no_plan_is_left() -> 
 
 
 def test_a_session_may_end_within_a_swap() -> None:
-    is_left, num_pieces = True, 0
-    while is_left:
+    answer, num_pieces = None, 0
+    while answer is None:
         caller = with_prompt(PROMPT)
         caller.begin()
         caller.fork((1, 2))
         caller.append((2, 6, 1, [9], 0))
         ran(caller)
         caller.begin()
-        assert caller.pool.swap(caller.handle, i64([1, 2]), HOST, 0, 0) == 3
+        assert caller.pool.swap(caller.handle, i64([1, 2]), HOST, 0, 0) is None
         for _ in range(num_pieces):
-            is_left = caller.pool.swap_some(caller.handle, 1)
+            answer = caller.pool.swap_some(caller.handle, 1)
             caller.pool.check_integrity()
         num_pieces += 1
-        caller.pool.end_session(caller.handle)
-        caller.pool.check_integrity()
+        is_left = caller.pool.end_session(caller.handle, 1)
+        while is_left:
+            caller.pool.check_integrity()
+            is_left = caller.pool.end_some(caller.handle, 1)
         caller.pool.session_fenced(caller.handle)
         caller.pool.check_integrity()
         assert [caller.pool.usage(tier)[3:] for tier in (DEVICE, HOST)] == [(0, 0), (0, 0)]
-    assert num_pieces > 4
+    assert answer == 3 and num_pieces > 8
 
 
 def changes_after_an_abort(caller: Caller) -> list[tuple[int, int, int, int]]:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 from kvplane_blocks._native import ColumnError
 
-from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
+from tests.helpers.native.native_pool import (
+    DEVICE,
+    HOST,
+    Caller,
+    Code,
+    Kind,
+    dump,
+    i32,
+    i64,
+    new_pool,
+)
 
 PROMPT = list(range(6))
 
@@ -110,6 +120,50 @@ def test_refused_swaps() -> None:
     assert dump(caller.pool, [caller]) == before
     assert caller.swap([1], HOST) == 4
     assert caller.swap([2], HOST) == (0, Code.LATER, 1, 0, HOST)
+
+
+def test_a_swap_allocates_in_slices_between_which_nobody_takes_what_it_needs() -> None:
+    caller = with_prompt(list(range(16)), num_host=6)
+    pool, other = caller.pool, Caller(caller.pool, b"other")
+    caller.begin()
+    answer, held = pool.swap(caller.handle, i64([1]), HOST, 0, 1), list[int]()
+    while answer is None:
+        held.append(pool.usage(HOST)[3])
+        assert pool.num_obtainable(other.handle, HOST) == 2
+        assert pool.num_obtainable(caller.handle, HOST) == 6 - held[-1]
+        pool.check_integrity()
+        answer = pool.swap_some(caller.handle, 1)
+    assert answer == 4
+    assert held[:6] == [0, 1, 2, 3, 4, 4]
+
+
+def test_a_swap_that_runs_short_between_its_slices_gives_back_what_it_allocated() -> None:
+    caller = with_prompt(list(range(100, 116)), num_host=4)
+    pool, other, third = caller.pool, Caller(caller.pool), Caller(caller.pool, b"third")
+    for each, tokens in ((other, [0] * 4), (third, list(range(200, 216)))):
+        each.begin()
+        assert len(each.admit(1, tokens)) == 3, "the last evicts what is cached"
+        ran(each)
+        each.begin()
+        each.free(1)
+        ran(each)
+    assert pool.match(b"root", i32([0] * 4))[:2] == (0, 1)
+    table, usage = caller.table(1), pool.usage(HOST)
+    assert usage == (4, 3, 1, 0, 0)
+    caller.begin()
+    assert pool.swap(caller.handle, i64([1]), HOST, 0, 3) is None
+    assert pool.usage(HOST)[3] == 2
+    other.begin()
+    assert other.admit(2, [*[0] * 4, 9]) == (4, 2, 1), "copied from the host tier"
+    num_slices, answer = 0, None
+    while answer is None:
+        answer, num_slices = pool.swap_some(caller.handle, 1), num_slices + 1
+        pool.check_integrity()
+    assert (answer, num_slices) == ((0, Code.LATER, 4, 3, HOST), 2)
+    assert caller.table(1) == table
+    assert pool.usage(HOST) == (4, 3, 0, 1, 0), "that of the prefix is read"
+    ran(other)
+    assert caller.swap([1], HOST) == 4
 
 
 def filled(num_device: int, num_host: int) -> Caller:
