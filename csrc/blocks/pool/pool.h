@@ -84,8 +84,6 @@ class Pool {
   bool abort(SessionHandle handle, int64_t next_plan, bool keeps, int64_t max_blocks);
 
   // Prefixes
-  // Leading full blocks that an admission would find: their entries in the first group.
-  std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;
   std::variant<Retained, Failure> retain(std::string_view root, uint32_t owner,
                                          Span<int32_t> tokens, uint8_t priority,
                                          double expires_at_s, int64_t most_blocks);
@@ -105,9 +103,9 @@ class Pool {
   int64_t num_blocks_held(SessionHandle handle) const;
 
  private:
-  Failure check_room(const LayerGroup& group, SessionHandle handle, const Swapping& plan) const;
   std::variant<Admitted, Failure> admit_with(SessionHandle handle, const Admission& admission,
                                              int64_t admitted_by, bool computes, bool only_check);
+  Failure check_room(const LayerGroup& group, SessionHandle handle, const Swapping& plan) const;
 
   std::vector<LayerGroup*> groups_;
 };

@@ -241,6 +241,14 @@ class OneGroup(Pool):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
+    def find(
+        self, root: bytes, token_ids: bytes = b"", hashes: bytes = b""
+    ) -> tuple[tuple[int, int], tuple[bytes, ...]]:
+        """Search for a prompt at once; return the counts and the columns of the blocks found."""
+        search = self.search(self.group, root, token_ids, hashes, True)
+        assert not search.search_some(1 << 40)
+        return search.counts(), search.blocks()
+
 
 def new_pool(
     num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int
@@ -371,6 +379,7 @@ class Caller(View):
         answer: int | Failure | None = self.pool.swap(self.handle, i64(ids), tier, 0, most)
         while answer is None:
             self.check_some()
+            answer = self.pool.swap_some(self.handle, FEW_BLOCKS)
         return answer
 
     # What follows
@@ -379,7 +388,6 @@ class Caller(View):
         """Note that the plan, by default the last one, has run."""
         plan = self.pool.last_plan(self.handle) if plan is None else plan
         if plan % 2:
-            answer = self.pool.swap_some(self.handle, FEW_BLOCKS)
             self.pool.receipted(self.handle, plan)
         while self.pool.receipted(self.handle, plan, FEW_BLOCKS):
             self.check_some()
