@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
             for each in fleet.status():
                 sys.stdout.write(
                     f"{each.name:<20} {each.node:<16} {each.address or 'not up':<22} "
-                    f"pid {each.pid:<8} starts {each.num_starts}\n"
+                    f"pid {each.pid}\n"
                 )
         else:
             sys.stdout.write(f"{fleet.down()} servers ended\n")
