@@ -32,11 +32,11 @@ from kvplane.errors import KvplaneError
 from kvplane.integrations.ray import fleet
 from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.server_actor import Status
+from kvplane.integrations.ray.server_process import ServerProcess
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 from kvplane.wire.v1.pool_pb2_grpc import ServerServiceStub
 from models.recall_task import Question, questions
-from scripts.planes import start
 from tests.helpers.etcd_cluster import EtcdCluster
 
 MODEL = Path(__file__).parents[3] / "models" / "recall"
@@ -65,15 +65,32 @@ class Programs:
             self._run("engine", "serve", "--model", str(MODEL), "--pool-id", pool, *more)
             for pool in POOLS
         ]
-        listed = [f"{engine}={pool}" for engine, pool in zip(engines, POOLS, strict=True)]
+        listed = [f"{_url(engine)}={pool}" for engine, pool in zip(engines, POOLS, strict=True)]
         reads = ("--tokenizer", str(MODEL))
-        router = self._run(ROUTER, "--engine", ",".join(listed), *reads, *self._control)
+        router = _url(self._run(ROUTER, "--engine", ",".join(listed), *reads, *self._control))
         print(f"{'router':<16} {router} before {' and '.join(listed)}")
         return router
 
-    def _run(self, program: str, *arguments: str) -> str:
-        """Start a program, which ends with the stack; return its URL, once it serves."""
-        return f"http://{start(self._stack, program, *arguments).address}"
+    def _run(self, *program: str) -> ServerProcess:
+        process = ServerProcess(
+            lambda port_file: [
+                *(sys.executable, "-m", *program),
+                *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
+            ],
+            ended=lambda: print(f"{program[0]} has ended"),
+        )
+        self._stack.callback(process.stop)
+        return process
+
+
+def _url(program: ServerProcess) -> str:
+    """Wait until it serves; return its URL."""
+    end_s = time.monotonic() + UP_S
+    while not (port := program.port):
+        if time.monotonic() >= end_s:
+            raise TimeoutError("a program does not come up")
+        time.sleep(0.05)
+    return f"http://127.0.0.1:{port}"
 
 
 def answers(addresses: str, asked: list[Question]) -> dict[str, str]:
@@ -194,13 +211,14 @@ def main() -> int:
         fleet.connect(cluster.address)
         stack.callback(fleet.disconnect)
         shape = FleetShape(
-            num_pools=len(POOLS),
-            num_shards=2,
-            num_control_planes=2,
+            pools=len(POOLS),
+            shards=2,
+            control_planes=2,
             election=f"etcd://{etcd.endpoints}/fleet",
-            data_arguments=("--model", str(MODEL), "--num-device-blocks", "256"),
+            data=f"--model {MODEL} --num-device-blocks 256",
+            timeout_s=UP_S,
         )
-        addresses = ",".join(fleet.up(shape, UP_S))
+        addresses = ",".join(fleet.up(shape))
         stack.callback(fleet.down)
         for each in fleet.status():
             print(f"{each.name:<16} {each.address}")

@@ -17,7 +17,6 @@ import pytest
 
 from control_plane.server.config import ControlPlaneSettings
 from data_plane.server.config import DataPlaneSettings
-from kvplane.errors import InvalidRequestError
 from kvplane.integrations.ray import placement, program
 from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.program import main
@@ -51,7 +50,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_every_shard_of_every_pool_is_a_server_with_a_name_of_its_own() -> None:
-    shape = FleetShape(num_pools=3, num_shards=2, num_control_planes=2, election="etcd://e:1/n")
+    shape = FleetShape(pools=3, shards=2, control_planes=2, election="etcd://e:1/n")
     servers = [*placement.control_planes(shape)]
     for pool in placement.pools(shape):
         servers += placement.shards(shape, pool)
@@ -63,11 +62,11 @@ def test_every_shard_of_every_pool_is_a_server_with_a_name_of_its_own() -> None:
 
 def test_programs_take_what_they_are_started_with() -> None:
     shape = FleetShape(
-        num_pools=2,
-        num_shards=2,
-        num_control_planes=2,
+        pools=2,
+        shards=2,
+        control_planes=2,
         election="etcd://127.0.0.2:2379/fleet",
-        data_arguments=("--layout", "layout.json"),
+        data="--layout layout.json",
     )
     addresses = ["127.0.0.2:50051", "127.0.0.3:50052"]
     *_, shard = placement.shards(shape, "pool-1")
@@ -85,24 +84,25 @@ def test_programs_take_what_they_are_started_with() -> None:
 
 
 def test_bundles_count_what_a_shard_takes() -> None:
-    shape = FleetShape(num_shards=2, num_cpus=0, num_gpus=1)
+    shape = FleetShape(shards=2, cpus=0, gpus=1)
     assert placement.bundles(shape) == [{"GPU": 1}, {"GPU": 1}]
 
 
 @pytest.mark.parametrize(
     ("field", "arguments"),
     [
-        ("num_pools", ["--pools", "0"]),
-        ("num_shards", ["--shards", "-1"]),
+        ("--pools", ["--pools", "0"]),
+        ("--strategy", ["--strategy", "TIGHT"]),
         ("election", ["--control-planes", "2"]),
-        ("num_cpus", ["--cpus", "0"]),
-        ("control_port", ["--control-port", "65536"]),
+        ("cpus", ["--cpus", "0"]),
+        ("control_port", ["--control-port", "65535", "--control-planes", "2", "--election", "e"]),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused_by_the_field_at_fault(
     field: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["up", *arguments]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["up", *arguments])
     assert field in capsys.readouterr().err
 
 
@@ -118,22 +118,24 @@ def command_of_slurm() -> str:
 @pytest.mark.parametrize("place", ["the program's help", "the README", "slurm"])
 def test_a_fleet_can_be_asked_for_as_shown(place: str) -> None:
     text = {
-        "the program's help": lambda: program._EXAMPLE,
+        "the program's help": lambda: program._USAGE.partition("\n")[2],
         "the README": (ROOT / "integrations" / "ray" / "README.md").read_text,
         "slurm": command_of_slurm,
     }[place]()
     shown = re.search(r"python -m kvplane\.integrations\.ray (up .*)", text.replace("\\\n", ""))
     assert shown is not None
     arguments = shlex.split(shown[1].partition(" | ")[0])
-    shape = program._shape(program._parser().parse_args(arguments))
-    assert (shape.num_pools, shape.num_shards) == (2, 2)
-    assert shape.control_arguments == ("--insecure",)
-    assert shape.data_arguments == ("--model", "models/recall", "--insecure")
+    shape = parse(FleetShape, "ray up", arguments[1:], {})
+    assert (shape.pools, shape.shards) == (2, 2)
+    assert shape.control == "--insecure"
+    assert shape.data == "--model models/recall --insecure"
 
 
-def test_strategies_are_rays() -> None:
-    with pytest.raises(InvalidRequestError, match="STRICT_PACK"):
-        FleetShape(strategy="TIGHT")
+def test_a_command_that_there_is_not_is_answered_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == main(["start"]) == 2
+    assert "up | status | down" in capsys.readouterr().err
 
 
 def test_an_actor_is_told_when_its_server_has_ended() -> None:
