@@ -15,7 +15,6 @@ from kvplane.shard import Shard
 from kvplane.wire import signing
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from tests.helpers.data.data_rig import Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
     DEVICE,
@@ -88,19 +87,6 @@ def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
     assert receipt.plan_digest == signing.digest(plan.payload)
     assert (receipt.version, receipt.session) == (NEWEST_PAYLOAD_VERSION, rig.author.session(1))
     assert (receipt.epoch, receipt.plan_number) == (rig.executor.epoch, 1)
-
-
-def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
-    key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
-    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 5))
-    for layer in rig.executor.layers:
-        assert rig.executor.receipt(1) is None
-        named = of_latest(rig.executor)
-        assert rig.executor.layer(1, layer, None, key, value, **named) is None
-    assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
-    want = dense_attention(query, key, value)
-    got = rig.run_layer(1, query, None, None)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:

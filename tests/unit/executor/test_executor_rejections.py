@@ -192,14 +192,18 @@ def test_a_replayed_plan_of_a_closed_session_is_refused(rig: Rig) -> None:
         rig.executor.start(rig.author.grant(2), plan)
 
 
-def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig) -> None:
+@pytest.mark.parametrize("error", [BlockNotWritableError, StaleGenerationError])
+def test_blocks_are_not_written_to_what_was_published_or_taken_since_the_plan_began(
+    rig: Rig, error: type[KvplaneError]
+) -> None:
+    """Nor are layers: see ``tests/rpc/test_late_layers.py``."""
     rig.start(2, span(1, 12, 1))
-    rig.publish(1)
-    with rig.refuses(BlockNotWritableError):
-        rig.layer(0, 1)
-    with rig.refuses(BlockNotWritableError):
-        rig.run_layer(0, None, tokens(1), tokens(1))
-    with rig.refuses(BlockNotWritableError):
+    if error is BlockNotWritableError:
+        rig.publish(1)
+    else:
+        rig.open(2)
+        rig.run(1, set_blocks(1, [(1, 2)]), session_id=2)
+    with rig.refuses(error):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
 
 
@@ -236,22 +240,6 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
             PlanLayer(1, given["layer"], 2, field="in."), tensors, options
         )
     rig.run_layers(1)
-
-
-def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
-    rig.start(2, span(1, 12, 1))
-    with rig.refuses(InvalidRequestError, "layer"):
-        rig.run_layer(0, Q, None, None)
-    rig.layer(0, 1)
-    assert rig.run_layer(0, Q, None, None) is not None
-    with rig.refuses(InvalidRequestError, "layer"):
-        rig.run_layer(1, Q, None, None)
-
-
-def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:
-    rig.start(2, span(1, 12, 1))
-    with rig.refuses(PlanOutOfOrderError, "plan_number"):
-        rig.executor.layer(1, 0, Q, K, K, plan_number=1)
 
 
 @pytest.mark.parametrize(

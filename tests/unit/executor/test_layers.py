@@ -4,7 +4,7 @@ are one native call where tensors like these were checked, and are checked where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +19,7 @@ from data_plane.kernels.backends.bound_layers import BoundLayers
 from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
-    BlockNotWritableError,
     InvalidRequestError,
-    KvplaneError,
-    PlanOutOfOrderError,
-    SessionExpiredError,
-    StaleGenerationError,
 )
 from kvplane.layout import Layout
 from tests.helpers.data.data_rig import LAYERS, Rig
@@ -212,42 +207,6 @@ def bound(twins: Twins) -> Tensors:
     return made(1, 1, 40)
 
 
-def refused(
-    twins: Twins,
-    tensors: Tensors,
-    error: type[KvplaneError],
-    layer: int = 0,
-    options: AttentionOptions = PLAIN,
-) -> None:
-    """A layer writes nothing."""
-    before = twins.rig.executor.pools.device_tier.clone()
-    with pytest.raises(error):
-        twins.call(tensors, layer, options)
-    assert torch.equal(twins.rig.executor.pools.device_tier, before)
-    assert not twins.num_checked, "no kernel was called"
-
-
-def take_block(rig: Rig) -> None:
-    rig.open(2)
-    rig.run(1, set_blocks(1, [(0, 2)]), span(1, 0, 3), session_id=2)
-
-
-LATE: dict[str, tuple[Callable[[Rig], object], type[KvplaneError]]] = {
-    "a session that has ended": (lambda rig: rig.fence(1), SessionExpiredError),
-    "a block that was published since": (lambda rig: rig.publish(0), BlockNotWritableError),
-    "a table that another session has taken a block of": (take_block, StaleGenerationError),
-}
-
-
-@pytest.mark.parametrize("reason", LATE)
-def test_a_bound_layer_is_refused_for(twins: Twins, reason: str) -> None:
-    tensors = bound(twins)
-    happens, error = LATE[reason]
-    happens(twins.rig)
-    twins.num_checked = 0
-    refused(twins, tensors, error)
-
-
 def test_what_is_published_elsewhere_is_no_hindrance(twins: Twins) -> None:
     bound(twins)
     for rig in twins.rigs:
@@ -255,35 +214,6 @@ def test_what_is_published_elsewhere_is_no_hindrance(twins: Twins) -> None:
     twins.step(1, 1, seed=40)
     twins.check()
     assert not twins.num_checked
-
-
-def test_layers_come_in_order(twins: Twins) -> None:
-    tensors = bound(twins)
-    refused(twins, tensors, InvalidRequestError, layer=1)
-    twins.call(tensors)
-    twins.call(tensors, 1)
-    assert not twins.num_checked
-
-
-def test_a_layer_of_another_plan_writes_nothing(twins: Twins) -> None:
-    tensors = bound(twins)
-    twins.step(1, 1, seed=40)
-    twins.rig.start(5, span(1, 8, 1))
-    refused(twins, tensors, PlanOutOfOrderError)
-    twins.other.start(5, span(1, 8, 1))
-    twins.call(tensors)
-
-
-def test_a_layer_of_another_pass_writes_nothing(twins: Twins) -> None:
-    tensors = bound(twins)
-    twins.step(1, 1, seed=40)
-    twins.start(5, span(1, 8, 2))
-    twins.begin_pass(0)
-    twins.step(1, 1, seed=50)
-    twins.rig.executor.begin_pass(1, 1)
-    refused(twins, tensors, PlanOutOfOrderError)
-    twins.other.executor.begin_pass(1, 1)
-    twins.call(tensors)
 
 
 def other_tensors() -> dict[str, tuple[Tensors, AttentionOptions]]:
@@ -312,7 +242,10 @@ def other_tensors() -> dict[str, tuple[Tensors, AttentionOptions]]:
 def test_what_was_not_checked_is_checked(twins: Twins, name: str) -> None:
     tensors = bound(twins)
     others, options = other_tensors()[name]
-    refused(twins, others, InvalidRequestError, options=options)
+    before = twins.rig.executor.pools.device_tier.clone()
+    with pytest.raises(InvalidRequestError):
+        twins.call(others, options=options)
+    assert torch.equal(twins.rig.executor.pools.device_tier, before)
     twins.call(tensors)
     assert not twins.num_checked, "those that were checked are still bound"
 

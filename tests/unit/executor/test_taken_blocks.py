@@ -115,22 +115,6 @@ def test_a_plan_that_has_run_gives_its_receipt_as_before(rig: Rig) -> None:
     assert rig.snapshot() == before
 
 
-def test_a_plan_that_runs_does_not_write_what_was_taken_meanwhile() -> None:
-    """A control plane does not do this; if it did, the new owner's data would stay."""
-    rig = Rig()
-    rig.open(2)
-    changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    rig.start(1, *changes, span(1, 0, 12))
-    rig.layer(0, 12)
-    take(rig)
-    with rig.refuses(StaleGenerationError, SPANS):
-        rig.layer(1, 12)
-    with rig.refuses(StaleGenerationError, SPANS):
-        rig.run_layer(1, None, KEY[:12], KEY[:12])
-    with rig.refuses(StaleGenerationError, SPANS):
-        rig.executor.write_blocks(1, 1, 0, BLOCKS)
-
-
 def test_blocks_of_the_host_tier_are_taken_too(rig: Rig) -> None:
     rig.run(
         2,
