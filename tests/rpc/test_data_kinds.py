@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_plane.memory.pool import TORCH_DTYPES
 from kvplane import ControlClient, Tensor
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -26,7 +25,6 @@ from tests.helpers.data.plan_author import (
     ref,
     set_blocks,
     span,
-    tokens,
     transfer,
 )
 from tests.helpers.load import Load
@@ -80,13 +78,6 @@ async def test_stored_bytes_are_written_and_read_bit_for_bit(small: Served) -> N
         assert torch.equal(got[:, :2], octets[:, :2])
         assert torch.equal(got[:, 2, :, :, :4], octets[:, 2, :, :, :4])
         assert not got[:, 2, :, :, 4:].any()  # beyond the span
-
-
-async def test_8_bits_are_no_type_of_keys_and_values_that_arrive(small: Served) -> None:
-    plan = small.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=[span(1, 0, 4)])
-    key = tokens(4).to(TORCH_DTYPES[small.executor.layout.kv_dtype])
-    with refused(InvalidRequestError, "key"):
-        await small.ask("ReshapeAndCache", plan=plan, key=key, value=key)
 
 
 def random(num_heads: int, seed: int) -> torch.Tensor:

@@ -393,7 +393,14 @@ def test_layers_are_counted_in_the_shard() -> None:
 
 @pytest.mark.parametrize(
     ("first", "num", "field"),
-    [(5, 0, "first_layer"), (3, 1, "first_layer"), (5, 3, "num_layers"), (5, -1, "num_layers")],
+    [
+        (5, 0, "first_layer"),
+        (3, 1, "first_layer"),
+        (7, 1, "first_layer"),
+        (-1, 1, "first_layer"),
+        (5, 3, "num_layers"),
+        (5, -1, "num_layers"),
+    ],
 )
 def test_a_range_that_the_shard_does_not_hold_is_refused(first: int, num: int, field: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
