@@ -1,14 +1,12 @@
-"""Pools of 8-bit keys and values and pools of latents, as their tensors travel. What is computed of
-them is tested in ``tests/unit/executor``.
+"""Pools of latents, as their tensors travel. What is computed of them is tested in
+``tests/unit/executor``.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from kvplane import ControlClient, Tensor
@@ -17,67 +15,21 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import LATENT, LayerGroup
 from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.data.plan_author import (
-    HOST,
     LAYOUT,
     dense_attention,
     int32,
-    int64,
-    ref,
     set_blocks,
     span,
-    transfer,
 )
 from tests.helpers.load import Load
 from tests.helpers.refusals import refused
-from tests.helpers.served import Served, received, served
+from tests.helpers.served import received, served
 
-SCALED = replace(LAYOUT.groups[0], key_scales=(0.5, 0.01), value_scales=(1.0, 0.25, 0.02, 3.0))
 NUM_TOKENS, NUM_HEADS, LATENT_SIZE, VALUE_SIZE = 12, 128, 576, 512
 LATENTS = LayerGroup(
     "latent", (0, 1), 1, LATENT_SIZE, cache_kind=LATENT, value_head_size=VALUE_SIZE
 )
 OPTIONS = AttentionOptions(scale=192**-0.5)
-
-
-@pytest.fixture(params=["float8_e4m3fn", "float8_e5m2"])
-async def small(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    layout = replace(LAYOUT, kv_dtype=request.param, groups=(SCALED,))
-    async with served(tmp_path, layout=layout) as peer:
-        yield peer
-
-
-async def test_stored_bytes_are_written_and_read_bit_for_bit(small: Served) -> None:
-    """Every pattern of 8 bits, NaN and infinities with it; scales change none."""
-    author = small.author
-    shape = (2, 3, 2, 2, 8, 16)
-    generator = torch.Generator().manual_seed(3)
-    octets = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-    assert octets.unique().numel() == 256
-    kv_dtype = small.executor.layout.kv_dtype
-    changes = [set_blocks(1, [(5, 1), (2, 1), (7, 1)])]
-    written = await small.ask(
-        "WriteBlocks",
-        plan=author.plan(1, changes=changes, spans=[span(1, 0, 20)]),
-        sequence_ids=int64(1, 1, 1),
-        entries=int32(0, 1, 2),
-        blocks=Tensor(kv_dtype, shape, octets.numpy().tobytes()),
-    )
-    assert author.read_receipt(written.receipt).plan_number == 1
-    out = author.plan(
-        2,
-        changes=[set_blocks(1, [(0, 1), (3, 1), (1, 1)], tier=HOST, replace=True)],
-        transfers=[transfer(ref(b), ref(h, 1, HOST)) for b, h in ((5, 0), (2, 3), (7, 1))],
-    )
-    for plan in (None, out):
-        if plan is not None:
-            await small.ask("SwapBlocks", plan=plan)
-        answer = await small.ask("ReadBlocks", sequence_id=1, entries=int32(0, 1, 2))
-        read = Tensor.from_proto(answer.blocks)
-        assert (read.dtype, read.shape) == (kv_dtype, shape)
-        got = read.torch().view(torch.uint8)
-        assert torch.equal(got[:, :2], octets[:, :2])
-        assert torch.equal(got[:, 2, :, :, :4], octets[:, 2, :, :, :4])
-        assert not got[:, 2, :, :, 4:].any()  # beyond the span
 
 
 def random(num_heads: int, seed: int) -> torch.Tensor:

@@ -22,7 +22,6 @@ from tests.helpers.data.plan_author import (
     span,
     tokens,
     transfer,
-    truncate,
 )
 
 SPANS = "plan.spans.sequence_ids[0]"
@@ -87,15 +86,6 @@ def test_who_took_a_block_reads_and_writes_it(rig: Rig) -> None:
         rig.layer(layer, 8, session_id=2, seed=7)
     rig.executor.read_blocks(2, 1, [0])
     assert rig.run(2, span(1, 7, 1), session_id=2).plan_number == 2
-
-
-@pytest.mark.parametrize(
-    "changes", [[drop(1)], [truncate(1, 1)], [drop(1), set_blocks(1, [(4, 1)])]]
-)
-def test_the_next_plan_gets_rid_of_the_entry(rig: Rig, changes: list[Any]) -> None:
-    rig.run(2, *changes, span(2, 12, 1))
-    stale = rig.executor._tables.stale_counts
-    assert not any(counts.any() for counts in stale.values())
 
 
 def test_a_plan_of_whole_tables_or_the_end_of_the_session_gets_rid_of_it(rig: Rig) -> None:
