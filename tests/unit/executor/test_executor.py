@@ -94,18 +94,6 @@ def test_blocks_are_written_to_the_slots_of_the_span_and_to_no_other(
     assert rig.executor.counters.num_written_tokens == 2 * len(inside)
 
 
-def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
-    rig.start(1, set_blocks(1, [(4, 1), (5, 1)]), span(1, 3, 9))
-    blocks = torch.ones(2, 2, 2, 2, BLOCK_SIZE, 16)
-    rig.executor.write_blocks(1, 1, 0, blocks[1:, :1], first_layer=1, num_layers=1)
-    with rig.refuses(InvalidRequestError, "entries"):
-        rig.executor.write_blocks(1, 1, 1, blocks[:, 1:])
-    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 1, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None
-    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 1, 1, blocks[:1, 1:], first_layer=0, num_layers=1)
-
-
 def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> None:
     changes = [set_blocks(1, [(0, 1)]), set_blocks(2, [(1, 1)])]
     rig.start(1, *changes, span(1, 0, 3), span(2, 0, 8))

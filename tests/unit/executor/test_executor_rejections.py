@@ -23,9 +23,9 @@ from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
-    HOST,
     drop,
     fork,
+    pack_allocations,
     pack_changes,
     pack_spans,
     pack_transfers,
@@ -50,6 +50,7 @@ def _columns(message: Any) -> dict[str, bytes]:
 _BLAMED = {
     "changes.kinds": "plan.changes.sequence_ids",
     "transfers.source_tiers": "plan.transfers.source_indices",
+    "allocations.tiers": "plan.allocations.indices",
 }
 
 # The tests of plans have more reasons; of each part of a plan there is one here at least.
@@ -113,6 +114,7 @@ def _cut_columns() -> dict[str, tuple[type[KvplaneError], str, dict[str, Any]]]:
         "changes": pack_changes([set_blocks(2, [(2, 1)]), fork(3, 2, 1)]),
         "transfers": pack_transfers([transfer(ref(0), ref(2))]),
         "spans": pack_spans([span(1, 12, 1)]),
+        "allocations": pack_allocations([ref(3), ref(4)]),
     }
     cut = {}
     for part, message in whole.items():
@@ -151,33 +153,6 @@ def test_a_plan_is_refused_for(rig: Rig, name: str) -> None:
     with rig.refuses(error, field):
         rig.executor.start(1, plan)
     assert rig.executor.counters.num_rejections == {error("").reason: 1}
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"changes": [set_blocks(30, [(2, 1), (99, 1)])]},
-        {"transfers": [transfer(ref(99), ref(6, 3))]},
-        {"spans": [span(1, 0, 99)]},
-    ],
-)
-def test_a_refused_plan_undoes_the_changes_that_came_before_the_bad_part(
-    rig: Rig, bad: dict[str, Any]
-) -> None:
-    rig.publish(0)
-    good = [
-        set_blocks(21, [(6, 3), (7, 4)]),
-        fork(22, 21, 1),
-        drop(21),
-        set_blocks(23, [(3, 9)], tier=HOST),
-        drop(1),
-        set_blocks(24, [(0, 2)]),
-        set_blocks(1, [(1, 1)], allocated=False),
-    ]
-    with rig.refuses(InvalidRequestError):
-        rig.start(2, **{**bad, "changes": [*good, *bad.get("changes", [])]})
-    assert rig.executor.blocks.num_published == 1
-    assert rig.run(2, *good).plan_number == 2, "the good part alone is a plan"
 
 
 @pytest.mark.parametrize("error", [BlockNotWritableError, StaleGenerationError])
