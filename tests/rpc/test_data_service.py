@@ -129,8 +129,6 @@ SPOILED: list[tuple[str, Callable[[pb.RunLayerRequest], object]]] = [
     ("layer.layer", lambda m: without(m, "key", "value")),
     ("layer.key", lambda m: without(m, "query", "key", "value")),
     ("layer.key", lambda m: without(m, "key")),
-    ("layer.key", lambda m: m.key.CopyFrom(tensor_to_message(tokens(3)))),
-    ("layer.query", lambda m: m.query.CopyFrom(tensor_to_message(tokens(2, 3)))),
     ("layer.value.data", lambda m: setattr(m.value, "data", m.value.data[:-1])),
     ("layer.key.shape", lambda m: m.key.shape.__setitem__(0, -2)),
     ("layer.key.shape", lambda m: m.key.CopyFrom(HUGE)),

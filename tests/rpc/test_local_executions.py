@@ -176,10 +176,8 @@ REFUSED: dict[str, tuple[str, Callable[[pb.RunLayerRequest], object]]] = {
     ),
     "an extent of 2**31": ("layer.key.shape", lambda m: set_shape(m.key, 0, 2**31, 16)),
     "nine dimensions": ("layer.key.shape", lambda m: set_shape(m.key, *[1] * 9)),
-    "more tokens than the plan's": ("layer.key", lambda m: set_shape(m.key, 3, 2, 16)),
     "a query of two dimensions": ("layer.query", lambda m: set_shape(m.query, 2, 64)),
     "no such type": ("layer.query.dtype", lambda m: setattr(m.query, "dtype", 9)),
-    "a layer that is not next": ("layer.layer", lambda m: setattr(m, "layer", 7)),
 }
 
 
