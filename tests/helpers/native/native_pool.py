@@ -19,6 +19,7 @@ DEVICE, HOST = 1, 2
 NO_BLOCK = 0xFFFFFFFF
 FEW_BLOCKS = 2
 """Half of all plans prepare publications and whole tables by so many blocks at a time."""
+PROMPT = list(range(6))
 
 Failure = tuple[int, int, int, int, int]
 Rows = tuple[list[int], list[Failure]]
@@ -329,6 +330,19 @@ class Caller(View):
         payload = self.pool.finish(self.handle, b"")
         return None if payload is None else decoded(payload)
 
+    def ran(self) -> None:
+        """End the step. Its plan has run, and the pool, which has one group, is sound."""
+        self.finish()
+        self.receipted()
+        self.pool.check_integrity()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step; at its end its plan has run."""
+        self.begin()
+        yield
+        self.ran()
+
     def admit(
         self,
         sequence_id: int,
@@ -410,6 +424,16 @@ class Caller(View):
             i32(token for row in rows for token in row[3]),
         )
         return answer
+
+
+def with_prompt(
+    tokens: Sequence[int] = PROMPT, num_device: int = 8, num_host: int = 8, **options: int
+) -> Caller:
+    """Return the session of a new pool with sequence 1, which is written."""
+    caller = Caller(new_pool(num_device, num_host, **options))
+    with caller.step():
+        assert len(caller.admit(1, tokens)) == 3
+    return caller
 
 
 class _Checks:

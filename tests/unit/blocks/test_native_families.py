@@ -18,20 +18,12 @@ from tests.helpers.native.native_pool import DEVICE, HOST, Caller, ints, new_poo
 def with_forks() -> Caller:
     """A session with sequence 1, a fork 2 of it, and a fork 3 of that one, all written."""
     caller = Caller(new_pool(16, 16))
-    caller.begin()
-    caller.admit(1, list(range(6)), forks=[2])
-    ran(caller)
-    caller.begin()
-    caller.fork((2, 3))
-    ran(caller)
+    with caller.step():
+        caller.admit(1, list(range(6)), forks=[2])
+    with caller.step():
+        caller.fork((2, 3))
     assert events(caller) == [(FAMILY_STARTED, 1)]
     return caller
-
-
-def ran(caller: Caller) -> None:
-    caller.finish()
-    caller.receipted()
-    caller.pool.check_integrity()
 
 
 def events(caller: Caller) -> list[tuple[int, int]]:
@@ -39,12 +31,11 @@ def events(caller: Caller) -> list[tuple[int, int]]:
 
 
 def step(caller: Caller, *freed: int, swapped: tuple[int, ...] = (), tier: int = HOST) -> None:
-    caller.begin()
-    if freed:
-        caller.free(*freed)
-    if swapped:
-        assert isinstance(caller.swap(swapped, tier), int)
-    ran(caller)
+    with caller.step():
+        if freed:
+            caller.free(*freed)
+        if swapped:
+            assert isinstance(caller.swap(swapped, tier), int)
 
 
 def test_forks_of_forks_are_in_the_family_until_the_last_is_gone() -> None:
@@ -56,9 +47,8 @@ def test_forks_of_forks_are_in_the_family_until_the_last_is_gone() -> None:
     step(caller, 2)
     assert events(caller) == [(FAMILY_ENDED, 1)]
     assert caller.pool.family_on_device(caller.handle, 1) == b""
-    caller.begin()
-    caller.admit(1, [7])
-    ran(caller)
+    with caller.step():
+        caller.admit(1, [7])
     assert events(caller) == [(FAMILY_STARTED, 2)], "a family's number is not used again"
 
 
@@ -69,9 +59,8 @@ def test_a_family_leaves_the_device_with_its_last_member() -> None:
     assert ints(caller.pool.family_on_device(caller.handle, 1), "q") == [3]
     step(caller, swapped=(3,))
     assert events(caller) == [(FAMILY_LEFT_DEVICE, 1)]
-    caller.begin()
-    caller.fork((3, 4))
-    ran(caller)
+    with caller.step():
+        caller.fork((3, 4))
     assert events(caller) == [], "a fork of it is on the host tier too"
     step(caller, swapped=(4,), tier=DEVICE)
     assert events(caller) == [(FAMILY_STARTED, 1)]
