@@ -337,6 +337,13 @@ class Caller(View):
         self.pool.check_integrity()
 
     @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Run a step whose plan stays in flight."""
+        self.begin()
+        yield
+        self.finish()
+
+    @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step; at its end its plan has run."""
         self.begin()

@@ -19,10 +19,9 @@ from tests.helpers.native.native_pool import (
 
 def test_an_abort_leaves_what_receipts_say_was_written() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.append((1, 6, 6, [6, 7, 8], 8))
-    caller.admit(2, [9] * 5)
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 6, 6, [6, 7, 8], 8))
+        caller.admit(2, [9] * 5)
     caller.abort()
     caller.pool.check_integrity()
     state = caller.state(1)
@@ -43,12 +42,10 @@ def test_an_abort_undoes_copies_and_swaps() -> None:
     with caller.step():
         caller.fork((1, 2))
     before = caller.table(1)
-    caller.begin()
-    caller.append((2, 6, 1, [9], 0))
-    caller.finish()
-    caller.begin()
-    assert caller.swap([1, 2], HOST) == 3
-    caller.finish()
+    with caller.in_flight():
+        caller.append((2, 6, 1, [9], 0))
+    with caller.in_flight():
+        assert caller.swap([1, 2], HOST) == 3
     caller.abort()
     caller.pool.check_integrity()
     assert caller.table(1) == caller.table(2) == before
@@ -61,10 +58,9 @@ def test_an_abort_undoes_copies_and_swaps() -> None:
 
 def test_frees_and_forks_of_an_aborted_step_stay() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.fork((1, 2))
-    caller.free(1)
-    caller.finish()
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.free(1)
     caller.abort()
     assert [state.sequence_id for state in caller.states()] == [2]
     assert caller.state(2).num_written == 6
@@ -72,12 +68,10 @@ def test_frees_and_forks_of_an_aborted_step_stay() -> None:
 
 def test_what_was_freed_before_an_aborted_plan_is_not_published() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    caller.free(1)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        caller.free(1)
     caller.abort()
     caller.begin()
     caller.ran()
@@ -135,10 +129,9 @@ def test_what_goes_before_the_plan_after_an_abort_is_made_is_not_published(is_cu
 def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there() -> None:
     for num_pieces in range(4):
         caller = Caller(new_pool(16))
-        caller.begin()
-        for i in (1, 2, 3):
-            caller.admit(i, [i] * 12)
-        caller.finish()
+        with caller.in_flight():
+            for i in (1, 2, 3):
+                caller.admit(i, [i] * 12)
         left = [caller.pool.abort(caller.handle, 2, True, 1) for _ in range(num_pieces)]
         assert left == [True, True, False][:num_pieces]
         caller.pool.check_integrity()
@@ -154,9 +147,8 @@ def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there
 
 def test_what_was_released_comes_back_some_at_a_time_where_no_plan_is_left() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, [1] * 20)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, [1] * 20)
     caller.abort()
     number = caller.number
     num_pieces = 1
@@ -204,9 +196,8 @@ def changes_after_an_abort(caller: Caller) -> list[tuple[int, int, int, int]]:
 def test_what_the_data_plane_has_of_a_table_is_kept_after_an_abort() -> None:
     """Also after another one: until a plan with a change has run, what was changed is sent."""
     caller = with_prompt(list(range(16)), num_device=20)
-    caller.begin()
-    caller.append((1, 16, 4, [1, 2, 3, 4], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 16, 4, [1, 2, 3, 4], 0))
     for _ in range(2):
         assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 4)]
     with caller.step():
@@ -216,30 +207,25 @@ def test_what_the_data_plane_has_of_a_table_is_kept_after_an_abort() -> None:
 
 def test_what_only_plans_in_flight_changed_is_sent_after_an_abort() -> None:
     caller = with_prompt(list(range(16)), num_device=20)
-    caller.begin()
-    assert caller.truncate((1, 10))[1] == []
-    caller.finish()
+    with caller.in_flight():
+        assert caller.truncate((1, 10))[1] == []
     assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 3)]
-    caller.begin()
-    caller.append((1, 10, 4, [7, 8, 9, 9], 3))
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 10, 4, [7, 8, 9, 9], 3))
     caller.receipted(caller.number)
     assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 4)], "lookahead is given back"
-    caller.begin()
-    caller.fork((1, 2))
-    caller.finish()
+    with caller.in_flight():
+        caller.fork((1, 2))
     changes = changes_after_an_abort(caller)
     assert changes == [(Kind.KEEP, 1, 0, 4), (Kind.FORK, 2, 0, 4)]
 
 
 def test_a_sequence_of_the_same_id_keeps_nothing() -> None:
     caller = with_prompt(list(range(16)), num_device=20)
-    caller.begin()
-    caller.free(1)
-    caller.finish()
-    caller.begin()
-    assert len(caller.admit(1, list(range(16)))) == 3
-    caller.finish()
+    with caller.in_flight():
+        caller.free(1)
+    with caller.in_flight():
+        assert len(caller.admit(1, list(range(16)))) == 3
     changes = changes_after_an_abort(caller)
     assert all(kind != Kind.KEEP for kind, *_ in changes)
 
@@ -313,9 +299,8 @@ def test_a_cut_sequence_that_no_plan_touches_is_free_at_once() -> None:
 
 def test_what_a_cut_sequence_wrote_is_published_when_its_receipt_comes() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
     caller.pool.cut(caller.handle, 1)
     assert caller.pool.usage(DEVICE)[4] == 2
     caller.receipted()
@@ -324,12 +309,10 @@ def test_what_a_cut_sequence_wrote_is_published_when_its_receipt_comes() -> None
 
 def test_no_block_of_an_unfinished_plan_goes_to_another_session() -> None:
     caller = Caller(new_pool(2))
-    caller.begin()
-    caller.admit(1, [1] * 8)
-    caller.finish()
-    caller.begin()
-    caller.free(1)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, [1] * 8)
+    with caller.in_flight():
+        caller.free(1)
     other = Caller(caller.pool)
     other.begin()
     assert len(other.admit(1, [2])) == 5
@@ -340,10 +323,9 @@ def test_no_block_of_an_unfinished_plan_goes_to_another_session() -> None:
 
 def test_an_ended_session_is_fenced_before_its_blocks_are_allocated() -> None:
     caller = with_prompt(list(range(8)), num_device=4)
-    caller.begin()
-    caller.fork((1, 2))
-    caller.append((1, 8, 4, [], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.append((1, 8, 4, [], 0))
     caller.pool.end_session(caller.handle)
     caller.pool.check_integrity()
     assert caller.pool.usage(DEVICE) == (4, 1, 0, 0, 3)
@@ -362,9 +344,8 @@ def test_sequences_of_later_sessions_are_apart_from_those_that_ended_in_flight()
     pool = new_pool(16)
     for _ in range(3):
         caller = Caller(pool)
-        caller.begin()
-        caller.admit(1, PROMPT, forks=[2])
-        caller.finish()
+        with caller.in_flight():
+            caller.admit(1, PROMPT, forks=[2])
         pool.end_session(caller.handle)
         pool.session_fenced(caller.handle)
     caller = Caller(pool)
@@ -392,10 +373,9 @@ def test_a_session_that_ends_with_a_draft_leaves_nothing_pinned() -> None:
 
 def test_a_session_is_not_fenced_before_its_plans_have_ended() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.swap([1], HOST)
-    caller.free(1)
-    caller.finish()
+    with caller.in_flight():
+        caller.swap([1], HOST)
+        caller.free(1)
     is_left = caller.pool.end_session(caller.handle, 0)
     while is_left:
         with pytest.raises(IndexError):

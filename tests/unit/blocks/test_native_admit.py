@@ -82,10 +82,9 @@ def test_without_room_for_the_copy_the_last_block_is_computed_again() -> None:
 
 def test_a_prompt_that_a_sequence_of_the_session_computes_is_shared_before_it_is_written() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    assert caller.admit(1, [*ABC, 50]) == (0, 4, 13)
-    assert caller.admit(2, [*ABC, 60]) == (12, 4, 1)
-    caller.finish()
+    with caller.in_flight():
+        assert caller.admit(1, [*ABC, 50]) == (0, 4, 13)
+        assert caller.admit(2, [*ABC, 60]) == (12, 4, 1)
     assert blocks(caller, 1)[:3] == blocks(caller, 2)[:3]
     assert caller.state(2).num_written == 0
     caller.receipted()
@@ -95,9 +94,8 @@ def test_a_prompt_that_a_sequence_of_the_session_computes_is_shared_before_it_is
 
 def test_what_another_session_computes_is_found_only_when_it_is_written() -> None:
     caller = Caller(new_pool(16))
-    caller.begin()
-    caller.admit(1, ABC)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, ABC)
     other = Caller(caller.pool)
     other.begin()
     assert other.admit(1, ABC) == (0, 3, 12)
@@ -248,9 +246,10 @@ def test_blocks_evicted_beside_one_whose_spare_takes_its_place_leave_nothing_beh
         assert second.append((1, 3, 1, [4], 0))[1] == []  # the window passes two of its blocks
     with first.step():
         first.free(1)
-    other.begin()
-    assert len(other.admit(1, [10, 11, 12, 13, 14])) == 3  # evicts the last two of the first prompt
-    other.finish()
+    with other.in_flight():
+        assert (
+            len(other.admit(1, [10, 11, 12, 13, 14])) == 3
+        )  # evicts the last two of the first prompt
     pool.check_integrity()
     with second.step():
         second.free(1)

@@ -76,9 +76,8 @@ def test_an_abort_tells_once_where_families_are(tier: int) -> None:
     if tier == DEVICE:
         step(caller, swapped=(1, 2, 3))
     events(caller)
-    caller.begin()
-    caller.swap([1, 2, 3], tier)
-    caller.finish()
+    with caller.in_flight():
+        caller.swap([1, 2, 3], tier)
     there = FAMILY_STARTED if tier == DEVICE else FAMILY_LEFT_DEVICE
     back = FAMILY_LEFT_DEVICE if tier == DEVICE else FAMILY_STARTED
     assert events(caller) == [(there, 1)]
@@ -88,9 +87,8 @@ def test_an_abort_tells_once_where_families_are(tier: int) -> None:
 
 def test_what_is_undone_before_it_is_told_is_not_told() -> None:
     caller = with_forks()
-    caller.begin()
-    caller.swap([1, 2, 3], HOST)
-    caller.finish()
+    with caller.in_flight():
+        caller.swap([1, 2, 3], HOST)
     caller.abort()
     assert events(caller) == []
 
@@ -107,12 +105,10 @@ def test_a_family_holds_what_its_members_on_the_device_hold() -> None:
 def test_the_first_layer_group_alone_tells() -> None:
     groups = [LayerGroup(4, num, num) for num in (16, 8)]
     caller = Caller(Pool(groups))
-    caller.begin()
-    caller.admit(1, list(range(6)))
-    caller.finish()
-    caller.begin()
-    caller.swap([1], HOST)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(6)))
+    with caller.in_flight():
+        caller.swap([1], HOST)
     caller.abort()
     assert caller.pool.family_on_device(caller.handle, 1) != b""
     assert caller.pool.family_held(caller.handle, 1) == 0, "nothing was written"

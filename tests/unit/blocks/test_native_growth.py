@@ -101,18 +101,17 @@ def test_refused_appends() -> None:
 
 def test_an_append_is_sure_of_its_room_by_its_columns_alone() -> None:
     caller = with_prompt(num_device=4)  # of 4 tokens each, of which the prompt has 2
-    caller.begin()
-    before = dump(caller.pool, [caller])
-    for rows in (
-        [(1, 6, 4, [], 0)],  # takes 1: at most 2 for a sequence, and 1 for 4 slots
-        [(1, 6, 1, [], 3)],
-        [(1, 6, 1, [], 0), (9, 0, 0, [], 0)],
-    ):
-        assert caller.append_if_sure(*rows) is None
-        assert dump(caller.pool, [caller]) == before
-    assert caller.append_if_sure((1, 6, 3, [], 0)) == ([3], [])
-    assert caller.append_if_sure((9, 0, 1, [], 0)) is None, "one block is left"
-    caller.finish()
+    with caller.in_flight():
+        before = dump(caller.pool, [caller])
+        for rows in (
+            [(1, 6, 4, [], 0)],  # takes 1: at most 2 for a sequence, and 1 for 4 slots
+            [(1, 6, 1, [], 3)],
+            [(1, 6, 1, [], 0), (9, 0, 0, [], 0)],
+        ):
+            assert caller.append_if_sure(*rows) is None
+            assert dump(caller.pool, [caller]) == before
+        assert caller.append_if_sure((1, 6, 3, [], 0)) == ([3], [])
+        assert caller.append_if_sure((9, 0, 1, [], 0)) is None, "one block is left"
     caller.begin()
     assert caller.free(1) == ([3], [])
     refused = caller.append_if_sure((9, 0, 1, [], 0))
@@ -128,9 +127,8 @@ def test_a_neighbour_of_a_refused_item_is_done() -> None:
 
 def test_a_truncate_gives_back_what_was_written_and_what_was_not() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.append((1, 6, 10, [6, 7, 8], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 6, 10, [6, 7, 8], 0))
     caller.begin()
     assert caller.truncate((1, 7)) == ([2], [])
     plan = caller.finish()
@@ -160,13 +158,11 @@ def test_a_truncated_block_that_is_published_is_left_to_its_readers() -> None:
 
 def test_what_was_truncated_before_its_receipt_is_not_published() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    caller.truncate((1, 6))
-    caller.append((1, 6, 2, [90, 91], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        caller.truncate((1, 6))
+        caller.append((1, 6, 2, [90, 91], 0))
     caller.pool.receipted(caller.handle, 1)
     assert caller.pool.match(b"root", i32(range(8)))[0] == 1
     caller.receipted()
@@ -238,13 +234,11 @@ def test_a_sequence_that_this_step_computes_is_busy() -> None:
 
 def test_a_sequence_freed_before_its_receipt_is_published_all_the_same() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    assert caller.free(1) == ([2], [])
-    assert caller.free(1, 0)[1] == [(0, Code.NOT_FOUND, 1, 0, 0), (1, Code.NOT_FOUND, 0, 0, 0)]
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        assert caller.free(1) == ([2], [])
+        assert caller.free(1, 0)[1] == [(0, Code.NOT_FOUND, 1, 0, 0), (1, Code.NOT_FOUND, 0, 0, 0)]
     assert caller.pool.match(b"root", i32(range(8)))[0] == 0
     caller.receipted()
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
@@ -253,15 +247,13 @@ def test_a_sequence_freed_before_its_receipt_is_published_all_the_same() -> None
 
 def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    caller.fork((1, 2))
-    caller.free(1)
-    caller.truncate((2, 6))
-    assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.free(1)
+        caller.truncate((2, 6))
+        assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
     caller.pool.receipted(caller.handle, 1)
     (run,) = caller.pool.take_publications(9)
     assert caller.table(2)[1].index.to_bytes(4, "little") not in [run[1][:4], run[1][4:]]
@@ -273,16 +265,13 @@ def test_a_freed_sequence_of_which_the_chain_was_evicted_is_not_published_elsewh
     caller = Caller(new_pool(4))
     with caller.step():
         caller.admit(1, list(range(4)))
-    caller.begin()
-    caller.append((1, 4, 4, [4, 5, 6, 7], 0))
-    caller.finish()
-    caller.begin()
-    caller.append((1, 8, 4, [8, 9, 10, 11], 0))
-    caller.finish()
-    caller.begin()
-    caller.free(1)
-    caller.admit(2, [50] * 8, num_compute=8)
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 4, 4, [4, 5, 6, 7], 0))
+    with caller.in_flight():
+        caller.append((1, 8, 4, [8, 9, 10, 11], 0))
+    with caller.in_flight():
+        caller.free(1)
+        caller.admit(2, [50] * 8, num_compute=8)
     for plan in (2, 3, 4):
         caller.pool.receipted(caller.handle, plan)
         caller.pool.check_integrity()

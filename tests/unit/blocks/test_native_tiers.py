@@ -224,9 +224,8 @@ def test_an_aborted_copy_to_the_host_tier_is_not_found() -> None:
 
 def test_what_is_forgotten_while_it_is_copied_to_the_host_tier_does_not_stay_there() -> None:
     caller = filled(4, 4)
-    caller.begin()
-    caller.admit(1, [9] * 4)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, [9] * 4)
     pool = caller.pool
     assert pool.forget(caller.root, i32([0] * 4), True, 1) == (0, 0)
     assert not pool.forget_some(1000), "it waits for the receipt"
@@ -310,19 +309,14 @@ def test_blocks_behind_the_window_are_trimmed_before_what_follows_is_published()
     """Written while the sequence was on its way to the host tier, they were not published then."""
     pool = new_pool(64, 64, window_tokens=8)
     caller = Caller(pool)
-    caller.begin()
-    assert len(caller.admit(1, list(range(80)))) == 3
-    caller.finish()
-    caller.begin()
-    caller.swap([1], HOST)
-    caller.finish()
-    caller.receipted()
-    caller.begin()
-    caller.swap([1], DEVICE)
-    caller.finish()
-    caller.begin()
-    caller.append((1, 80, 4, [90, 91, 92, 93], 0))
-    caller.finish()
+    with caller.in_flight():
+        assert len(caller.admit(1, list(range(80)))) == 3
+    with caller.step():
+        caller.swap([1], HOST)
+    with caller.in_flight():
+        caller.swap([1], DEVICE)
+    with caller.in_flight():
+        caller.append((1, 80, 4, [90, 91, 92, 93], 0))
     assert [*map(bool, caller.table(1))] == [False] * 18 + [True] * 3
     caller.receipted()
     pool.check_integrity()
