@@ -17,9 +17,8 @@ from typing import Any
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
-from kvplane.wire.v1 import pool_pb2
 from tests.chaos.engine_worker import QUESTIONS
-from tests.e2e.engine_planes import ROOT, free_port
+from tests.e2e.engine_planes import ROOT, free_port, num_in_use
 from tests.helpers.lossy_link import LossyLink
 
 LEASE_S = 3.0
@@ -201,19 +200,8 @@ class Fleet:
                 while True:
                     with contextlib.suppress(KvplaneError):
                         pool = await control.get_pool(pool_id)
-                        if pool.ready and _num_in_use(pool) == 0:
+                        if pool.ready and num_in_use(pool) == 0:
                             break
                     in_time = asyncio.get_running_loop().time() < deadline_s
                     assert in_time, f"blocks stay in use: {pool}"
                     await asyncio.sleep(0.1)
-
-
-def _num_in_use(pool: pool_pb2.GetPoolResponse) -> int:
-    for tier in pool.usage:
-        parts = (
-            tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
-            tier.num_retired_blocks,
-        )  # fmt: skip
-        assert min(parts) >= 0, pool
-        assert sum(parts) == tier.num_blocks, pool
-    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage)
