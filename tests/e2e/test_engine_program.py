@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -17,35 +16,13 @@ from data_plane.server.server import layout_from_json, load_layout
 from engine import LLM
 from engine.commands.generate import _print_whole
 from engine.commands.main import main
-from engine.config import GenerateSettings, PrintLayoutSettings
 from engine.request import Delta
-from engine.serving.config import ServeSettings
 from kvplane.errors import PlaneUnavailableError
 from kvplane.models.hf import layout_from_hf
 from tests.helpers.programs import ROOT, run
 from tests.models.tiny_models import save_tiny
 
 MODEL = ROOT / "models" / "recall"
-
-
-@pytest.mark.parametrize(
-    ("prefix", "config"),
-    [
-        ("ENGINE_GENERATE", GenerateSettings),
-        ("ENGINE_SERVE", ServeSettings),
-        ("ENGINE_LAYOUT", PrintLayoutSettings),
-    ],
-)
-def test_help_names_every_flag_with_unit_default_and_variable(
-    prefix: str, config: type[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--help"]) == 0
-    text = "".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(config):
-        assert "--" + field.name.replace("_", "-") in text
-        assert f"KVPLANE_{prefix}_{field.name.upper()}" in text
-        if unit := field.metadata.get("unit"):
-            assert f"[unit:{unit}]" in text
 
 
 ASK = ("generate", "--model", ".", "--prompt", "x")

@@ -62,17 +62,6 @@ def test_the_models_own_end_of_sequence_counts_unless_it_is_ignored(
     assert engine.tokens(ignores) == [want]
 
 
-def test_recorded_logits_are_those_of_every_generated_token(folder: Path) -> None:
-    engine = Engine(folder)
-    request = engine.add(prompt_of(9, 1), max_tokens=6, record_logits=True)
-    engine.run()
-    (tokens,) = engine.tokens(request)
-    logits = engine.outputs[request].outputs[0].logits
-    assert logits is not None
-    assert logits.shape == (6, 97)
-    assert logits.argmax(-1).tolist() == tokens
-
-
 def test_a_text_ends_where_the_model_has_no_positions_left(
     folder: Path, reference: Reference
 ) -> None:
@@ -190,20 +179,6 @@ def test_a_control_plane_that_restarts_costs_no_token_and_what_was_published_is_
     assert_same(engine, ids, calm)
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, 30])
-def test_faults_under_pressure_cost_no_token(
-    folder: Path, calm: list[list[list[int]]], num_host_blocks: int
-) -> None:
-    engine, ids = disturbed(folder, num_device_blocks=16, num_host_blocks=num_host_blocks)
-    errors = (InternalError("planted"), StaleEpochError("planted"))
-    engine.backend.faults = {at: errors[at % 2] for at in range(7, 200, 13)}
-    engine.run()
-    assert engine.core.stats.num_preemptions > 0
-    assert engine.core.stats.num_aborted_plans > 0
-    assert engine.core.stats.num_reopened_sessions > 0
-    assert_same(engine, ids, calm)
-
-
 def test_a_fault_that_stays_is_raised_in_the_end(folder: Path) -> None:
     engine, _ = disturbed(folder)
     engine.backend.faults = {at: InternalError("planted") for at in range(1, 100)}
@@ -244,18 +219,6 @@ def test_what_a_step_brought_before_it_failed_is_told_all_the_same(folder: Path)
     engine.run()
     assert [d.finish_reason for d in engine.deltas if d.request_id == fails] == ["error"]
     assert len([d for d in engine.deltas if d.request_id == stays]) == 2
-
-
-def test_sampling_does_not_depend_on_the_batch(folder: Path) -> None:
-    alone, crowd = Engine(folder), Engine(folder)
-    prompt = prompt_of(13, 5)
-    want = alone.add(prompt, max_tokens=15, temperature=1.0, top_k=20, top_p=0.9, seed=3)
-    alone.run()
-    others = [crowd.add(prompt_of(8, s), max_tokens=20, temperature=2.0) for s in range(3)]
-    got = crowd.add(prompt, max_tokens=15, temperature=1.0, top_k=20, top_p=0.9, seed=3)
-    crowd.run()
-    assert crowd.tokens(got) == alone.tokens(want)
-    assert len(others) == 3
 
 
 def test_the_engine_keeps_no_keys_or_values(folder: Path) -> None:
