@@ -86,20 +86,6 @@ async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) 
 # Sessions.
 
 
-async def test_a_lease_is_renewed_and_a_session_closed_twice(
-    stub: Stub, session: RawSession
-) -> None:
-    renewal = pb.RenewSessionRequest(session=session.ref)
-    assert (await stub.RenewSession(renewal)).time_to_live.seconds == 30
-    for _ in range(2):
-        await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
-    missing = ("NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
-    await refused(stub.RenewSession(renewal), *missing)
-    renewal.session.incarnation -= 1
-    stale = ("ABORTED", "STALE_INCARNATION", "session.incarnation")
-    await refused(stub.RenewSession(renewal), *stale)
-
-
 async def test_a_session_is_shown_as_it_is_and_its_lease_is_not_renewed(
     stub: Stub, shard: RawShard
 ) -> None:

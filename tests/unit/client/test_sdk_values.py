@@ -186,39 +186,6 @@ def test_a_number_that_does_not_fit_is_refused_by_its_column(
         build()
 
 
-def test_further_sequences_of_a_prompt_and_waiting_are_asked_for() -> None:
-    plain = ops.admit(1, [5]).admit
-    assert (plain.fork_sequence_ids, plain.wait) == (b"", False)
-    admit = ops.admit(1, [5], fork_sequence_ids=[2, 2**40], wait=True).admit
-    assert (int64(admit.fork_sequence_ids), admit.wait) == ([2, 2**40], True)
-
-
-def test_lookahead_slots_are_a_column_where_there_are_any() -> None:
-    assert ops.append(3, [7], 1, first_positions=5).append.num_lookahead_slots == b""
-    append = ops.append(3, [7], 1, first_positions=5, num_lookahead_slots=[4]).append
-    assert int32(append.num_lookahead_slots) == [4]
-
-
-def test_operations_carry_their_arguments() -> None:
-    firsts = array("q", [9, 2])
-    append = ops.append([3, 4], [5, 6], [1, 3], first_positions=firsts, num_tokens=[0, 2]).append
-    assert (int64(append.sequence_ids), int32(append.first_positions)) == ([3, 4], [9, 2])
-    assert (int32(append.num_slots), int32(append.num_tokens)) == ([1, 3], [0, 2])
-    assert int32(append.token_ids) == [5, 6]
-    forks = ops.fork([3, 3], [4, 5]).fork
-    assert (int64(forks.parent_sequence_ids), int64(forks.sequence_ids)) == ([3, 3], [4, 5])
-    assert ops.fork(3, 4) == ops.fork([3], [4])
-    truncates = ops.truncate([3, 4], [9, 2**30]).truncate
-    assert (int64(truncates.sequence_ids), int32(truncates.num_tokens)) == ([3, 4], [9, 2**30])
-    assert int64(ops.free([4, 5]).free.sequence_ids) == [4, 5]
-    assert int64(ops.swap([3, 4], "host").swap.sequence_ids) == [3, 4]
-    assert int64(ops.swap([4], "device").swap.sequence_ids) == [4]
-    deferred = ops.deferred_tokens([3], [1], [9], [2], [7, 8])
-    assert (int64(deferred.sequence_ids), int64(deferred.admitted_by)) == ([3], [1])
-    assert (int32(deferred.first_positions), int32(deferred.num_tokens)) == ([9], [2])
-    assert int32(deferred.token_ids) == [7, 8]
-
-
 @pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan")])
 def test_a_timeout_that_is_none_is_refused(timeout_s: float) -> None:
     with refused(InvalidRequestError, "timeout_s"):
