@@ -1,5 +1,5 @@
 """The client against a real control plane, over a network that loses messages, and through the end
-of a lease. Calls whose answers are lost or given up are in ``tests/rpc/sdk``.
+of a lease. Steps whose answers are lost or given up are in ``tests/rpc/sdk``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,24 @@ async def client(proxy: LossyLink) -> AsyncIterator[ControlClient]:
 async def session(client: ControlClient, shard: RawShard) -> AsyncIterator[Session]:
     async with await client.open_session(POOL, LAYOUT, "test") as session:
         yield session
+
+
+async def test_a_session_whose_first_answer_is_lost_is_opened_once(
+    control_server: ControlPlaneServer,
+    client: ControlClient,
+    proxy: LossyLink,
+    shard: RawShard,
+) -> None:
+    await client.wait_ready(POOL)  # it has a connection then
+    proxy.hold("answers")
+    opening = asyncio.ensure_future(client.open_session(POOL, LAYOUT, "test"))
+    while not control_server.core.sessions.by_id:
+        await asyncio.sleep(0.001)
+    assert not opening.done()
+    proxy.cut()
+    session = await opening
+    assert len(control_server.core.sessions.by_id) == 1
+    await session.close()
 
 
 async def test_every_step_runs_once_however_often_the_connection_breaks(
