@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from control_plane.config import CoreConfig
 from control_plane.queries import states
-from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import Session
 from control_plane.sessions.sessions import Sessions
@@ -75,8 +74,7 @@ class Requests:
             slices = self._take_again(session, request)
         else:
             numbers.use()
-            work = self._kinds[type(request)](session, admission, request)
-            slices = _with_digest(work, numbers, request)
+            slices = self._kinds[type(request)](session, admission, request)
         is_busy, outcome = False, None
         try:
             while True:
@@ -90,9 +88,14 @@ class Requests:
                     admission.set_busy(session.id, True)
                 yield
                 self._sessions.require_open(session)
+            if is_busy and earlier is None:
+                # It may be large, and its caller gone: no more than its digest is kept.
+                yield from numbers.digest(request)
+                self._sessions.require_open(session)
         except KvplaneError as error:
             error.next_number = request.number + 1
             if earlier is None and self._sessions.by_id.get(session.id) is session:
+                yield from numbers.digest(request)
                 numbers.remember(request, None, error)
             raise
         finally:
@@ -179,28 +182,3 @@ class Requests:
                 f"must be at most {most} receipts, not {len(receipts)}", field="receipts"
             )
         return receipts
-
-
-def _with_digest(work: Slices[Any], numbers: Numbering, request: Request) -> Slices[Any]:
-    """Do the work of a request. If it takes several slices or fails, the request may be large and
-    its caller gone: digest it, too, so that no more than its digest is kept.
-    """
-    failure, outcome, is_long = None, None, False
-    try:
-        while True:
-            try:
-                next(work)
-            except StopIteration as end:
-                outcome = end.value
-                break
-            is_long = True
-            yield
-    except KvplaneError as error:
-        failure = error
-    finally:
-        work.close()
-    if is_long or failure is not None:
-        yield from numbers.digest(request)
-    if failure is not None:
-        raise failure
-    return outcome
