@@ -21,7 +21,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -53,32 +53,17 @@ class ControlPlanes:
         self._stack = stack
         self._flags = (*QUIET, "--election", election, "--election-ttl-s", str(ttl_s))
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._binds: list[str] = []
+        self.addresses: list[str] = []
         for _ in range(2):
             process, address = start(stack, "control_plane", *self._flags)
             self.processes.append(process)
-            self._binds.append(address)
-
-    @property
-    def addresses(self) -> str:
-        return ",".join(self._binds)
-
-    async def leader(self) -> int:
-        """Wait until one of the two leads; return which."""
-        while True:
-            for i, address in enumerate(self._binds):
-                async with ControlClient(address, timeout_s=0.2) as client:
-                    try:
-                        await client.get_server_info()
-                        return i
-                    except KvplaneError:
-                        await asyncio.sleep(0.05)
+            self.addresses.append(address)
 
     async def wait_for_standby(self, index: int) -> None:
         """Wait until it stands by, and has connected to the leader."""
         while True:
             try:
-                if await check(self._binds[index], timeout_s=0.2) == "NOT_SERVING":
+                if await check(self.addresses[index], timeout_s=0.2) == "NOT_SERVING":
                     break
             except KvplaneError:
                 pass
@@ -89,33 +74,53 @@ class ControlPlanes:
         """End it for good, and start it again."""
         self.processes[index].kill()  # also if it is stopped
         self.processes[index].wait()
-        bind = self._binds[index]
+        bind = self.addresses[index]
         self.processes[index] = start(self._stack, "control_plane", *self._flags, bind=bind).process
 
 
-async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
-    """Return the seconds until another leads, and until the pool is ready."""
-    leader = await planes.leader()
-    async with (
-        ControlClient(planes.addresses) as client,
-        open_channel(planes.addresses, None, health_of=CONTROL_PLANE_SERVICE) as channel,
-    ):
-        ask = ServerServiceStub(channel).GetServerInfo
-        request = GetServerInfoRequest()
-        await client.wait_ready("pool", 60)
-        await planes.wait_for_standby(1 - leader)
-        before = (await ask(request)).incarnation
-        os.kill(planes.processes[leader].pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+async def leader_of(addresses: Sequence[str]) -> int:
+    """Wait until one of these control planes leads; return which."""
+    while True:
+        for i, address in enumerate(addresses):
+            async with ControlClient(address, timeout_s=0.2) as client:
+                try:
+                    await client.get_server_info()
+                    return i
+                except KvplaneError:
+                    await asyncio.sleep(0.05)
+
+
+async def until_another_leads(addresses: str, end: Callable[[], None]) -> float:
+    """Call ``end``, which ends the leader; return the seconds until the next one answers.
+    ``addresses``: of all control planes, with commas.
+    """
+    async with open_channel(addresses, None, health_of=CONTROL_PLANE_SERVICE) as channel:
+        ask, request = ServerServiceStub(channel).GetServerInfo, GetServerInfoRequest()
+        before = (await ask(request, wait_for_ready=True, timeout=30)).incarnation
+        end()
         began_s = time.monotonic()
         while True:
             try:
                 if (await ask(request, timeout=0.25)).incarnation > before:
-                    break
+                    return time.monotonic() - began_s
             except grpc.aio.AioRpcError:
                 await asyncio.sleep(0.002)
-        took_over_s = time.monotonic() - began_s
+
+
+async def one_round(planes: ControlPlanes, how: str) -> tuple[float, float]:
+    """Return the seconds until another leads, and until the pool is ready."""
+    leader = await leader_of(planes.addresses)
+    signal_number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
+    addresses = ",".join(planes.addresses)
+    async with ControlClient(addresses) as client:
         await client.wait_ready("pool", 60)
-        ready_s = time.monotonic() - began_s
+        await planes.wait_for_standby(1 - leader)
+        took_over_s = await until_another_leads(
+            addresses, lambda: os.kill(planes.processes[leader].pid, signal_number)
+        )
+        led_s = time.monotonic()
+        await client.wait_ready("pool", 60)
+        ready_s = took_over_s + time.monotonic() - led_s
     planes.restart(leader)
     return took_over_s, ready_s
 
@@ -128,7 +133,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         planes = ControlPlanes(stack, election, options.ttl_s)
         layout = folder / "layout.json"
         layout.write_text(json.dumps(asdict(LAYOUT)))
-        flags = ("--control-plane", planes.addresses, "--layout", str(layout))
+        flags = ("--control-plane", ",".join(planes.addresses), "--layout", str(layout))
         flags += ("--pool-id", "pool", "--num-device-blocks", "64")
         start(stack, "data_plane", *QUIET, *flags)
         for how in options.how:

@@ -26,10 +26,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import httpx2
-
 from control_plane.server.election import RETRY_DELAY_S, Elector, has_died, next_incarnation
 from kvplane.errors import InvalidRequestError
+
+try:
+    import httpx2
+except ModuleNotFoundError as error:
+    raise InvalidRequestError("needs pip install 'kvplane[etcd]'", field="election") from error
 
 _LOGGER: Final = logging.getLogger(__name__)
 _KEEP_ALIVES_PER_TTL: Final = 4

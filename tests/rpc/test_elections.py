@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -285,6 +286,13 @@ async def test_a_process_that_resets_connections_is_asked_less_and_less_often(mo
     await has_died("127.0.0.1:1")
     assert delays == sorted(delays)
     assert sum(delays[:5]) < module.RETRY_DELAY_S == delays[-1]
+
+
+def test_an_election_in_etcd_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.delitem(sys.modules, EtcdElector.__module__)
+    monkeypatch.setitem(sys.modules, "httpx2", None)
+    with pytest.raises(InvalidRequestError, match=r"election: needs pip install 'kvplane\[etcd\]'"):
+        elector_of("etcd://h:1/name", "h:1", ttl_s=5)
 
 
 def test_the_settings_name_the_elector(tmp_path, monkeypatch) -> None:

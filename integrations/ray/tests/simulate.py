@@ -16,26 +16,19 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import grpc.aio
-
 from benchmarks.common.report import cpu_name
+from benchmarks.takeover import leader_of, until_another_leads
 from engine import LLM
 from integrations.ray.tests.ray_cluster import SimulatedCluster
 from integrations.ray.tests.simulated_clients import Answer, Clients
-from kvplane import ControlClient
-from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
-from kvplane.errors import KvplaneError
 from kvplane.integrations.ray import fleet
 from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.server_actor import Status
 from kvplane.integrations.ray.server_process import ServerProcess
-from kvplane.transport.tls import open_channel
-from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
-from kvplane.wire.v1.pool_pb2_grpc import ServerServiceStub
 from models.recall_task import Question, questions
 from tests.helpers.etcd_cluster import EtcdCluster
 
@@ -104,46 +97,6 @@ def answers(addresses: str, asked: list[Question]) -> dict[str, str]:
     }
 
 
-class TakeoverClock:
-    """Asks who leads, with a channel that knows all control planes."""
-
-    def __init__(self, addresses: str) -> None:
-        self._addresses = addresses
-
-    def leader(self, control: list[Status]) -> Status:
-        """Return which of them leads."""
-        return asyncio.run(self._leader(control))
-
-    def until_another_leads(self, end: Callable[[], None]) -> float:
-        """Call ``end``, which ends the leader; return the seconds until the next one answers."""
-        return asyncio.run(self._until_another_leads(end))
-
-    async def _leader(self, control: list[Status]) -> Status:
-        while True:
-            for each in control:
-                try:
-                    async with ControlClient(each.address, timeout_s=0.5) as client:
-                        await client.get_server_info()
-                        return each
-                except KvplaneError:
-                    continue
-
-    async def _until_another_leads(self, end: Callable[[], None]) -> float:
-        async with open_channel(self._addresses, None, health_of=CONTROL_PLANE_SERVICE) as channel:
-            ask = ServerServiceStub(channel).GetServerInfo
-            request = GetServerInfoRequest()
-            before = (await ask(request, wait_for_ready=True, timeout=30)).incarnation
-            end()
-            began_s = time.monotonic()
-            while True:
-                try:
-                    now = (await ask(request, wait_for_ready=True, timeout=60)).incarnation
-                except grpc.aio.AioRpcError:  # the call was on its way to the ended one
-                    continue
-                if now > before:
-                    return time.monotonic() - began_s
-
-
 def find(name: str) -> Status:
     """Wait for a server that is up; return it."""
     end_s = time.monotonic() + UP_S
@@ -157,7 +110,6 @@ def find(name: str) -> Status:
 
 def lose_all(cluster: SimulatedCluster, addresses: str, clients: Clients) -> None:
     """Lose the leader, a shard and a machine, one after another, and print how long each took."""
-    clock = TakeoverClock(addresses)
 
     def report(what: str, took_s: float, until: str) -> None:
         print(f"{what:<46} {took_s:>7.3f} s until {until}", flush=True)
@@ -168,8 +120,11 @@ def lose_all(cluster: SimulatedCluster, addresses: str, clients: Clients) -> Non
             clients.wait_for(ANSWERS_BETWEEN, pool, since_s, UP_S)
 
     answer_on()
-    leader = clock.leader([find(f"control-{i}") for i in range(2)])
-    took_s = clock.until_another_leads(lambda: os.kill(leader.pid, signal.SIGKILL))
+    control = [find(f"control-{i}") for i in range(2)]
+    leader = control[asyncio.run(leader_of([each.address for each in control]))]
+    took_s = asyncio.run(
+        until_another_leads(addresses, lambda: os.kill(leader.pid, signal.SIGKILL))
+    )
     report(f"leader {leader.name} on {leader.node} killed", took_s, "the next one answers")
     answer_on()
     for pool, shard, is_node in ((POOLS[0], 1, False), (POOLS[1], 0, True)):
