@@ -63,7 +63,7 @@ std::vector<EntryId> PrefixSearch::found() const {
   for (int64_t num_agreed = 0; num_agreed < groups_.size;) {
     num_agreed = 0;
     for (int64_t g = 0; g < groups_.size; ++g) {
-      const int64_t num = num_needed_of(*groups_[g], paths_[static_cast<size_t>(g)], most);
+      const int64_t num = num_covered(*groups_[g], paths_[static_cast<size_t>(g)], most);
       num_agreed += num == most || groups_.size == 1;
       most = num;
     }
@@ -78,7 +78,7 @@ std::vector<EntryId> PrefixSearch::found() const {
 }
 
 // The longest prefix of at most `most` blocks of which the group has the blocks that it needs.
-int64_t PrefixSearch::num_needed_of(const LayerGroup& group, const Path& path, int64_t most) const {
+int64_t PrefixSearch::num_covered(const LayerGroup& group, const Path& path, int64_t most) const {
   const int64_t num = std::min(most, static_cast<int64_t>(path.size()));
   if (!group.config.window_tokens) return num;
   std::vector<uint8_t> present;

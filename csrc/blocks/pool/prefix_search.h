@@ -31,7 +31,7 @@ class PrefixSearch {
 
   void drop_stale(const LayerGroup& group, Path& path) const;
   bool extend(const LayerGroup& group, Path& path, int64_t& left) const;
-  int64_t num_needed_of(const LayerGroup& group, const Path& path, int64_t most) const;
+  int64_t num_covered(const LayerGroup& group, const Path& path, int64_t most) const;
 
   Groups groups_;
   const LayerGroup& primary_;
