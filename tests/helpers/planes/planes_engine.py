@@ -33,6 +33,7 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_prefixes import num_cached
+from tests.helpers.native.native_pool import Span
 from tests.helpers.outcomes import is_refused
 from tests.helpers.planes.planes_known import (
     Known,
@@ -40,7 +41,6 @@ from tests.helpers.planes.planes_known import (
     Made,
     Sent,
     ShardRun,
-    Span,
     deferred_of,
     extend,
     unseen_cuts,

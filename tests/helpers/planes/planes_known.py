@@ -16,6 +16,7 @@ from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.native.native_pool import Span, decoded
 from tests.helpers.planes.planes_values import Values
 from tests.helpers.planes.planes_world import DataProcess
 
@@ -37,14 +38,6 @@ class Known:
         self.num_known = min(self.num_known, num_tokens)
         self.num_scheduled = min(self.num_scheduled, num_tokens)
         del self.tokens[max(self.num_known, self.num_scheduled) :]
-
-
-class Span(NamedTuple):
-    """The tokens that a plan computes for a sequence."""
-
-    sequence_id: int
-    first: int
-    num_tokens: int
 
 
 class Deferred(NamedTuple):
@@ -141,14 +134,7 @@ class Made:
 
     @property
     def spans(self) -> list[Span]:
-        message = self.plan.spans
-        each = zip(
-            columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT32, message.first_positions, "first_positions"),
-            columns.read(INT32, message.num_tokens, "num_tokens"),
-            strict=True,
-        )
-        return [Span(*values) for values in each]
+        return decoded(self.signed.payload).spans
 
 
 @dataclass
