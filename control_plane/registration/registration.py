@@ -201,7 +201,7 @@ class Registration:
         """Return the shards (pool, index) with messages, of pools touched since the last call."""
         notified = []
         for pool in self.touched:
-            if pool.has_announcements:
+            if pool not in self._announcing and pool.has_announcements:
                 self._announcing.add(pool)
             if pool.watchers:
                 pool.wake_watchers()

@@ -107,6 +107,7 @@ class Sessions:
         """Open a session in a pool that is ready. Raises QuotaExceededError, PoolNotReadyError."""
         self._require_room(tenant)
         root = root_of(pool.layout.fingerprint, tenant, request.namespace)
+        pool.set_time(self._clock())
         pool.require_can_open(tenant, root)
         session = Session(
             tpb.SessionRef(incarnation=self.incarnation, session_id=self._unused_id()),
@@ -148,8 +149,8 @@ class Sessions:
             raise self.error(session.id, session.tenant)
 
     def renew(self, session: Session) -> None:
-        """Restart a session's lease from now."""
-        session.expires_at_s = self._clock() + self._config.lease_s
+        """Restart a session's lease from its pool's present time."""
+        session.expires_at_s = session.pool.now_s + self._config.lease_s
 
     # Their end
 

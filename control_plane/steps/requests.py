@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from control_plane.config import CoreConfig
 from control_plane.queries import states
@@ -34,12 +34,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 Request = cpb.StepRequest | cpb.AbortPlansRequest
 
 
-class _Step(NamedTuple):
-    """The outcome of a step: ``result`` has the results of its operations alone."""
-
-    operations: Sequence[Named]
-    result: cpb.StepResponse
-    plan: SignedPlan | None
+_Step = tuple[Sequence[Named], cpb.StepResponse, SignedPlan | None]
+"""The outcome of a step: its operations, a response with their results alone, and its plan."""
 
 
 class Requests:
@@ -102,12 +98,13 @@ class Requests:
                 admission.set_busy(session.id, False)
         if earlier is not None:
             return earlier.result()
-        if not isinstance(outcome, _Step):
+        if not isinstance(outcome, tuple):
             numbers.remember(request, outcome)
             numbers.settle()
             return outcome
         news = admission.news.take(session)
-        answer = step_answer(session, request.number, *outcome, news)
+        operations, result, plan = outcome
+        answer = step_answer(session, request.number, operations, result, plan, news)
         numbers.remember(request, StepAnswer(answer.encoded, answer.step_at))
         if is_busy:  # it may be large, and its caller gone: no more than its digest is kept
             numbers.settle()
@@ -128,7 +125,7 @@ class Requests:
         if request.HasField("deferred_tokens"):
             take_deferred_tokens(session, request.deferred_tokens, self._config.max_operations)
         if not request.operations:
-            return _Step((), cpb.StepResponse(), None)
+            return (), cpb.StepResponse(), None
         operations = read_operations(request.operations, self._config.max_operations)
         if len(session.plans) >= self._config.max_plans_in_flight:
             check_no_plan(session, operations)
@@ -140,7 +137,7 @@ class Requests:
                 step.num_taken_tokens = 0
                 yield
         plan = yield from finish_plan(session, request.number, request.traceparent)
-        return _Step(operations, result, plan)
+        return operations, result, plan
 
     def _abort_plans(
         self, session: Session, admission: PoolAdmission, request: cpb.AbortPlansRequest

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from backends import DeviceBackend
 from kernel_cases import Batch, Case, build
 
+Lens = Sequence[tuple[int, int]]
+"""Query and context tokens of each sequence."""
 GROUP = 2
 LONGEST_ITEM = 256  # tokens: long contexts are cut into splits of four times 64
 LENS = (
@@ -21,7 +24,7 @@ SEQUENCE_BYTES, UNIT = 48, 256
 SHORT_ENDS, LONG_ORDER, LONG_ENDS = range(3)
 
 
-def batch_of(lens: Sequence[tuple[int, int]]) -> Batch:
+def batch_of(lens: Lens) -> Batch:
     return build(Case(lens=tuple(lens), heads=(GROUP, 1), head_size=16, dtype=torch.bfloat16))
 
 
@@ -43,7 +46,7 @@ def _rounded_up(num_bytes: int) -> int:
     return -(-num_bytes // UNIT) * UNIT
 
 
-def in_order(lens: Sequence[tuple[int, int]]) -> list[int]:
+def in_order(lens: Lens) -> list[int]:
     """The long sequences, by the length of their longest items in steps of 64 tokens, and by their
     places where they are equal.
     """
@@ -56,36 +59,20 @@ def items_of(query_len: int, context_len: int) -> int:
     return -(-query_len * GROUP // 64) * splits
 
 
-def test_sequences_with_the_longest_items_come_first(device: DeviceBackend) -> None:
-    arrays = planned(device, batch_of(LENS))
-    order, ends = in_order(LENS), arrays[LONG_ENDS]
-    assert order == [2, 6, 7, 8, 9, 4, 0]
+def batches() -> Iterator[Lens]:
+    """Yield batches with long and short sequences, those with one kind alone, and large ones."""
+    yield LENS
+    yield from (((1, 70), (2, 90)), ((40, 90),), ((0, 9), (1, 5)))
+    for num_sequences in (31, 32, 33, 100):  # a warp has 32 lanes
+        rng = random.Random(num_sequences)
+        query_lens = [rng.choice((1, 17, 20, 30)) for _ in range(num_sequences)]
+        yield tuple((query_len, query_len + rng.randrange(240)) for query_len in query_lens)
+
+
+@pytest.mark.parametrize("lens", [*batches()], ids=lambda lens: f"{len(lens)}: {lens[0]}")
+def test_sequences_with_the_longest_items_come_first(device: DeviceBackend, lens: Lens) -> None:
+    arrays, order = planned(device, batch_of(lens)), in_order(lens)
+    assert lens is not LENS or order == [2, 6, 7, 8, 9, 4, 0]
     assert arrays[LONG_ORDER][: len(order)] == order
-    items = [items_of(*LENS[s]) for s in order]
-    totals = [sum(items[: i + 1]) for i in range(len(items))]
-    assert ends == totals + [totals[-1]] * (len(LENS) - len(order))
-
-
-@pytest.mark.parametrize("num_sequences", (31, 32, 33, 100))
-def test_more_sequences_than_lanes_are_in_order_too(
-    device: DeviceBackend, num_sequences: int
-) -> None:
-    rng = random.Random(num_sequences)
-    lens = []
-    for _ in range(num_sequences):
-        query_len = rng.choice((1, 17, 20, 30))
-        lens.append((query_len, query_len + rng.randrange(240)))
-    arrays = planned(device, batch_of(lens))
-    order = in_order(lens)
-    assert arrays[LONG_ORDER][: len(order)] == order
-    assert arrays[LONG_ENDS][-1] == sum(items_of(*lens[s]) for s in order)
-
-
-@pytest.mark.parametrize("lens", (((1, 70), (2, 90)), ((40, 90),), ((0, 9), (1, 5))), ids=str)
-def test_a_batch_may_have_no_long_sequence_or_no_other(
-    device: DeviceBackend, lens: tuple[tuple[int, int], ...]
-) -> None:
-    arrays = planned(device, batch_of(lens))
-    order = in_order(lens)
-    assert arrays[LONG_ORDER][: len(order)] == order
-    assert arrays[LONG_ENDS] == [sum(items_of(*lens[s]) for s in order)] * len(lens)
+    ends = [*itertools.accumulate(items_of(*lens[s]) for s in order)]
+    assert arrays[LONG_ENDS] == ends + (ends[-1:] or [0]) * (len(lens) - len(order))

@@ -1,6 +1,6 @@
 """Each single step of the CUDA kernels does what the instruction's definition says.
 
-On the emulator these are its twins, on a GPU the instructions; ``on_gpu.py`` compares the two.
+On the emulator these are its twins, on a GPU the instructions.
 """
 
 from __future__ import annotations

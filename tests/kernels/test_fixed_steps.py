@@ -15,11 +15,13 @@ from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError, SessionExpiredError
 from tests.helpers.data.fixed_steps import (
     BOUNDS,
+    OPTIONS,
     PROMPTS,
     STEPS,
     Call,
     Inputs,
     Stepped,
+    assert_replays,
     play,
     rig_with_prompts,
     run_by_layers,
@@ -29,11 +31,6 @@ from tests.helpers.data.kernel_sets import emulated_kernels
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import span
 
-OPTIONS = (
-    AttentionOptions(),
-    AttentionOptions(sliding_window_tokens=70, sinks=(0.5, -1.0, 2.0, 0.0), logit_soft_cap=20.0),
-    AttentionOptions(alibi_slopes=(0.5, 0.25, 0.125, 0.0625)),
-)
 ROWS = ("block_tables", "query_starts", "context_lens")
 VIEWS = {"select", "slice", "unbind", "split", "view", "alias", "as_strided"}
 
@@ -46,30 +43,11 @@ def addresses_of(calls: list[Call]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=("plain", "window-sinks-cap", "alibi"))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_replayed_step_has_the_bits_of_one_by_layers(options: AttentionOptions) -> None:
     stepped, twin = Stepped(options=options), rig_with_prompts(kernels=emulated_kernels())
     graph = stepped.captured()
-    lengths = dict(PROMPTS)
-    for number, step in enumerate(STEPS, 2):
-        for rig in (stepped.rig, twin):
-            start_step(rig, number, step, lengths)
-        stepped.inputs.fill(len(step), number)
-        stepped.step.run(lambda: play(graph), plan_number=number)
-        outputs = stepped.inputs.outputs(len(step))
-        receipt = stepped.rig.author.read_receipt(stepped.rig.executor.receipt(1))
-        assert receipt.plan_number == number
-        expected = run_by_layers(twin, stepped.inputs, len(step), options)
-        for output, right in zip(outputs, expected, strict=True):
-            assert torch.equal(output.view(torch.int16), right.view(torch.int16))
-        assert stepped.rig.snapshot()[0] == twin.snapshot()[0]
-        for sequence in step:
-            lengths[sequence] += 1
-    written, attended = (
-        (c.num_written_tokens, c.num_attention_tokens)
-        for c in (stepped.rig.executor.counters, twin.executor.counters)
-    )
-    assert written == attended
+    assert_replays(stepped.rig, twin, stepped.step, stepped.inputs, lambda: play(graph), options)
 
 
 def test_successive_steps_use_the_same_addresses() -> None:
@@ -92,7 +70,7 @@ def test_successive_steps_use_the_same_addresses() -> None:
 
 
 def test_the_layers_of_a_step_allocate_copy_and_read_nothing() -> None:
-    stepped = Stepped(options=OPTIONS[1])
+    stepped = Stepped(options=OPTIONS["window-sinks-cap"])
     stepped.forward()
     asked: list[str] = []
 
@@ -160,14 +138,9 @@ def test_a_plan_that_does_not_fit_is_refused_by_the_bound_and_runs_by_layers() -
     executor = stepped.rig.executor
     for rig in (stepped.rig, twin):
         rig.start(2, *three)
-    for bounds, field in (
-        (StepBounds(2, 120), "num_tokens"),
-        (StepBounds(4, 120, num_sequences=2), "bounds.num_sequences"),
-        (StepBounds(4, 100), "bounds.context_tokens"),
-    ):
-        step = executor.fixed_step(1, bounds)
-        with stepped.rig.refuses(InvalidRequestError, field):
-            step.run(stepped.forward, **of_latest(stepped.rig.executor))
+    step = executor.fixed_step(1, StepBounds(2, 120))
+    with stepped.rig.refuses(InvalidRequestError, "num_tokens"):
+        step.run(stepped.forward, **of_latest(stepped.rig.executor))
     inputs = Inputs(3)
     inputs.fill(3, 2)
     outputs = run_by_layers(stepped.rig, inputs, 3)
@@ -253,5 +226,5 @@ def test_what_a_step_needs_is_in_memory_before_it_is_captured(
         Stepped().forward()
     monkeypatch.setattr("data_plane.execution.fixed_step.is_capturing", lambda device: True)
     with pytest.raises(InvalidRequestError) as caught:
-        Stepped(options=OPTIONS[1]).forward()
+        Stepped(options=OPTIONS["window-sinks-cap"]).forward()
     assert caught.value.field == "options"

@@ -162,18 +162,6 @@ def test_a_pair_of_types_is_right_with_any_scales(
         assert_as_exact_as_8_bits(case)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("pages_dtype", (None, E4M3), ids=str)
-def test_ragged_batches_are_right_in_any_order_of_warps(
-    device: DeviceBackend, pages_dtype: torch.dtype | None, seed: int
-) -> None:
-    device.set_seed(seed)
-    for dtype in FLOATS:
-        lens = ((1, 150), (5, 70), (40, 90), (0, 3), (1, 1))
-        case = Case(lens=lens, dtype=dtype, pages_dtype=pages_dtype, seed=seed, head_size=32)
-        assert_as_exact_as_torch(case)
-
-
 def random_case(seed: int, longest: int) -> Case:
     rng = random.Random(seed)
     num_kv_heads, head_size = rng.choice((1, 2, 3)), 8 * rng.randint(1, 64)

@@ -105,16 +105,6 @@ async def test_a_server_that_stops_waits_for_the_device(
     assert runtime.num_waiting == 0
 
 
-async def test_a_device_that_fails_once_is_served_on(tmp_path: Path, runtime: LateRuntime) -> None:
-    async with serving(tmp_path) as (server, _):
-        runtime.failures.append(RuntimeError("out of resources"))
-        await asyncio.to_thread(server.executor.finish)
-        assert not runtime.failures
-        await asyncio.sleep(0.05)
-        assert not server.lost.is_set()
-        assert await check(server.address, service=SERVICE) == "SERVING"
-
-
 async def test_a_device_that_is_lost_ends_the_server_with_an_error(
     tmp_path: Path, runtime: LateRuntime
 ) -> None:

@@ -129,8 +129,6 @@ SPOILED: list[tuple[str, Callable[[pb.RunLayerRequest], object]]] = [
     ("layer.layer", lambda m: without(m, "key", "value")),
     ("layer.key", lambda m: without(m, "query", "key", "value")),
     ("layer.key", lambda m: without(m, "key")),
-    ("layer.key", lambda m: m.key.CopyFrom(tensor_to_message(tokens(3)))),
-    ("layer.query", lambda m: m.query.CopyFrom(tensor_to_message(tokens(2, 3)))),
     ("layer.value.data", lambda m: setattr(m.value, "data", m.value.data[:-1])),
     ("layer.key.shape", lambda m: m.key.shape.__setitem__(0, -2)),
     ("layer.key.shape", lambda m: m.key.CopyFrom(HUGE)),
@@ -187,29 +185,6 @@ async def test_bytes_that_are_no_request_are_answered_on_the_stream(peer: Served
         await call.write(request.SerializeToString())
         assert pb.ExecuteResponse.FromString(await call.read()).HasField("opened")
         call.cancel()
-
-
-async def test_a_layer_without_a_query_answers_an_empty_output(peer: Served) -> None:
-    stream = await peer.opened()
-    await stream.ask(plan=plan_of(peer))
-    answer = await stream.ask(layer=without(layer_input(0, 2), "query"))
-    assert (answer.output.layer, answer.output.output.data) == (0, b"")
-
-
-async def test_a_layer_without_a_key_attends_in_one_that_was_written(peer: Served) -> None:
-    stream = await peer.opened()
-    await stream.ask(plan=plan_of(peer))
-    written = await stream.ask(layer=layer_input(0, 2))
-    before = peer.memory
-    attends = [without(layer_input(layer, 2), "key", "value") for layer in (0, 1)]
-    assert await stream.ask(layer=attends[0]) == written
-    answer = await stream.ask(layer=attends[1])
-    assert (answer.error.reason, answer.error.field) == ("INVALID_REQUEST", "layer.layer")
-    assert peer.memory == before
-    last = await stream.ask(layer=layer_input(1, 2))
-    again = await stream.ask(layer=attends[1])
-    assert again == last
-    assert again.output.HasField("receipt")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import torch
 from control_plane.pools.shards import PoolShards
 from control_plane.server.server import ControlPlaneServer
 from data_plane.files.disk import Disk
-from data_plane.files.record import HEADER_BYTES
 from data_plane.server.file_tier import FileWriter
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, LayerGroup, Layout, ops
@@ -194,17 +193,6 @@ async def test_what_was_used_again_in_the_host_tier_is_written(tmp_path: Path) -
         counters = await peers.control.get_counters(POOL)
         assert counters['hit_tokens_total{tier="host"}'] == 8 * NUM_FULL
         await until(lambda: num_files(here.plane) == NUM_FULL)
-
-
-async def test_a_tier_with_room_for_two_files_keeps_two(tmp_path: Path) -> None:
-    room = 2 * (HEADER_BYTES + 3 * 2 * 8 * 8 * 4)
-    async with machine(tmp_path) as peers:
-        async with peers.plane(file_tier_bytes=room) as first:
-            await use_twice(first)
-            await until(lambda: num_files(first.plane) == 2)
-            assert await first.num_cached() == 8 * NUM_FULL
-        async with peers.plane(file_tier_bytes=room) as second:
-            assert await peers.load(second) == (16, 16)
 
 
 async def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

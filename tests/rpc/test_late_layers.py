@@ -1,17 +1,20 @@
-"""Layers that come late, early or twice, in each way in which layers come to a data plane from
-another process: none is taken for one of another plan or pass.
+"""Layers that come late, early, twice or in halves, in each way in which layers come to a data
+plane: none is taken for one of another plan or pass, or writes what others have by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from data_plane import limits
+from data_plane import Executor, limits
+from data_plane.server.embedded_execution import EmbeddedExecution
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.errors import (
     BlockNotWritableError,
@@ -52,15 +55,39 @@ class Named(NamedTuple):
         return self._asdict()
 
 
-class Caller(Protocol):
-    """One way to a data plane. ``layer`` raises what it is answered, and returns the output."""
+PARTS = {"whole": ("query", "key", "value"), "written": ("key", "value"), "attended": ("query",)}
+"""Tensors that a layer may have, and what it is called then."""
 
+
+def tensors(num_tokens: int, seed: int, part: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a part of a layer, by name."""
+    query = tokens(num_tokens, 4, seed=seed)
+    key, value = (tokens(num_tokens, seed=seed + i) for i in (1, 2))
+    return {
+        n: t for n, t in zip(PARTS["whole"], (query, key, value), strict=True) if n in PARTS[part]
+    }
+
+
+class Caller(ABC):
+    """One way to a data plane. ``parts``: the parts of a layer that can come alone."""
+
+    parts: tuple[str, ...] = (*PARTS,)
+
+    def can_name(self, named: Named) -> bool:
+        """Return whether a layer can name this plan and pass."""
+        return True
+
+    @abstractmethod
     async def start(self, plan: tpb.SignedPayload, named: Named) -> None: ...
 
-    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor: ...
+    @abstractmethod
+    async def layer(
+        self, layer: int, named: Named, num_tokens: int, seed: int, part: str
+    ) -> torch.Tensor:
+        """Return the output, which is empty where nothing was attended; raise what is answered."""
 
 
-class ByGrpc:
+class ByGrpc(Caller):
     """A stream, on which a layer is one message."""
 
     def __init__(self, stream: Stream) -> None:
@@ -69,16 +96,14 @@ class ByGrpc:
     async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
         await self._ask(plan=pb.StartPlanRequest(plan=plan, pass_index=named.pass_index))
 
-    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
-        request = pb.RunLayerRequest(
-            layer=layer,
-            query=tensor_to_message(tokens(num_tokens, 4, seed=seed)),
-            key=tensor_to_message(tokens(num_tokens, seed=seed + 1)),
-            value=tensor_to_message(tokens(num_tokens, seed=seed + 2)),
-            **named.fields,
-        )
-        output = (await self._ask(layer=request)).output.output
-        return torch.frombuffer(bytearray(output.data), dtype=torch.float32)
+    async def layer(
+        self, layer: int, named: Named, num_tokens: int, seed: int, part: str
+    ) -> torch.Tensor:
+        sent = tensors(num_tokens, seed, part).items()
+        messages = {name: tensor_to_message(tensor) for name, tensor in sent}
+        request = pb.RunLayerRequest(layer=layer, **messages, **named.fields)
+        data = bytearray((await self._ask(layer=request)).output.output.data)
+        return torch.frombuffer(data, dtype=torch.float32) if data else torch.empty(0)
 
     async def _ask(self, **message: Any) -> pb.ExecuteResponse:
         answer = await self._stream.ask(**message)
@@ -87,12 +112,62 @@ class ByGrpc:
         return answer
 
 
-class ByMemory:
+class InProcess(Caller):
+    """The executor's own calls."""
+
+    def __init__(self, executor: Executor, grant: tpb.SignedPayload) -> None:
+        self._executor = executor
+        self._session_id = executor.open(grant)
+
+    async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
+        self._executor.start(self._session_id, plan)
+        if named.pass_index is not None:
+            self._executor.begin_pass(
+                self._session_id, named.pass_index, plan_number=named.plan_number
+            )
+
+    async def layer(
+        self, layer: int, named: Named, num_tokens: int, seed: int, part: str
+    ) -> torch.Tensor:
+        given = dict.fromkeys(PARTS["whole"]) | tensors(num_tokens, seed, part)
+        output = self._executor.layer(self._session_id, layer, **given, **named.fields)
+        self._executor.receipt(self._session_id)  # which others ask for after the last layer
+        return torch.empty(0) if output is None else output
+
+
+class Embedded(Caller):
+    """Executions as engines in the process have them: a layer is of the plan and pass that its
+    execution started.
+    """
+
+    parts = ("whole",)
+
+    def __init__(self, executor: Executor, grant: tpb.SignedPayload) -> None:
+        self._executor = executor
+        self._grant = grant
+        self._started: dict[Named, EmbeddedExecution] = {}
+
+    def can_name(self, named: Named) -> bool:
+        return named in self._started
+
+    async def start(self, plan: tpb.SignedPayload, named: Named) -> None:
+        execution = EmbeddedExecution(self._executor, self._grant, take_receipt=lambda _: None)
+        execution.start(plan, pass_index=named.pass_index)
+        self._started[named] = execution
+
+    async def layer(
+        self, layer: int, named: Named, num_tokens: int, seed: int, part: str
+    ) -> torch.Tensor:
+        return self._started[named].layer(layer, **tensors(num_tokens, seed, part))
+
+
+class ByMemory(Caller):
     """Shared memory. ``binds``: a layer is bound first, and asked for by a few bytes, which native
     code reads; otherwise it is one message, which Python reads.
     """
 
     def __init__(self, peer: LocalPeer, *, binds: bool) -> None:
+        self.parts = ("whole",) if binds else self.parts
         self._peer = peer
         self._binds = binds
         self._bound: set[tuple[int, int]] = set()
@@ -105,9 +180,13 @@ class ByMemory:
         answer = await self._peer.ask(plan=plan, **fields)
         self._num_tokens = answer.started.num_tokens
 
-    async def layer(self, layer: int, named: Named, num_tokens: int, seed: int) -> torch.Tensor:
+    async def layer(
+        self, layer: int, named: Named, num_tokens: int, seed: int, part: str
+    ) -> torch.Tensor:
         num_tokens = self._num_tokens
         request = self._peer.layer(layer, num_tokens, seed)
+        for name in {*PARTS["whole"]}.difference(PARTS[part]):
+            request.ClearField(name)
         if self._binds:
             if (layer, num_tokens) not in self._bound:
                 assert not (await self._peer.bind(request)).HasField("error")
@@ -118,10 +197,10 @@ class ByMemory:
             answer = await self._peer.ask(self._peer.packet(request, **named.fields))
         if answer.HasField("error"):
             raise from_wire(answer.error)
-        return self._peer.output(num_tokens)
+        return self._peer.output(num_tokens) if part != "written" else torch.empty(0)
 
 
-WAYS = ("gRPC", "shared memory", "bound")
+WAYS = ("gRPC", "shared memory", "bound", "executor", "embedded")
 
 
 class Rig:
@@ -146,22 +225,26 @@ class Rig:
         plan = self.author.plan(1, changes=[set_blocks(1, [(0, 1)])], spans=spans)
         await self.caller.start(plan, Named(1, index))
 
-    async def layer(self, layer: int, named: Named, seed: int | None = None) -> torch.Tensor:
+    async def layer(
+        self, layer: int, named: Named, seed: int | None = None, part: str = "whole"
+    ) -> torch.Tensor:
         """A layer with as many tokens as the plan or the pass that it names."""
         num_tokens = 2 if named.pass_index is None else 1
         own = 10 * named.plan_number + 100 * (named.pass_index or 0) + layer
-        return await self.caller.layer(layer, named, num_tokens, own if seed is None else seed)
+        chosen = own if seed is None else seed
+        return await self.caller.layer(layer, named, num_tokens, chosen, part)
 
     async def run(self, named: Named) -> None:
         for layer in LAYERS:
             await self.layer(layer, named)
 
     async def refuses(self, layer: int, named: Named, field: str, *numbers: int) -> None:
-        """A layer is refused for what it names, and writes nothing."""
+        """A layer is refused for what it names, if it can name that, and writes nothing."""
         before = self.memory
-        for seed in (None, OTHER_SEED):
+        parts = self.caller.parts if self.caller.can_name(named) else ()
+        for seed, part in product((None, OTHER_SEED), parts):
             with pytest.raises(PlanOutOfOrderError) as caught:
-                await self.layer(layer, named, seed)
+                await self.layer(layer, named, seed, part)
             assert caught.value.field.removeprefix("layer.") == field
             assert all(str(number) in str(caught.value) for number in numbers)
         assert self.memory == before
@@ -178,6 +261,10 @@ class Rig:
 async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
     way = request.param
     async with served(tmp_path, local_region_bytes=1 << 20) as peer:
+        if way in ("executor", "embedded"):
+            there = InProcess if way == "executor" else Embedded
+            yield Rig(peer, there(peer.executor, peer.author.grant()))
+            return
         if way == "gRPC":
             yield Rig(peer, ByGrpc(await peer.opened()))
             return
@@ -243,11 +330,19 @@ async def test_a_plan_that_computes_all_at_once_is_in_no_pass(rig: Rig) -> None:
             await rig.layer(layer, Named(number))
 
 
-async def rejected(rig: Rig, layer: int, named: Named, error: type[KvplaneError]) -> None:
+async def rejected(
+    rig: Rig,
+    layer: int,
+    named: Named,
+    error: type[KvplaneError],
+    parts: Sequence[str] = ("whole", "written"),
+) -> None:
     """A layer is refused, and writes nothing."""
     before = rig.memory
-    with pytest.raises(error):
-        await rig.layer(layer, named)
+    for part in parts:
+        if part in rig.caller.parts:
+            with pytest.raises(error):
+                await rig.layer(layer, named, part=part)
     assert rig.memory == before
 
 
@@ -276,11 +371,24 @@ async def test_a_block_that_another_session_was_given_is_not_written(rig: Rig) -
 
 async def test_a_layer_out_of_order_is_refused(rig: Rig) -> None:
     named = await two_plans(rig)
-    await rejected(rig, 1, named, InvalidRequestError)
+    await rejected(rig, 1, named, InvalidRequestError, [*PARTS])
     await rig.run(named)
 
 
 async def test_a_session_that_has_ended_writes_nothing(rig: Rig) -> None:
     named = await two_plans(rig)
     rig.peer.executor.fence(rig.author.session(1), 1)
-    await rejected(rig, 0, named, SessionExpiredError)
+    await rejected(rig, 0, named, SessionExpiredError, [*PARTS])
+
+
+@pytest.mark.parametrize("rig", ["gRPC", "shared memory", "executor"], indirect=True)
+async def test_the_halves_of_a_layer_are_the_layer(rig: Rig) -> None:
+    """What was not written is not attended to; afterwards it is attended to as often as asked."""
+    named = await two_plans(rig)
+    for layer in LAYERS:
+        await rejected(rig, layer, named, InvalidRequestError, ["attended"])
+        assert not len(await rig.layer(layer, named, part="written"))
+        before = rig.memory
+        whole = await rig.layer(layer, named)
+        assert torch.equal(await rig.layer(layer, named, part="attended"), whole)
+        assert whole.abs().sum() > 0 and rig.memory == before

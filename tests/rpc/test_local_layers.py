@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,6 @@ from data_plane.server.local.connection import LocalConnection
 from kvplane import DataClient
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
-    BlockNotWritableError,
     DeadlineExceededError,
     InvalidRequestError,
     UnauthenticatedError,
@@ -31,7 +30,7 @@ from kvplane.runtime.region_layers import RegionLayers
 from kvplane.transport.local import connection as client_connection
 from kvplane.transport.local import packets
 from kvplane.wire.v1 import execution_pb2 as pb
-from tests.helpers.data.plan_author import publications, span, tokens
+from tests.helpers.data.plan_author import tokens
 from tests.helpers.local_peer import LocalPeer, error_of, output_after, plan_of_two_tokens
 from tests.helpers.served import Served, served
 from tests.helpers.waiting import until
@@ -132,59 +131,30 @@ async def test_a_plan_presented_again_runs_again(rig: Rig) -> None:
     assert (await rig.layer(1)).output.HasField("receipt")
 
 
-def publish(rig: Rig) -> type[Exception]:
-    """The block that the plan writes, as others may."""
-    rig.server.executor.publish(publications((0, 1)))
-    return BlockNotWritableError
+@pytest.mark.parametrize("when", ["bound", "not bound", "looked for"])
+async def test_a_caller_that_was_removed_since_the_plan_began_is_refused(
+    rig: Rig, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native code answers layers that are bound, and leaves other packets to Python."""
+    # Connections whose time is over are not ended before they are answered so.
+    monkeypatch.setattr(LocalConnection, "end_if_due", lambda _: None)
 
-
-def revoke(rig: Rig) -> type[Exception]:
     def admit() -> None:
         raise UnauthenticatedError("is not on the list")
 
-    rig.connection._admit = admit
-    return UnauthenticatedError
+    def remove() -> None:
+        rig.connection._admit = admit
 
-
-@pytest.fixture
-def unswept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections whose time is over are not ended before they are answered so."""
-    monkeypatch.setattr(LocalConnection, "end_if_due", lambda _: None)
-
-
-@pytest.mark.usefixtures("unswept")
-@pytest.mark.parametrize("happens", [publish, revoke])
-async def test_what_others_did_since_the_plan_began_refuses_a_bound_layer(
-    rig: Rig, happens: Callable[[Rig], type[Exception]]
-) -> None:
-    for _ in range(2):
+    for _ in range(0 if when == "not bound" else 2):
         await rig.run()
     await rig.start()
-    expected = await rig.server._worker.run(lambda: happens(rig))
     before = rig.tier
-    assert type(error_of(await rig.layer(0))) is expected
-    assert torch.equal(rig.tier, before)
-
-
-@pytest.mark.usefixtures("unswept")
-async def test_a_caller_that_was_removed_is_refused_a_packet_of_another_kind(rig: Rig) -> None:
-    """Which native code leaves to Python."""
-    await rig.start()
-    before = rig.tier
-    expected = await rig.server._worker.run(lambda: revoke(rig))
-    assert type(error_of(await rig.layer(0))) is expected
-    assert torch.equal(rig.tier, before)
-
-
-@pytest.mark.usefixtures("unswept")
-async def test_a_caller_that_is_removed_while_its_packet_is_looked_for_is_refused(rig: Rig) -> None:
-    for _ in range(2):
-        await rig.run()
-    await rig.start()
-    await asyncio.sleep(0.1)  # the thread looks for the layer, and is not called away
-    before = rig.tier
-    expected = revoke(rig)
-    assert type(error_of(await rig.layer(0))) is expected
+    if when == "looked for":
+        await asyncio.sleep(0.1)  # the thread looks for the layer, and is not called away
+        remove()
+    else:
+        await rig.server._worker.run(remove)
+    assert type(error_of(await rig.layer(0))) is UnauthenticatedError
     assert torch.equal(rig.tier, before)
 
 
@@ -215,18 +185,6 @@ async def test_while_packets_are_looked_for_the_executor_is_free(rig: Rig) -> No
         await ask()
         assert await asyncio.to_thread(is_free)
     assert await rig.num_native() == num_native + 1
-
-
-async def test_layers_of_another_number_of_tokens_are_left_to_python(rig: Rig) -> None:
-    """Which refuses them."""
-    await rig.run()
-    plan = rig.author.plan(2, spans=[span(1, 2, 1)])
-    assert (await rig.peer.ask(plan=plan)).started.num_tokens == 1
-    num_native, before = await rig.num_native(), rig.tier
-    error = error_of(await rig.layer(0))
-    assert (type(error), getattr(error, "field", "")) == (InvalidRequestError, "layer.key")
-    assert await rig.num_native() == num_native
-    assert torch.equal(rig.tier, before)
 
 
 async def test_what_is_bound_is_checked(rig: Rig) -> None:
@@ -288,22 +246,6 @@ async def test_a_bug_ends_the_connection_and_nothing_else(
     assert await rig.peer.ended()
     assert await rig.server._worker.run(lambda: 5) == 5
     assert rig.server.local.num_regions == 0
-
-
-async def test_a_plan_that_was_run_elsewhere_is_not_written_again(rig: Rig) -> None:
-    for _ in range(2):
-        await rig.run()
-    await rig.start()
-    other = await LocalPeer.joined(rig.stub, rig.author.grant())
-    await other.ask(plan=plan_of_two_tokens(rig.author, 3))
-    for layer in range(NUM_LAYERS):
-        answer = await other.ask(layer=other.layer(layer, 2, seed=300))
-    assert answer.output.HasField("receipt")
-    before = rig.tier
-    rig.number = 9  # other keys and values
-    assert (await rig.layer(0)).output.layer == 0
-    assert torch.equal(rig.tier, before)
-    other.close()
 
 
 async def test_an_output_over_the_tensors_is_left_to_python(rig: Rig) -> None:

@@ -24,6 +24,14 @@ BOUNDS = StepBounds(num_tokens=4, context_tokens=120)
 STEPS: Sequence[Sequence[int]] = ((1, 2, 3), (3,), (2, 1, 3), (2, 3))
 """The sequences that get a token in each step, fewer than there is room for."""
 
+OPTIONS = {
+    "plain": AttentionOptions(),
+    "window-sinks-cap": AttentionOptions(
+        sliding_window_tokens=70, sinks=(0.5, -1.0, 2.0, 0.0), logit_soft_cap=20.0
+    ),
+    "alibi": AttentionOptions(alibi_slopes=(0.5, 0.25, 0.125, 0.0625)),
+}
+
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
@@ -140,3 +148,32 @@ def run_by_layers(
 def start_step(rig: Rig, number: int, step: Sequence[int], lengths: dict[int, int]) -> None:
     """Start plan ``number``: a token for each of these sequences."""
     rig.start(number, *[span(s, lengths[s], 1) for s in step])
+
+
+def assert_replays(
+    rig: Rig,
+    twin: Rig,
+    step: FixedStep,
+    inputs: Inputs,
+    replay: Callable[[], object],
+    options: AttentionOptions,
+) -> None:
+    """Replay plan after plan: outputs, memory and counts are those of the twin, layer by layer."""
+    lengths = dict(PROMPTS)
+    for number, of_step in enumerate(STEPS, 2):
+        for each in (rig, twin):
+            start_step(each, number, of_step, lengths)
+        inputs.fill(len(of_step), number)
+        step.run(replay, plan_number=number)
+        outputs = inputs.outputs(len(of_step))
+        assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == number
+        expected = run_by_layers(twin, inputs, len(of_step), options)
+        for output, right in zip(outputs, expected, strict=True):
+            assert torch.equal(output.view(torch.int16), right.view(torch.int16))
+        pools = [each.executor.pools.device_tier.view(torch.uint8) for each in (rig, twin)]
+        assert torch.equal(*pools)
+        for sequence in of_step:
+            lengths[sequence] += 1
+    first, second = (each.executor.counters for each in (rig, twin))
+    assert first.num_written_tokens == second.num_written_tokens
+    assert first.num_attention_tokens == second.num_attention_tokens

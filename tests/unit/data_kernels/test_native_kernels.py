@@ -52,15 +52,6 @@ def test_scores_are_scaled_by_the_head_size_unless_told_otherwise(scale: float |
             KERNELS._attend(arguments, bad_out, bad_lse, share_reads=True, num_threads=1)
 
 
-@pytest.mark.parametrize(("block_id", "field"), [(4, "block_ids[1]"), (-1, "block_ids[1]")])
-def test_an_id_that_the_native_code_refuses_is_named(block_id: int, field: str) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        KERNELS.gather_blocks(torch.zeros(POOL), torch.tensor([0, block_id]))
-    assert refused.value.field == field
-    assert refused.value.message.startswith("must ")
-    assert refused.value.__cause__ is None
-
-
 def test_ids_and_pairs_may_have_strides() -> None:
     pool = torch.rand(POOL)
     before = pool.clone()

@@ -84,15 +84,6 @@ def test_a_refused_plan_clears_nothing_and_its_blocks_stay_anothers(rig: Rig) ->
     assert not bool(read(rig, 2, 1, 1).any())
 
 
-def test_a_plan_shown_again_clears_nothing_that_it_has_written(rig: Rig) -> None:
-    plan = rig.plan(1, set_blocks(1, [(0, 2)]), span(1, 0, 3), session_id=2)
-    rig.executor.start(2, plan)
-    rig.layer(0, 3, session_id=2)
-    before = rig.snapshot()
-    rig.executor.start(2, plan)
-    assert rig.snapshot() == before
-
-
 def test_a_tenant_is_remembered_over_a_new_control_plane(rig: Rig) -> None:
     rig.author = PlanAuthor(rig.executor.epoch, incarnation=2)
     rig.executor.install(2, rig.author.key)

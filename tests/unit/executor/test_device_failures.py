@@ -80,16 +80,23 @@ def test_no_layer_is_taken_before_all_transfers_of_the_plan_were_given_once() ->
 
 
 def test_a_plan_shown_again_gives_the_device_no_work_again() -> None:
+    """Which saves a block of another tenant, clears it, copies and computes."""
     rig = LateRig()
     rig.admit(1)
-    plan = rig.plan(2, *forked(2, 1, 1, 1, 2), span(2, 12, 1))
-    rig.executor.start(1, plan)
+    rig.fence(1)
+    rig.open(2, tenant="another")
+    saved = ref(3, 1, HOST), transfer(ref(0), ref(3, 1, HOST))
+    rig.run(1, set_blocks(1, [(4, 1), (5, 1)]), span(1, 0, 12), session_id=2)
+    new = *forked(2, 1, 1, 5, 2), set_blocks(3, [(0, 2)])
+    plan = rig.plan(2, *new, *saved, span(2, 12, 1), span(3, 0, 2), session_id=2)
+    rig.executor.start(2, plan)
+    assert rig.executor.counters.num_cleared_blocks == 1
     num_given = rig.runtime.num_given
-    again = rig.executor.start(1, plan)
-    assert (again.number, again.num_tokens, again.num_spans) == (2, 1, 1)
+    again = rig.executor.start(2, plan)
+    assert (again.number, again.num_tokens, again.num_spans) == (2, 3, 2)
     assert (again.receipt, again.had_run) == (None, False)
     assert rig.runtime.num_given == num_given
-    assert rig.executor.counters.num_plans_started == 2
+    assert rig.executor.counters.num_plans_started == 3
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,52 +9,22 @@ from hypothesis import strategies as st
 from kvplane.errors import (
     InvalidRequestError,
 )
-from kvplane.shard import Shard
 from kvplane.wire import signing
 from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from tests.helpers.data.data_rig import Rig
-from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
-    DEVICE,
     HOST,
-    LAYOUT,
     blocks_of,
     dense_attention,
     drop,
     forked,
-    moved,
     ref,
     set_blocks,
     span,
     tokens,
     transfer,
 )
-
-
-def test_prefill_and_decode_attend_as_dense_attention_does(rig: Rig) -> None:
-    num_prompt_tokens, num_decode_tokens = 11, 7
-    num_tokens = num_prompt_tokens + num_decode_tokens
-    keys, values = tokens(num_tokens, seed=1), tokens(num_tokens, seed=2)
-    queries = tokens(num_tokens, 4, seed=3)
-    # Blocks in no order, so that a wrong table would show.
-    rig.start(1, set_blocks(5, [(6, 1), (2, 1)]), span(5, 0, num_prompt_tokens))
-    outputs = []
-    for number, (begin, end) in enumerate(
-        [(0, num_prompt_tokens), *((i, i + 1) for i in range(num_prompt_tokens, num_tokens))], 1
-    ):
-        if number > 1:
-            grow = [set_blocks(5, [(4, 1)], first_block=2)] if begin == 16 else []
-            rig.start(number, *grow, span(5, begin, end - begin))
-        for layer in (0, 1):
-            own = slice(begin, end)
-            output = rig.run_layer(layer, queries[own], keys[own], values[own])
-        assert output is not None
-        outputs.append(output)
-    want = dense_attention(queries, keys, values)
-    torch.testing.assert_close(torch.cat(outputs), want, atol=1e-5, rtol=1e-5)
-    counters = rig.executor.counters
-    assert counters.num_written_tokens == counters.num_attention_tokens == 2 * num_tokens
 
 
 def test_a_batch_of_ragged_spans_gives_each_sequence_its_own_answer(rig: Rig) -> None:
@@ -90,19 +58,6 @@ def test_the_receipt_names_the_plan_by_its_digest(rig: Rig) -> None:
     assert (receipt.epoch, receipt.plan_number) == (rig.executor.epoch, 1)
 
 
-def test_layers_written_one_by_one_and_attended_later_agree_with_layer(rig: Rig) -> None:
-    key, value, query = tokens(5, seed=1), tokens(5, seed=2), tokens(5, 4)
-    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 5))
-    for layer in rig.executor.layers:
-        assert rig.executor.receipt(1) is None
-        named = of_latest(rig.executor)
-        assert rig.executor.layer(1, layer, None, key, value, **named) is None
-    assert rig.author.read_receipt(rig.executor.receipt(1)).plan_number == 1
-    want = dense_attention(query, key, value)
-    got = rig.run_layer(1, query, None, None)
-    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-
-
 def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
     rig.admit(1)
     before, _ = rig.executor.read_blocks(1, 1, range(2))
@@ -113,24 +68,6 @@ def test_a_copy_on_write_leaves_the_parent_alone(rig: Rig) -> None:
     assert blocks_of(names) == [(2, 1)]
     assert torch.equal(child[:, :, :, :, :4], before[:, 1:, :, :, :4]), "the tokens before the fork"
     assert not torch.equal(child[:, :, :, :, 4], before[:, 1:, :, :, 4]), "the child's own token"
-
-
-def test_a_swap_out_and_in_brings_the_same_bytes_back(rig: Rig) -> None:
-    rig.admit(1)
-    before, _ = rig.executor.read_blocks(1, 1, range(2))
-    there = [ref(3, 1, HOST), ref(0, 1, HOST)]
-    rig.run(2, *moved(1, [ref(0), ref(1)], there))
-    rig.executor.pools.device_tier.fill_(7.0)
-    swapped, names = rig.executor.read_blocks(1, 1, range(2))
-    assert torch.equal(swapped, before)
-    assert (names.tier, blocks_of(names)) == (HOST, [(3, 1), (0, 1)])
-    rig.run(3, *moved(1, there, [ref(5), ref(6)]))
-    back, names = rig.executor.read_blocks(1, 1, range(2))
-    assert torch.equal(back, before)
-    assert (names.tier, blocks_of(names)) == (DEVICE, [(5, 1), (6, 1)])
-    counters, num_bytes = rig.executor.counters, 2 * rig.executor.layout.block_bytes()
-    assert counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
-    assert counters.transfer_bytes == {"swap_out": num_bytes, "swap_in": num_bytes}
 
 
 @given(st.integers(0, 23), st.integers(1, 24), st.integers(-1, 3), st.integers(1, 3))
@@ -157,18 +94,6 @@ def test_blocks_are_written_to_the_slots_of_the_span_and_to_no_other(
     assert rig.executor.counters.num_written_tokens == 2 * len(inside)
 
 
-def test_blocks_written_leave_no_gap_in_a_layer_of_a_span(rig: Rig) -> None:
-    rig.start(1, set_blocks(1, [(4, 1), (5, 1)]), span(1, 3, 9))
-    blocks = torch.ones(2, 2, 2, 2, BLOCK_SIZE, 16)
-    rig.executor.write_blocks(1, 1, 0, blocks[1:, :1], first_layer=1, num_layers=1)
-    with rig.refuses(InvalidRequestError, "entries"):
-        rig.executor.write_blocks(1, 1, 1, blocks[:, 1:])
-    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 1, 1, blocks[1:, 1:], first_layer=1, num_layers=1) is None
-    rig.executor.write_blocks(1, 1, 0, blocks[:, :1])
-    assert rig.executor.write_blocks(1, 1, 1, blocks[:1, 1:], first_layer=0, num_layers=1)
-
-
 def test_a_plan_of_two_spans_is_receipted_after_the_blocks_of_both(rig: Rig) -> None:
     changes = [set_blocks(1, [(0, 1)]), set_blocks(2, [(1, 1)])]
     rig.start(1, *changes, span(1, 0, 3), span(2, 0, 8))
@@ -187,25 +112,6 @@ def test_transfers_alone_are_started_by_their_kind(rig: Rig) -> None:
         assert (started.num_copied_blocks, started.num_swapped_blocks) == (1, 0)
         assert started.had_run == had_run
         assert rig.author.read_receipt(started.receipt).plan_number == 2
-
-
-def test_a_shard_holds_its_own_layers_and_heads() -> None:
-    rig = Rig(shard=Shard(1, 2, first_layer=1, num_layers=1, first_kv_head=1, num_kv_heads=1))
-    assert rig.executor.layers == (1,)
-    assert rig.executor.pools.device_tier.shape == (8, 1, 2, 1, BLOCK_SIZE, 16)
-    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 2))
-    rig.run_layer(1, tokens(2, 1), tokens(2, 1), tokens(2, 1))
-    assert rig.author.read_receipt(rig.executor.receipt(1)).shard_index == 1
-
-
-def test_half_precision_pools_hold_rounded_keys() -> None:
-    rig = Rig(layout=replace(LAYOUT, kv_dtype="bfloat16"))
-    rig.start(1, set_blocks(1, [(0, 1)]), span(1, 0, 8))
-    output = rig.layer(0, 8)
-    assert output.dtype == torch.float32
-    blocks, _ = rig.executor.read_blocks(1, 1, [0], num_layers=1)
-    assert blocks.dtype == torch.bfloat16
-    assert torch.equal(blocks[0, 0, 0].transpose(0, 1), tokens(8, seed=1).to(torch.bfloat16))
 
 
 def test_a_block_allocated_twice_in_one_plan_is_of_the_last_generation(rig: Rig) -> None:
@@ -246,27 +152,3 @@ def test_blocks_are_read_and_written_in_ranges_of_blocks_and_layers(rig: Rig) ->
     assert rig.author.read_receipt(receipt).plan_number == 2
     copied, _ = rig.executor.read_blocks(1, 2, range(2))
     assert torch.equal(copied, whole)
-
-
-def test_a_layer_of_a_plan_that_has_run_is_answered_and_writes_nothing(rig: Rig) -> None:
-    """As when a second stream finishes the plan between two layers of the first."""
-    rig.start(1, set_blocks(1, [(0, 1), (1, 1)]), span(1, 0, 12))
-    outputs = [rig.layer(layer, 12) for layer in (0, 1)]
-    receipt = rig.executor.receipt(1)
-    before = rig.snapshot()
-    for layer, output in enumerate(outputs):
-        assert torch.equal(rig.layer(layer, 12), output)
-        assert rig.run_layer(layer, None, tokens(12, seed=8), tokens(12, seed=9)) is None
-        other = rig.run_layer(layer, tokens(12, 4), tokens(12, seed=8), tokens(12, seed=9))
-        assert other is not None
-        assert torch.equal(other, output), "what was written first counts"
-    assert rig.snapshot() == before
-    assert rig.executor.receipt(1) == receipt
-
-
-def test_dropping_a_table_lets_another_session_have_its_blocks(rig: Rig) -> None:
-    rig.admit(1)
-    rig.open(2)
-    rig.run(2, drop(1))
-    rig.run(1, set_blocks(1, [(0, 2)]), span(1, 0, 1), session_id=2)
-    assert rig.executor.num_sequences == 1

@@ -16,7 +16,6 @@ from kvplane.errors import (
     KvplaneError,
     PlanConflictError,
     PlanOutOfOrderError,
-    SessionExpiredError,
     StaleGenerationError,
 )
 from kvplane.wire.plane.v1 import plan_pb2
@@ -24,9 +23,9 @@ from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import (
-    HOST,
     drop,
     fork,
+    pack_allocations,
     pack_changes,
     pack_spans,
     pack_transfers,
@@ -51,6 +50,7 @@ def _columns(message: Any) -> dict[str, bytes]:
 _BLAMED = {
     "changes.kinds": "plan.changes.sequence_ids",
     "transfers.source_tiers": "plan.transfers.source_indices",
+    "allocations.tiers": "plan.allocations.indices",
 }
 
 # The tests of plans have more reasons; of each part of a plan there is one here at least.
@@ -114,6 +114,7 @@ def _cut_columns() -> dict[str, tuple[type[KvplaneError], str, dict[str, Any]]]:
         "changes": pack_changes([set_blocks(2, [(2, 1)]), fork(3, 2, 1)]),
         "transfers": pack_transfers([transfer(ref(0), ref(2))]),
         "spans": pack_spans([span(1, 12, 1)]),
+        "allocations": pack_allocations([ref(3), ref(4)]),
     }
     cut = {}
     for part, message in whole.items():
@@ -154,52 +155,18 @@ def test_a_plan_is_refused_for(rig: Rig, name: str) -> None:
     assert rig.executor.counters.num_rejections == {error("").reason: 1}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"changes": [set_blocks(30, [(2, 1), (99, 1)])]},
-        {"transfers": [transfer(ref(99), ref(6, 3))]},
-        {"spans": [span(1, 0, 99)]},
-    ],
-)
-def test_a_refused_plan_undoes_the_changes_that_came_before_the_bad_part(
-    rig: Rig, bad: dict[str, Any]
+@pytest.mark.parametrize("error", [BlockNotWritableError, StaleGenerationError])
+def test_blocks_are_not_written_to_what_was_published_or_taken_since_the_plan_began(
+    rig: Rig, error: type[KvplaneError]
 ) -> None:
-    rig.publish(0)
-    good = [
-        set_blocks(21, [(6, 3), (7, 4)]),
-        fork(22, 21, 1),
-        drop(21),
-        set_blocks(23, [(3, 9)], tier=HOST),
-        drop(1),
-        set_blocks(24, [(0, 2)]),
-        set_blocks(1, [(1, 1)], allocated=False),
-    ]
-    with rig.refuses(InvalidRequestError):
-        rig.start(2, **{**bad, "changes": [*good, *bad.get("changes", [])]})
-    assert rig.executor.blocks.num_published == 1
-    assert rig.run(2, *good).plan_number == 2, "the good part alone is a plan"
-
-
-def test_a_replayed_plan_of_a_closed_session_is_refused(rig: Rig) -> None:
-    rig.open(2)
-    plan = rig.plan(1, set_blocks(1, [(5, 1)]), session_id=2)
-    rig.executor.start(2, plan)
-    rig.fence(2)
-    with rig.refuses(SessionExpiredError):
-        rig.executor.start(2, plan)
-    with rig.refuses(SessionExpiredError):
-        rig.executor.start(rig.author.grant(2), plan)
-
-
-def test_a_write_to_a_block_published_after_the_plan_started_is_refused(rig: Rig) -> None:
+    """Nor are layers: see ``tests/rpc/test_late_layers.py``."""
     rig.start(2, span(1, 12, 1))
-    rig.publish(1)
-    with rig.refuses(BlockNotWritableError):
-        rig.layer(0, 1)
-    with rig.refuses(BlockNotWritableError):
-        rig.run_layer(0, None, tokens(1), tokens(1))
-    with rig.refuses(BlockNotWritableError):
+    if error is BlockNotWritableError:
+        rig.publish(1)
+    else:
+        rig.open(2)
+        rig.run(1, set_blocks(1, [(1, 2)]), session_id=2)
+    with rig.refuses(error):
         rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16))
 
 
@@ -238,22 +205,6 @@ def test_a_layer_is_refused_for(rig: Rig, name: str) -> None:
     rig.run_layers(1)
 
 
-def test_a_layer_that_was_not_written_is_not_attended(rig: Rig) -> None:
-    rig.start(2, span(1, 12, 1))
-    with rig.refuses(InvalidRequestError, "layer"):
-        rig.run_layer(0, Q, None, None)
-    rig.layer(0, 1)
-    assert rig.run_layer(0, Q, None, None) is not None
-    with rig.refuses(InvalidRequestError, "layer"):
-        rig.run_layer(1, Q, None, None)
-
-
-def test_a_layer_for_another_plan_than_the_latest_is_refused(rig: Rig) -> None:
-    rig.start(2, span(1, 12, 1))
-    with rig.refuses(PlanOutOfOrderError, "plan_number"):
-        rig.executor.layer(1, 0, Q, K, K, plan_number=1)
-
-
 @pytest.mark.parametrize(
     ("field", "entries"),
     [
@@ -290,21 +241,9 @@ def test_blocks_that_hold_nothing_of_the_span_are_refused(
         rig.executor.write_blocks(1, sequence, first, torch.zeros(shape))
 
 
-@pytest.mark.parametrize(
-    ("field", "layers"),
-    [
-        ("first_layer", {"first_layer": 1}),
-        ("first_layer", {"first_layer": 2, "num_layers": 1}),
-        ("first_layer", {"first_layer": -1, "num_layers": 1}),
-        ("num_layers", {"first_layer": 1, "num_layers": 2}),
-        ("num_layers", {"num_layers": -1}),
-    ],
-)
-def test_layers_that_are_not_held_are_neither_read_nor_written(
-    rig: Rig, field: str, layers: dict[str, int]
-) -> None:
+def test_layers_that_are_not_held_are_neither_read_nor_written(rig: Rig) -> None:
     rig.start(2, span(1, 12, 1))
-    with rig.refuses(InvalidRequestError, field):
-        rig.executor.read_blocks(1, 1, [0], **layers)
-    with rig.refuses(InvalidRequestError, field):
-        rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16), **layers)
+    with rig.refuses(InvalidRequestError, "num_layers"):
+        rig.executor.read_blocks(1, 1, [0], first_layer=1, num_layers=2)
+    with rig.refuses(InvalidRequestError, "first_layer"):
+        rig.executor.write_blocks(1, 1, 1, torch.zeros(2, 1, 2, 2, 8, 16), first_layer=1)

@@ -13,6 +13,7 @@ import torch
 
 from data_plane import Executor
 from data_plane.kernels.backends.cpu import CpuKernels
+from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.server import build_executor, layout_from_json
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -103,15 +104,16 @@ def test_an_executor_is_not_made_with(field: str, settings: dict[str, Any]) -> N
         Executor(LAYOUT, **values)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 2, 8), (0, 2, 8), (1,)])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(8, 2, 64), (0, 2, 8), (8,)])
 def test_tensors_travel_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = torch.randn(shape).to(dtype)
-    back = tensor_from_message(tensor_to_message(tensor), CPU, field="t")
-    assert back.dtype == dtype
-    assert torch.equal(back, tensor)
-    turned = tensor.transpose(0, -1)
-    assert torch.equal(tensor_from_message(tensor_to_message(turned), CPU, field="t"), turned)
+    """Every pattern of 8 bits, NaN and infinities with it."""
+    octets = torch.arange(torch.Size(shape).numel() * dtype.itemsize).to(torch.uint8)
+    tensor = octets.view(dtype).view(shape)
+    for sent in (tensor, tensor.transpose(0, -1)):
+        back = tensor_from_message(tensor_to_message(sent), CPU, field="t")
+        assert (back.dtype, back.shape) == (dtype, sent.shape)
+        assert torch.equal(*(each.flatten().view(torch.uint8) for each in (back, sent)))
 
 
 def test_a_tensor_in_shared_memory_is_refused() -> None:

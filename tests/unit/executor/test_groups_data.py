@@ -112,10 +112,6 @@ def test_generations_of_one_group_are_not_anothers() -> None:
     rig.start(1, set_blocks(1, [(0, 1)]), set_blocks(1, [(1, 1)], group=1))
     with rig.refuses(StaleGenerationError, "plan.changes.generations[0]"):
         rig.start(2, set_blocks(2, [(0, 1)], allocated=False, group=1))
-    with rig.refuses(InvalidRequestError, "plan.changes.groups[0]"):
-        rig.start(2, set_blocks(2, [(1, 1)], group=2))
-    with rig.refuses(InvalidRequestError, "plan.transfers.groups[0]"):
-        rig.start(2, replace(transfer(ref(0), ref(1)), group=2))
 
 
 def test_publications_belong_to_a_group() -> None:

@@ -95,19 +95,3 @@ def test_an_allocation_takes_a_block_from_another_sessions_table(rig: Rig) -> No
         rig.executor.read_blocks(4, 1, range(2))
     rig.executor.read_blocks(4, 2, [0])
     rig.run(2, drop(1), session_id=4)
-
-
-def test_a_plan_shown_again_saves_nothing_again(rig: Rig) -> None:
-    plan = rig.plan(
-        1,
-        set_blocks(1, [(0, 2)]),
-        ref(3, 1, HOST),
-        transfer(ref(0), ref(3, 1, HOST)),
-        span(1, 0, 4),
-        session_id=2,
-    )
-    rig.executor.start(2, plan)
-    rig.layer(0, 4, session_id=2)
-    before = rig.snapshot()
-    rig.executor.start(2, plan)
-    assert rig.snapshot() == before

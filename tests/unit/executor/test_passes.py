@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from data_plane.execution.plan_runner import PlanLayer
-from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
     BlockNotWritableError,
     BlockNotWrittenError,
@@ -18,8 +13,7 @@ from kvplane.errors import (
     PlanOutOfOrderError,
     StaleGenerationError,
 )
-from kvplane.slices import run_to_end
-from tests.helpers.data.data_rig import LAYERS, LateRig, Rig, embedded_backend
+from tests.helpers.data.data_rig import LAYERS, LateRig, Rig
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
@@ -207,62 +201,3 @@ def test_a_plan_that_computes_nothing_has_no_passes() -> None:
 def test_a_plan_is_named(rig: Rig) -> None:
     with rig.refuses(PlanOutOfOrderError, "plan.number"):
         rig.executor.begin_pass(1, 0, plan_number=1)
-
-
-def late_parts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tokens(2, 4), tokens(2), tokens(2)
-
-
-def late_calls(rig: Rig, of_pass: int | None) -> list[Callable[[], Any]]:
-    """Layer 0, asked for in each way, with as many tokens as the present pass has."""
-    executor, parts = rig.executor, late_parts()
-    options = AttentionOptions()
-    named = PlanLayer(1, 0, 2, of_pass)
-    here: dict[str, Any] = {"plan_number": 2, "pass_index": of_pass}
-    return [
-        lambda: executor.layer(1, 0, *parts, **here),
-        lambda: executor.layer(1, 0, None, *parts[1:], **here),
-        lambda: run_to_end(executor.layer_runner.run_slices(named, parts, options)),
-        lambda: executor.layer(1, 0, parts[0], None, None, **here),
-    ]
-
-
-@pytest.mark.parametrize("of_pass", [None, 0, 2])
-def test_a_layer_of_another_pass_is_refused(rig: Rig, of_pass: int | None) -> None:
-    """Passes 1 and 2 have as many tokens: only its pass tells a late layer from one of now."""
-    run_pass(rig, 0)
-    rig.executor.begin_pass(1, 1)
-    for call in late_calls(rig, of_pass):
-        with rig.refuses(PlanOutOfOrderError, "pass_index"):
-            call()
-    for call in late_calls(rig, 1):
-        call()
-
-
-def test_an_embedded_engine_goes_on_in_the_pass_that_it_began() -> None:
-    rig = prompts(Rig())
-    plan = rig.plan(2, *SPANS)
-    backend = embedded_backend(rig)
-    assert backend.start(plan, pass_index=0).num_tokens == 3
-    parts, options = (tokens(3, 4), tokens(3), tokens(3)), AttentionOptions()
-    for layer in LAYERS:
-        backend.layer(layer, *parts, options=options)
-    rig.executor.begin_pass(1, 1)
-    with rig.refuses(PlanOutOfOrderError, "pass_index"):
-        backend.layer(0, *late_parts(), options=options)
-    assert backend.start(plan, pass_index=1).num_tokens == 2
-    backend.layer(0, *late_parts(), options=options)
-
-
-def test_an_embedded_engine_writes_to_the_plan_that_it_started() -> None:
-    """Another client of its session may have started the next one."""
-    rig = prompts(Rig())
-    sequences = [*COUNTS][:2]
-    first = rig.plan(2, *[span(i, FIRST[i], 1) for i in sequences])
-    backend = embedded_backend(rig)
-    assert backend.start(first).num_tokens == 2
-    for layer in LAYERS:
-        backend.layer(layer, *late_parts(), options=AttentionOptions())
-    rig.start(3, *[span(i, FIRST[i] + 1, 1) for i in sequences])
-    with rig.refuses(PlanOutOfOrderError, "plan_number"):
-        backend.layer(0, *late_parts(), options=AttentionOptions())

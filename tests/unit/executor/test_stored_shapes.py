@@ -16,9 +16,11 @@ from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.plan_author import (
     BLOCK_SIZE,
+    DEVICE,
     HOST,
     LAYOUT,
     POOL_ID,
+    blocks_of,
     dense_attention,
     moved,
     ref,
@@ -138,11 +140,16 @@ def test_blocks_move_and_come_back_bit_for_bit(stored: Stored) -> None:
     before, _ = rig.executor.read_blocks(1, 1, range(2))
     there = [ref(0, 1, HOST), ref(3, 1, HOST)]
     rig.run(2, *moved(1, [ref(5), ref(2)], there))
-    host, _ = rig.executor.read_blocks(1, 1, range(2))
+    host, names = rig.executor.read_blocks(1, 1, range(2))
     assert torch.equal(host.view(torch.uint8), before.view(torch.uint8))
-    moved_bytes = rig.executor.counters.transfer_bytes["swap_out"]
-    assert moved_bytes == 2 * rig.executor.layout.block_bytes()
+    assert (names.tier, blocks_of(names)) == (HOST, [(0, 1), (3, 1)])
     rig.run(3, *moved(1, there, [ref(1), ref(6)]))
+    counters, moved_bytes = rig.executor.counters, 2 * rig.executor.layout.block_bytes()
+    assert counters.num_transferred_blocks == {"swap_out": 2, "swap_in": 2}
+    assert counters.transfer_bytes == {"swap_out": moved_bytes, "swap_in": moved_bytes}
+    back, names = rig.executor.read_blocks(1, 1, range(2))
+    assert torch.equal(back.view(torch.uint8), before.view(torch.uint8))
+    assert (names.tier, blocks_of(names)) == (DEVICE, [(1, 1), (6, 1)])
     rig.start(4, set_blocks(2, [(3, 1), (4, 1)]), span(2, 0, NUM_TOKENS))
     assert rig.executor.write_blocks(1, 2, 0, before) is not None
     for layer, wanted in enumerate(outputs):

@@ -22,7 +22,6 @@ from tests.helpers.data.plan_author import (
     span,
     tokens,
     transfer,
-    truncate,
 )
 
 SPANS = "plan.spans.sequence_ids[0]"
@@ -89,15 +88,6 @@ def test_who_took_a_block_reads_and_writes_it(rig: Rig) -> None:
     assert rig.run(2, span(1, 7, 1), session_id=2).plan_number == 2
 
 
-@pytest.mark.parametrize(
-    "changes", [[drop(1)], [truncate(1, 1)], [drop(1), set_blocks(1, [(4, 1)])]]
-)
-def test_the_next_plan_gets_rid_of_the_entry(rig: Rig, changes: list[Any]) -> None:
-    rig.run(2, *changes, span(2, 12, 1))
-    stale = rig.executor._tables.stale_counts
-    assert not any(counts.any() for counts in stale.values())
-
-
 def test_a_plan_of_whole_tables_or_the_end_of_the_session_gets_rid_of_it(rig: Rig) -> None:
     rig.run(3, set_blocks(2, [(2, 1), (3, 1)], allocated=False), resync=True)
     rig.executor.check_integrity()
@@ -113,22 +103,6 @@ def test_a_plan_that_has_run_gives_its_receipt_as_before(rig: Rig) -> None:
     assert rig.executor.receipt(1) == receipt
     assert rig.executor.write_blocks(1, 1, 0, BLOCKS) == receipt
     assert rig.snapshot() == before
-
-
-def test_a_plan_that_runs_does_not_write_what_was_taken_meanwhile() -> None:
-    """A control plane does not do this; if it did, the new owner's data would stay."""
-    rig = Rig()
-    rig.open(2)
-    changes = [set_blocks(1, [(0, 1), (1, 1)])]
-    rig.start(1, *changes, span(1, 0, 12))
-    rig.layer(0, 12)
-    take(rig)
-    with rig.refuses(StaleGenerationError, SPANS):
-        rig.layer(1, 12)
-    with rig.refuses(StaleGenerationError, SPANS):
-        rig.run_layer(1, None, KEY[:12], KEY[:12])
-    with rig.refuses(StaleGenerationError, SPANS):
-        rig.executor.write_blocks(1, 1, 0, BLOCKS)
 
 
 def test_blocks_of_the_host_tier_are_taken_too(rig: Rig) -> None:

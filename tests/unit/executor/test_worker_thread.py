@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import select
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
@@ -17,6 +17,28 @@ import pytest
 from data_plane.server.fair_queue import Lane
 from data_plane.server.worker_thread import NOTHING, WaitResult, WorkerThread
 from kvplane.slices import Slices
+from tests.helpers.waiting import until
+
+
+@asynccontextmanager
+async def watched(
+    worker: WorkerThread,
+    lane: Lane,
+    serve: Callable[[socket.socket], Slices[None]],
+    wait: Callable[[socket.socket, int], WaitResult] | None = None,
+) -> AsyncIterator[socket.socket]:
+    """Have the worker watch a socket, and yield its other end. ``serve`` and ``wait`` get the
+    worker's end.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    waits = () if wait is None else (partial(wait, theirs),)
+    with ours, theirs:
+        await worker.run(
+            lambda: worker.watch(theirs.fileno(), lane, partial(serve, theirs), *waits)
+        )
+        yield ours
+        await worker.run(lambda: worker.unwatch(theirs.fileno()))
 
 
 @pytest.fixture
@@ -78,10 +100,6 @@ async def test_a_closed_worker_has_done_what_it_was_given_and_takes_no_more() ->
 async def test_sockets_take_turns_with_each_other_and_with_the_event_loop(spin_s: float) -> None:
     """Each caller has a hundred commands waiting, and none of them gets far ahead of another."""
     worker, turns = WorkerThread(spin_s=spin_s), []
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-    for ours, _ in pairs:
-        for _ in range(100):
-            ours.send(b"packet")
 
     def take(caller: str, theirs: socket.socket | None = None) -> Slices[None]:
         if theirs is not None:
@@ -90,91 +108,80 @@ async def test_sockets_take_turns_with_each_other_and_with_the_event_loop(spin_s
         time.sleep(0.0002)
         yield from ()
 
-    def watch() -> None:
-        for i, (_, theirs) in enumerate(pairs):
-            worker.watch(theirs.fileno(), Lane(f"socket {i}"), partial(take, f"socket {i}", theirs))
-
-    loop = Lane("event loop")
-    await worker.run(watch)
-    await asyncio.gather(
-        *(worker.run_slices(partial(take, "event loop"), loop) for _ in range(100))
-    )
-    async with asyncio.timeout(10):
-        while len(turns) < 300:
-            await asyncio.sleep(0.001)
+    async with (
+        watched(worker, Lane("one"), partial(take, "one")) as one,
+        watched(worker, Lane("two"), partial(take, "two")) as two,
+    ):
+        may_go = threading.Event()
+        held = asyncio.create_task(worker.run(lambda: may_go.wait(10)))
+        for ours in (one, two):
+            for _ in range(100):
+                ours.send(b"packet")
+        waiting = [
+            asyncio.create_task(worker.run_slices(partial(take, "loop"), Lane("event loop")))
+            for _ in range(100)
+        ]
+        await asyncio.sleep(0)
+        may_go.set()
+        await asyncio.gather(held, *waiting)
+        await until(lambda: len(turns) == 300)
     # By time, which a busy machine spreads unevenly.
     assert min(Counter(turns[:150]).values()) >= 20
     assert len(Counter(turns[:150])) == 3
-    await worker.run(lambda: [worker.unwatch(theirs.fileno()) for _, theirs in pairs])
     await asyncio.to_thread(worker.close)
-    for pair in pairs:
-        for end_of in pair:
-            end_of.close()
 
 
 async def test_others_come_between_the_slices_of_a_sockets_command(worker: WorkerThread) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     seen: list[str] = []
 
-    def serve() -> Slices[None]:
+    def serve(theirs: socket.socket) -> Slices[None]:
         theirs.recv(100)
         for _ in range(5):
             seen.append("slice")
             time.sleep(0.002)
             yield
 
-    lane = Lane("socket")
-    await worker.run(lambda: worker.watch(theirs.fileno(), lane, serve))
-    ours.send(b"packet")
-    async with asyncio.timeout(10):
-        while not seen:
-            await asyncio.sleep(0)
-    await worker.run(lambda: seen.append("other"), Lane("other"))
-    async with asyncio.timeout(10):
-        while seen.count("slice") < 5:
-            await asyncio.sleep(0.001)
+    async with watched(worker, Lane("socket"), serve) as ours:
+        ours.send(b"packet")
+        async with asyncio.timeout(10):
+            while not seen:
+                await asyncio.sleep(0)
+        await worker.run(lambda: seen.append("other"), Lane("other"))
+        await until(lambda: seen.count("slice") == 5)
     assert seen.index("other") < 5
-    await worker.run(lambda: worker.unwatch(theirs.fileno()))
-    ours.close()
-    theirs.close()
 
 
 async def test_a_thread_that_slept_is_woken_by_a_socket(worker: WorkerThread) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     came = threading.Event()
 
-    def serve() -> Slices[None]:
+    def serve(theirs: socket.socket) -> Slices[None]:
         theirs.recv(100)
         came.set()
         yield from ()
 
-    await worker.run(lambda: worker.watch(theirs.fileno(), Lane("socket"), serve))
-    for _ in range(3):
-        await asyncio.sleep(0.01)
-        came.clear()
-        os.write(ours.fileno(), b"packet")
-        assert await asyncio.to_thread(came.wait, 10)
-    await worker.run(lambda: worker.unwatch(theirs.fileno()))
-    ours.close()
-    theirs.close()
+    async with watched(worker, Lane("socket"), serve) as ours:
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            came.clear()
+            ours.send(b"packet")
+            assert await asyncio.to_thread(came.wait, 10)
 
 
 async def test_a_socket_that_waits_for_its_packets_takes_one_that_has_come_already(
     worker: WorkerThread,
 ) -> None:
     """It costs no turn of the queue where nobody else wants one."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    theirs.setblocking(False)
     taken: list[str] = []
+    peers: list[socket.socket] = []
 
-    def serve() -> Slices[None]:
+    def serve(theirs: socket.socket) -> Slices[None]:
         theirs.recv(100)
         taken.append("served")
         if len(taken) == 1:
-            ours.send(b"another")
+            peers[0].send(b"another")
         yield from ()
 
-    def wait(epoll: int) -> WaitResult:
+    def wait(theirs: socket.socket, epoll: int) -> WaitResult:
         try:
             theirs.recv(100)
         except BlockingIOError:
@@ -185,12 +192,8 @@ async def test_a_socket_that_waits_for_its_packets_takes_one_that_has_come_alrea
         taken.append("waited for")
         return WaitResult(1e-6, has_packet=False)
 
-    await worker.run(lambda: worker.watch(theirs.fileno(), Lane("socket"), serve, wait))
-    ours.send(b"packet")
-    async with asyncio.timeout(10):
-        while len(taken) < 2:
-            await asyncio.sleep(0.001)
-    await worker.run(lambda: worker.unwatch(theirs.fileno()))
-    ours.close()
-    theirs.close()
+    async with watched(worker, Lane("socket"), serve, wait) as ours:
+        peers.append(ours)
+        ours.send(b"packet")
+        await until(lambda: len(taken) == 2)
     assert taken == ["served", "waited for"]

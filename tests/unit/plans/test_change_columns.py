@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from data_plane.plans.tables.change_columns import ChangeColumns, read_allocations
-from kvplane.errors import InvalidRequestError
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.plan_author import (
     DEVICE,
@@ -50,16 +48,6 @@ def test_allocations_are_read_as_packed() -> None:
     assert (read.tier_keys.tolist(), read.blocks.tolist()) == ([DEVICE, HOST], [7, 3])
     assert (len(read), read.generations.tolist()) == (2, [2, 5])
     assert len(read_allocations(NUM_BLOCKS, plan_pb2.Allocations())) == 0
-
-
-@pytest.mark.parametrize("column", ["tiers", "indices", "generations"])
-def test_a_column_of_allocations_that_is_cut_is_named(column: str) -> None:
-    message = pack_allocations([ref(1), ref(2)])
-    setattr(message, column, getattr(message, column)[:-1])
-    with pytest.raises(InvalidRequestError) as refused:
-        read_allocations(NUM_BLOCKS, message)
-    named = "indices" if column == "tiers" else column
-    assert refused.value.field == f"plan.allocations.{named}"
 
 
 def test_no_sum_of_lengths_wraps_around() -> None:

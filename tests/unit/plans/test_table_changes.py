@@ -297,13 +297,6 @@ def test_generations_that_begin_and_end_are_found_also_of_blocks_allocated_twice
     assert new.before(blocks).tolist() == [2, 2, 2, 8, 8, -1, -1, -1, 0]
 
 
-def test_an_allocation_forgets_what_was_published() -> None:
-    tables = sound()
-    tables.publications[0].published[:3] = True
-    apply(tables, drop(1), set_blocks(3, [(0, 2)]))
-    assert tables.publications[0].published[:3].tolist() == [False, True, True]
-
-
 def test_blocks_for_no_table_are_allocated_after_those_of_tables() -> None:
     tables = sound()
     tables.publications[0].published[:4] = True
