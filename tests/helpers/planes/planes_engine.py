@@ -34,9 +34,9 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_prefixes import num_cached
 from tests.helpers.native.native_pool import Span
+from tests.helpers.native.native_sessions import Known
 from tests.helpers.outcomes import is_refused
 from tests.helpers.planes.planes_known import (
-    Known,
     LayerCall,
     Made,
     Sent,
@@ -317,7 +317,7 @@ class Engine:
         if kind == "admit":
             done, tokens = result.admit, list(columns.read(INT32, operation.admit.token_ids, ""))
             scheduled = done.num_cached_tokens + done.num_scheduled_tokens
-            known = Known(number, tokens, len(tokens), scheduled)
+            known = Known(tokens, len(tokens), scheduled, number)
             self.sequences[operation.admit.sequence_id] = known
             self.cut.discard(operation.admit.sequence_id)
             self.world.happened["tokens found cached"] += done.num_cached_tokens
@@ -328,11 +328,8 @@ class Engine:
             ids = columns.read(INT64, operation.fork.sequence_ids, "")
             for item, (parent, i) in enumerate(zip(parents, ids, strict=True)):
                 if item not in failed:
-                    of = self.sequences[parent]
                     self.cut.discard(i)
-                    self.sequences[i] = Known(
-                        number, list(of.tokens), of.num_known, of.num_scheduled, of.tier
-                    )
+                    self.sequences[i] = self.sequences[parent].copy(number)
         elif kind == "free":
             for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "")):
                 if item not in failed:

@@ -17,27 +17,11 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.native.native_pool import Span, decoded
+from tests.helpers.native.native_sessions import Known
 from tests.helpers.planes.planes_values import Values
 from tests.helpers.planes.planes_world import DataProcess
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
-
-
-@dataclass
-class Known:
-    """An engine's view of a sequence. ``tokens``: also those not submitted yet."""
-
-    admitted_by: int
-    tokens: list[int]
-    num_known: int
-    num_scheduled: int
-    tier: int = DEVICE
-
-    def truncate(self, num_tokens: int) -> None:
-        """Shorten it to so many tokens, where it has more."""
-        self.num_known = min(self.num_known, num_tokens)
-        self.num_scheduled = min(self.num_scheduled, num_tokens)
-        del self.tokens[max(self.num_known, self.num_scheduled) :]
 
 
 class Deferred(NamedTuple):
