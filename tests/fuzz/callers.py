@@ -18,7 +18,7 @@ from kvplane import ops
 from kvplane.integrations.push import chunks
 from kvplane.integrations.push import push_pb2 as ppb
 from kvplane.shard import Shard
-from kvplane.wire import columns, protocol, signing
+from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.plane.v1 import plan_pb2
@@ -161,22 +161,14 @@ class Engine:
 
     def _numbered(self, rng: random.Random) -> dict[str, Any]:
         self.number += 1
-        receipts = [self._receipt(plan) for plan in self.plans if rng.random() < 0.8]
+        of = rpb.Hello(epoch=self.epoch)
+        receipts = [
+            registration_messages.receipt(self.key, plan, of)
+            for plan in self.plans
+            if rng.random() < 0.8
+        ]
         self.plans.clear()
         return {"session": self.opened.session, "number": self.number, "receipts": receipts}
-
-    def _receipt(self, signed: tpb.SignedPayload) -> tpb.SignedPayload:
-        plan = plan_pb2.Plan.FromString(signed.payload)
-        payload = plan_pb2.Receipt(
-            version=protocol.NEWEST_PAYLOAD_VERSION,
-            session=plan.session,
-            pool_id=plan.pool_id,
-            epoch=self.epoch,
-            plan_number=plan.number,
-            plan_digest=signing.digest(signed.payload),
-        ).SerializeToString()
-        signature = signing.sign(self.key, signing.RECEIPT, payload)
-        return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
 
     def _step(self, rng: random.Random) -> cpb.StepRequest:
         step = cpb.StepRequest(**self._numbered(rng), operations=self._operations(rng))
@@ -207,17 +199,10 @@ class Engine:
             epoch=rng.randrange(1, 4),
             layout=LAYOUT.to_proto(),
         )
-        report = registration_messages.report({0: 1, 1: 3}, last=rng.random() < 0.7)
-        report.publications.add(
-            tenant="default",
-            hash_algorithm="xxh3-128",
-            indices=int32(0),
-            generations=int64(1),
-            parent_indices=int32(-1),
-            parent_generations=int64(0),
-            hashes=bytes(16),
-            token_ids=bytes(4 * LAYOUT.block_size_tokens),
+        prefix = registration_messages.Prefix(
+            (0, 1), (-1, 0), bytes(16), bytes(4 * LAYOUT.block_size_tokens)
         )
+        report = registration_messages.report({0: 1, 1: 3}, prefix, last=rng.random() < 0.7)
         done = rpb.FenceDone(session=self.opened.session)
         return [
             rpb.RegisterRequest(hello=hello),

@@ -17,10 +17,10 @@ from tests.helpers.core.core_messages import (
     DEVICE,
     TIERS,
     BlockId,
-    allocated_of,
-    allocations_of,
     publications_of,
 )
+from tests.helpers.native.native_plane import allocated_by
+from tests.helpers.native.native_pool import decoded
 from tests.helpers.planning.registration_messages import (
     Prefix,
     all_outgoing,
@@ -206,10 +206,10 @@ class DataPlane(Plane):
             or plan.session.session_id in self.fenced
         ):
             return False
-        for block in allocated_of(plan) + allocations_of(plan):
-            known = self.generation.get(block.block_id, 0)
+        for block in allocated_by(decoded(signed.payload)):
+            known = self.generation.get(block.place, 0)
             assert block.generation > known, f"{block} is not new: its generation is {known}"
-            self.generation[block.block_id] = block.generation
+            self.generation[block.place] = block.generation
             if block.tier == DEVICE:
                 self.published.pop(block.index, None)
         return True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from control_plane.sessions.session import Session
 from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.native.native_pool import Ref, Span, decoded
 from tests.helpers.planning.registration_messages import LAYOUT, Prefix, signed
 
 BLOCK = LAYOUT.block_size_tokens
@@ -27,26 +27,6 @@ def pack(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
-class Block(NamedTuple):
-    """A block as a plan refers to it."""
-
-    tier: int
-    index: int
-    generation: int
-
-    @property
-    def block_id(self) -> BlockId:
-        return (self.tier, self.index)
-
-
-class Span(NamedTuple):
-    """The tokens that a plan computes for a sequence."""
-
-    sequence_id: int
-    first_position: int
-    num_tokens: int
-
-
 def receipt_of(session: Session, number: int) -> tpb.SignedPayload:
     """Return the receipt of a session's plan in flight, of the pool's only shard."""
     payload = plan_pb2.Receipt(
@@ -60,50 +40,20 @@ def receipt_of(session: Session, number: int) -> tpb.SignedPayload:
     return signed(session.pool.key, payload)
 
 
-def allocated_of(plan: plan_pb2.Plan) -> list[Block]:
+def allocated_of(plan: plan_pb2.Plan) -> list[Ref]:
     """Return the blocks that a plan allocates for tables."""
-    message = plan.changes
-    counts = zip(message.tiers, columns.read(INT32, message.num_blocks, "num_blocks"), strict=True)
-    tiers = [tier for tier, num in counts if tier for _ in range(num)]
-    entries = zip(
-        map(
-            Block,
-            tiers,
-            columns.read(INT32, message.indices, "indices"),
-            columns.read(INT64, message.generations, "generations"),
-        ),
-        message.allocated,
-        strict=True,
-    )
-    return [block for block, is_new in entries if is_new]
-
-
-def allocations_of(plan: plan_pb2.Plan) -> list[Block]:
-    """Return the blocks that a plan allocates for no table."""
-    message = plan.allocations
+    changes = decoded(plan.SerializeToString()).changes
     return [
-        Block(*each)
-        for each in zip(
-            columns.read(UINT8, message.tiers, "tiers"),
-            columns.read(INT32, message.indices, "indices"),
-            columns.read(INT64, message.generations, "generations"),
-            strict=True,
-        )
+        block
+        for change in changes
+        for block, is_new in zip(change.blocks, change.allocated, strict=True)
+        if is_new
     ]
 
 
 def spans_of(plan: plan_pb2.Plan) -> list[Span]:
-    """Return a plan's spans."""
-    message = plan.spans
-    return [
-        Span(*each)
-        for each in zip(
-            columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT32, message.first_positions, "first_positions"),
-            columns.read(INT32, message.num_tokens, "num_tokens"),
-            strict=True,
-        )
-    ]
+    """Return the tokens that a plan computes for each sequence."""
+    return decoded(plan.SerializeToString()).spans
 
 
 def publications_of(

@@ -19,6 +19,7 @@ from kvplane.errors import KvplaneError, StepOutOfOrderError
 from kvplane.layout import Layout
 from kvplane.prefixes import ForgetScope
 from kvplane.results import ItemFailure, SequenceState
+from kvplane.slices import run_to_end
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
@@ -28,9 +29,10 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import DataPlane, Plane
 from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
-from tests.helpers.core.core_prefixes import num_cached
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT, half
 
+Owner = tuple[str, str]
+"""The tenant and the namespace of a session."""
 INCARNATION = 7  # of a world's first control plane
 OK, LATER, NEVER, FAILED = (
     cpb.ITEM_STATUS_UNSPECIFIED,
@@ -258,16 +260,7 @@ class Engine:
 
     def everything(self) -> tuple[Any, ...]:
         """Return all state that requests of this session could change."""
-        session, seen = self.session, self.world.observed()
-        counts = seen.counters, seen.num_sessions, seen.num_sequences
-        states = queries.states(session)
-        return (
-            self.world.core.get_pool(POOL),
-            counts,
-            states,
-            sorted(session.plans),
-            session.resync_due,
-        )
+        return observed_state(self.world.core, self.id)
 
     def step(
         self,
@@ -376,7 +369,7 @@ class Engine:
 
     def lookup(self, tokens: Sequence[int]) -> int:
         """Return how many tokens of a prompt are cached."""
-        return num_cached(self.world.core, POOL, self.owner, tokens)
+        return num_cached(self.world.core, self.owner, tokens)
 
     def forget(
         self, what: Sequence[int] | ForgetScope, *, force: bool = False
@@ -430,6 +423,28 @@ class Engine:
             for _ in range(len(self.queue)):
                 self.run_next(shard)
         self.queue = [m for m in self.queue if len(m.ran_on) < len(self.world.shards)]
+
+
+def observed_state(core: ControlPlane, session_id: int) -> tuple[Any, ...]:
+    """Return all state that requests of a session could change."""
+    pool = core.get_pool(POOL).SerializeToString(deterministic=True)
+    seen = core.observe_pool(POOL)
+    counts = seen.counters, seen.num_sessions, seen.num_sequences, seen.num_waiting
+    session = core.sessions.by_id.get(session_id)
+    if session is None:
+        return (pool, counts)
+    states = queries.states(session).SerializeToString(deterministic=True)
+    return (pool, counts, states, sorted(session.plans), session.resync_due)
+
+
+def num_cached(core: ControlPlane, owner: Owner, tokens: Sequence[int]) -> int:
+    """Return how many tokens of a prompt an admission would find cached."""
+    tenant, namespace = owner
+    request = ppb.FindPrefixRequest(
+        token_ids=ops.pack_tokens(tokens), namespace=namespace, pool_ids=[POOL]
+    )
+    (match,) = run_to_end(core.find_prefix(request, tenant)).matches
+    return min(match.num_device_tokens + match.num_host_tokens, len(tokens) - 1)
 
 
 def deferred_of(states: Sequence[SequenceState]) -> cpb.DeferredTokens:

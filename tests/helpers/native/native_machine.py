@@ -196,7 +196,7 @@ class Walk:
         for i in rng.sample(live, rng.choice([1, 1, 2, len(live)]) if len(live) > 1 else 1):
             known = engine.sequences[i]
             num = rng.choice([1, 1, 1, 2, size, size + 1, 0])
-            truth = list(known.truth)
+            truth = list(known.tokens)
             while len(truth) < known.num_scheduled + num:
                 truth.append(rng.choice([0, 0, 1, 2]))
             ahead = truth[known.num_known :]
@@ -215,7 +215,7 @@ class Walk:
                 if item in refused:
                     continue
                 known = engine.sequences[i]
-                known.truth = truth
+                known.tokens = truth
                 known.num_known += num_given
                 known.num_scheduled += num
 
@@ -239,7 +239,7 @@ class Walk:
             refused = {failure[0] for failure in answer[1]}
             for item, (i, num) in enumerate(rows):
                 if item not in refused:
-                    engine.sequences[i].cut(num)
+                    engine.sequences[i].truncate(num)
 
         return call, believe
 
@@ -329,11 +329,11 @@ class Walk:
         engine, rng = self.pick(), self.rng
         rows = []
         for i, known in engine.sequences.items():
-            end = min(len(known.truth), known.num_scheduled)
+            end = min(len(known.tokens), known.num_scheduled)
             if known.num_known < end and rng.random() < 0.7:
                 first = rng.randint(max(0, known.num_known - 3), known.num_known)
                 end = rng.randint(known.num_known + 1, end)
-                rows.append((i, known.admitted_by, first, known.truth[first:end]))
+                rows.append((i, known.admitted_by, first, known.tokens[first:end]))
         wrong = rng.random() < 0.1
         if wrong:
             rows.append(rng.choice([(98, 1, 0, [1]), (0, 1, 0, [1])]))

@@ -48,21 +48,22 @@ class Group:
 
 @dataclass
 class Known:
-    """An engine's view of a sequence. ``truth`` has the tokens of all scheduled positions and those
-    known beyond; the core knows the first ``num_known``.
+    """An engine's view of a sequence. ``tokens``: of all scheduled positions, and those known
+    beyond; the core knows the first ``num_known``.
     """
 
-    truth: list[int]
+    tokens: list[int]
     num_known: int
     num_scheduled: int
     admitted_by: int
     tier: int = DEVICE
 
     def copy(self, admitted_by: int) -> Known:
-        return dataclasses.replace(self, truth=list(self.truth), admitted_by=admitted_by)
+        return dataclasses.replace(self, tokens=list(self.tokens), admitted_by=admitted_by)
 
-    def cut(self, num: int) -> None:
-        del self.truth[num:]
+    def truncate(self, num: int) -> None:
+        """Shorten it to so many tokens, where it has more."""
+        del self.tokens[num:]
         self.num_known = min(self.num_known, num)
         self.num_scheduled = min(self.num_scheduled, num)
 
@@ -104,7 +105,7 @@ class Engine:
         for span in made.spans:
             known = self.sequences[span.sequence_id]
             made.expected[span.sequence_id] = values_of(
-                known.truth[: span.first + span.num], self.start
+                known.tokens[: span.first + span.num], self.start
             )
         for group in range(len(self.views)):
             self._take(made.in_group(group), issued, group)
@@ -143,7 +144,7 @@ class Engine:
                         continue
                     begin, end = max(span.first, block * size), min(len(values), (block + 1) * size)
                     assert other is self or begin >= end, f"{i} of another session loses content"
-                    theirs = values_of(known.truth[: known.num_scheduled], self.start)[begin:end]
+                    theirs = values_of(known.tokens[: known.num_scheduled], self.start)[begin:end]
                     assert theirs == values[begin : begin + len(theirs)], f"{i} loses content"
 
     def run_next(self) -> bool:
@@ -186,7 +187,7 @@ class Engine:
                 if num_trimmed and kept < fewest:
                     kept = 0  # the next position would see trimmed blocks
             assert state.num_tokens == state.num_scheduled == state.num_written == kept
-            known.cut(kept)
+            known.truncate(kept)
             known.tier = state.tier
         self.has_draft = False
 
@@ -213,7 +214,7 @@ class Engine:
             self._check_state(state, known)
             if is_quiet:
                 assert state.num_written == state.num_scheduled, f"a receipt was lost: {state}"
-                values = values_of(known.truth[: state.num_written], self.start)
+                values = values_of(known.tokens[: state.num_written], self.start)
                 for view, plane in zip(self.views, self.world.planes, strict=True):
                     table = view.table(state.sequence_id)
                     assert plane.holds(table, values, state.num_written), (

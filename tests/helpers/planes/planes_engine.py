@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from control_plane import queries
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
@@ -32,15 +31,15 @@ from kvplane.wire.error_messages import to_wire
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_prefixes import num_cached
+from tests.helpers.core.core_model import num_cached, observed_state
+from tests.helpers.native.native_pool import Span
+from tests.helpers.native.native_sessions import Known
 from tests.helpers.outcomes import is_refused
 from tests.helpers.planes.planes_known import (
-    Known,
     LayerCall,
     Made,
     Sent,
     ShardRun,
-    Span,
     deferred_of,
     extend,
     unseen_cuts,
@@ -227,7 +226,7 @@ class Engine:
 
     def lookup(self, tokens: Sequence[int]) -> int:
         """Return how many tokens of a prompt are cached."""
-        return num_cached(self.control.core, POOL, self.owner, tokens)
+        return num_cached(self.control.core, self.owner, tokens)
 
     def deferred_tokens(self) -> cpb.DeferredTokens:
         """Return tokens of computed positions that the control plane was not given yet."""
@@ -248,15 +247,7 @@ class Engine:
 
     def everything(self) -> tuple[Any, ...]:
         """Return all state that requests of the session could change."""
-        core = self.control.core
-        pool = core.get_pool(POOL).SerializeToString(deterministic=True)
-        seen = core.observe_pool(POOL)
-        counts = seen.counters, seen.num_sessions, seen.num_sequences, seen.num_waiting
-        session = core.sessions.by_id.get(self.id)
-        if session is None:
-            return (pool, counts)
-        states = queries.states(session).SerializeToString(deterministic=True)
-        return (pool, counts, states, sorted(session.plans), session.resync_due)
+        return observed_state(self.control.core, self.id)
 
     def _states(self, ids: list[int]) -> list[Any]:
         core = self.control.core
@@ -317,7 +308,7 @@ class Engine:
         if kind == "admit":
             done, tokens = result.admit, list(columns.read(INT32, operation.admit.token_ids, ""))
             scheduled = done.num_cached_tokens + done.num_scheduled_tokens
-            known = Known(number, tokens, len(tokens), scheduled)
+            known = Known(tokens, len(tokens), scheduled, number)
             self.sequences[operation.admit.sequence_id] = known
             self.cut.discard(operation.admit.sequence_id)
             self.world.happened["tokens found cached"] += done.num_cached_tokens
@@ -328,11 +319,8 @@ class Engine:
             ids = columns.read(INT64, operation.fork.sequence_ids, "")
             for item, (parent, i) in enumerate(zip(parents, ids, strict=True)):
                 if item not in failed:
-                    of = self.sequences[parent]
                     self.cut.discard(i)
-                    self.sequences[i] = Known(
-                        number, list(of.tokens), of.num_known, of.num_scheduled, of.tier
-                    )
+                    self.sequences[i] = self.sequences[parent].copy(number)
         elif kind == "free":
             for item, i in enumerate(columns.read(INT64, operation.free.sequence_ids, "")):
                 if item not in failed:

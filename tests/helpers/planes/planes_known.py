@@ -16,35 +16,12 @@ from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.native.native_pool import Span, decoded
+from tests.helpers.native.native_sessions import Known
 from tests.helpers.planes.planes_values import Values
 from tests.helpers.planes.planes_world import DataProcess
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
-
-
-@dataclass
-class Known:
-    """An engine's view of a sequence. ``tokens``: also those not submitted yet."""
-
-    admitted_by: int
-    tokens: list[int]
-    num_known: int
-    num_scheduled: int
-    tier: int = DEVICE
-
-    def truncate(self, num_tokens: int) -> None:
-        """Shorten it to so many tokens, where it has more."""
-        self.num_known = min(self.num_known, num_tokens)
-        self.num_scheduled = min(self.num_scheduled, num_tokens)
-        del self.tokens[max(self.num_known, self.num_scheduled) :]
-
-
-class Span(NamedTuple):
-    """The tokens that a plan computes for a sequence."""
-
-    sequence_id: int
-    first: int
-    num_tokens: int
 
 
 class Deferred(NamedTuple):
@@ -141,14 +118,7 @@ class Made:
 
     @property
     def spans(self) -> list[Span]:
-        message = self.plan.spans
-        each = zip(
-            columns.read(INT64, message.sequence_ids, "sequence_ids"),
-            columns.read(INT32, message.first_positions, "first_positions"),
-            columns.read(INT32, message.num_tokens, "num_tokens"),
-            strict=True,
-        )
-        return [Span(*values) for values in each]
+        return decoded(self.signed.payload).spans
 
 
 @dataclass

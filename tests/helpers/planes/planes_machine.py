@@ -28,11 +28,11 @@ from kvplane.wire import protocol, signing
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.native.native_sessions import Known
 from tests.helpers.planes.planes_duplicates import LateDuplicates
 from tests.helpers.planes.planes_engine import Engine, end_all
 from tests.helpers.planes.planes_known import (
     DEVICE,
-    Known,
     deferred_of,
     lacks_a_receipt,
     unseen_cuts,

@@ -29,6 +29,7 @@ from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.core.core_model import Clock
 from tests.helpers.planes.planes_values import (
     LAYOUT,
     NUM_HEADS,
@@ -59,16 +60,6 @@ def cells(shard: tpb.Shard) -> set[tuple[int, int]]:
     layers = range(shard.first_layer, shard.first_layer + shard.num_layers)
     heads = range(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
     return set(itertools.product(layers, heads))
-
-
-class Clock:
-    """Seconds that pass only when a test adds them."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Stream:

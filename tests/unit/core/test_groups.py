@@ -18,7 +18,7 @@ from tests.helpers.planes.planes_values import BLOCK, TWO_GROUPS, WINDOW
 
 def engine_of(device: tuple[int, int], **settings: Any) -> Engine:
     """Return the only engine of a pool with these device blocks in each group."""
-    groups: dict[str, Any] = {"num_device": device, "num_host": (6, 4), "layout": TWO_GROUPS}
+    groups: dict[str, Any] = {"num_device": device, "num_host": (0, 0), "layout": TWO_GROUPS}
     return World(**groups, plane=Plane, max_plans_in_flight=3, **settings).engine()
 
 
@@ -81,6 +81,23 @@ def test_an_abort_that_leaves_one_group_nothing_begins_again_in_all() -> None:
     # The window of the third sees what was never written.
     assert [engine.state(i).num_written_tokens for i in (1, 2, 3)] == [25, 24, 0]
     engine.world.core.check_integrity()
+
+
+def test_an_abort_leaves_no_group_with_more_published_than_written() -> None:
+    """One group found a prefix that the other had to wait for, and the plan was aborted."""
+    engine, prompt = engine_of((16, 6)), list(range(24))
+    engine.cache(prompt)
+    engine.cache(range(100, 148))  # of the first prompt the window's group has nothing any more
+    engine.step(ops.admit(3, [*prompt, 1]))
+    before = tables(engine, 3)
+    result = only(engine.step(ops.admit(4, [*prompt, 2])))
+    assert result.admit.num_cached_tokens == 24
+    full, window = tables(engine, 4)
+    assert full[:3] != before[0][:3], "it is found where it was cached"
+    assert window[:3] == before[1][:3], "it is what the third sequence computes"
+    engine.abort(min(engine.session.plans))
+    engine.world.core.check_integrity()
+    assert [engine.state(i).num_written_tokens for i in (3, 4)] == [0, 0]
 
 
 def test_a_new_control_plane_finds_what_was_cached() -> None:

@@ -177,21 +177,6 @@ def test_a_request_in_slices_is_answered_as_in_one(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_long_free_lets_others_run() -> None:
-    world, others = World(num_device=64), list[None]()
-    engine = world.engine()
-    run_to_end(world.core.run(a_step(engine, *[ops.admit(i, range(20)) for i in SIX]), "tenant"))
-    engine.number += 1
-    response = in_slices(
-        world.core, a_step(engine, ops.free([*SIX, 99])), lambda: others.append(None)
-    )
-    (freed,) = response.results
-    assert [failure.item for failure in freed.failures] == [6]
-    assert len(freed.num_released_blocks) == 4 * 7
-    assert others
-
-
-@pytest.mark.usefixtures("small")
 def test_others_step_between_the_slices() -> None:
     world = World(num_device=64)
     engine, other = world.engine(), world.engine()
@@ -355,6 +340,7 @@ ENDED: dict[str, tuple[Callable[[Engine], Any], int]] = {
     "admissions": (lambda engine: a_step(engine, *SIX_MORE), 5),
     "an abort of admissions": (lambda engine: an_abort(engine, *SIX_MORE), 6),
     "receipts": (receipts_of_what_is_freed, 4),
+    "free": (lambda engine: a_step(engine, ops.free([*SIX, 99])), 1),
     "swap": (lambda engine: a_step(engine, OUT), 12),
     "an abort of a swap": (lambda engine: an_abort(engine, OUT), 12),
     "a receipt of a swap": (lambda engine: receipts_of(engine, OUT), 12),
