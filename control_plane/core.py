@@ -29,6 +29,7 @@ from control_plane.pools.layouts import layout_fingerprint, mismatch
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS
 from control_plane.registration.registration import Registration
+from control_plane.repeats import Repeats
 from control_plane.sessions.session import Session
 from control_plane.sessions.sessions import Sessions, random_session_id
 from control_plane.sessions.silent_shards import lost_sessions
@@ -98,6 +99,7 @@ class ControlPlane:
         self._watchers = Watchers(lambda: self.incarnation, limits.MAX_WATCHERS)
         self.unwatch, self.holds_key = self._watchers.remove, registry.holds_key
         self._requests = Requests(config, self.sessions)
+        self._repeats = Repeats()
 
     @property
     def incarnation(self) -> int:
@@ -133,12 +135,22 @@ class ControlPlane:
 
     # Sessions
 
-    def open_session(self, request: cpb.OpenSessionRequest, tenant: str) -> cpb.OpenSessionResponse:
-        """Open a session for an engine and return its lease and its grant.
+    def open_session(
+        self, request: cpb.OpenSessionRequest, tenant: str, idempotency_key: str = ""
+    ) -> cpb.OpenSessionResponse:
+        """Open a session for an engine and return its lease and its grant. ``idempotency_key``: as
+        for ``Repeats.once``.
 
         Raises PoolNotFoundError, PoolNotReadyError, LayoutMismatchError, QuotaExceededError,
         InvalidRequestError.
         """
+        return self._repeats.once(
+            idempotency_key, tenant, request, lambda: self._open_session(request, tenant)
+        )
+
+    def _open_session(
+        self, request: cpb.OpenSessionRequest, tenant: str
+    ) -> cpb.OpenSessionResponse:
         pool = self._pool(request.pool_id)
         checks.short(request.client_name, _MAX_CLIENT_NAME, "client_name")
         checks.short(request.namespace, MAX_NAMESPACE_CHARACTERS, "namespace")
@@ -253,17 +265,31 @@ class ControlPlane:
         return (yield from prefixes.find(pools, request, tenant))
 
     def retain_prefix(
-        self, request: prefix_pb2.RetainPrefixRequest, tenant: str
+        self, request: prefix_pb2.RetainPrefixRequest, tenant: str, idempotency_key: str = ""
     ) -> prefix_pb2.RetainPrefixResponse:
         """Protect a prompt's cached prefix from eviction for some time, or end that. Raises
-        PoolNotFoundError, and as ``prefixes.retain``.
+        PoolNotFoundError, and as ``prefixes.retain`` and ``Repeats.once``.
         """
-        return prefixes.retain(self._changing(request.pool_id), request, tenant)
+        return self._repeats.once(
+            idempotency_key,
+            tenant,
+            request,
+            lambda: prefixes.retain(self._changing(request.pool_id), request, tenant),
+        )
 
     def forget_prefixes(
+        self, request: prefix_pb2.ForgetPrefixesRequest, tenant: str, idempotency_key: str = ""
+    ) -> prefix_pb2.ForgetPrefixesResponse:
+        """Remove prefixes from the index. Raises PoolNotFoundError, and as ``prefixes.forget`` and
+        ``Repeats.once``.
+        """
+        return self._repeats.once(
+            idempotency_key, tenant, request, lambda: self._forget_prefixes(request, tenant)
+        )
+
+    def _forget_prefixes(
         self, request: prefix_pb2.ForgetPrefixesRequest, tenant: str
     ) -> prefix_pb2.ForgetPrefixesResponse:
-        """Remove prefixes from the index. Raises PoolNotFoundError, and as ``prefixes.forget``."""
         pool = self._changing(request.pool_id)
         response = prefixes.forget(pool, request, tenant)
         self.sessions.admission_of(pool).serve()

@@ -39,6 +39,16 @@ MAX_WAITING_MESSAGES: Final = 4096
 behind hangs or is dead: it is closed, and the data plane resumes when it can.
 """
 
+MAX_IDEMPOTENCY_KEYS: Final = 4096
+"""Requests with an idempotency key that are remembered, at most. Sessions are opened and prefixes
+retained a few times a second, and a late copy of a request comes within seconds.
+"""
+
+MAX_IDEMPOTENT_ANSWER_BYTES: Final = 8 << 20
+"""Bytes of the answers to them, at most. That to OpenSession lists a pool's shards: of pools of up
+to 16 shards, all fit.
+"""
+
 RECEIPT_TIMEOUT_S: Final = 30.0
 """Seconds that a shard may lack the receipt of a plan that another has receipted, before the
 session ends; and then seconds that it may take to fence the session, before all sessions of the

@@ -2,7 +2,7 @@
 # Runs the protoc that requirements/protos.txt pins, in a virtual environment of its own: it needs
 # an older protobuf than everything else here.
 #     scripts/protos.sh            regenerates the stubs in kvplane/v1, kvplane/plane/v1,
-#                                 kvplane/wire, integrations/etcd and integrations/push
+#                                 kvplane/wire and integrations/push
 #     scripts/protos.sh ARG ...    runs protoc with these arguments instead
 #   PYTHON=python3.12   the interpreter to use (default: that of .venv, otherwise python3)
 #   OUT=FOLDER          where to write the stubs (default: the root of the repository)
@@ -53,7 +53,6 @@ sed -E -e 's#^import "kvplane/(v1/\w+\.proto)";#&\nimport "kvplane/wire/\1";#' \
   "$root/integrations/push/push.proto" >"$twin/integrations/push/push.proto"
 
 generate=("${protoc[@]}" "-I$root/protos" "-I$twin" "-I$root" --python_out="$out" --pyi_out="$out")
-"${generate[@]}" "$root/integrations/etcd/etcd.proto"
 "${generate[@]}" --grpc_python_out="$out" "$twin/integrations/push/push.proto"
 "${generate[@]}" --grpc_python_out="$out" $files "${twins[@]}"
 # The package of the pushes has two names: one in the tree, and one where it is installed.

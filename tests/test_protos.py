@@ -155,7 +155,6 @@ def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> Non
                 "kvplane/plane/v1",
                 "kvplane/wire/v1",
                 "kvplane/wire/plane/v1",
-                "integrations/etcd",
                 "integrations/push",
             )
             for p in (root / folder).glob("*_pb2*")

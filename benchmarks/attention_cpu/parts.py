@@ -24,22 +24,11 @@ from benchmarks.common.report import markdown
 from benchmarks.common.timing import Calls, quantile
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.memory import huge_pages
-from data_plane.memory.pages import PageShape
-from kvplane.attention_options import AttentionOptions
-from kvplane.layout import LATENT, LayerGroup
 
 Groups = Iterator[list[Calls]]
 
 NUM_SHARING: Final = 16
 OWN_TOKENS: Final = 256
-NUM_LATENT_HEADS: Final = 128
-LATENT_GROUPS: Final = {
-    "latents": LayerGroup("latent", (0,), 1, 576, cache_kind=LATENT, value_head_size=512),
-    "keys and values": LayerGroup("full", (0,), NUM_LATENT_HEADS, 192, value_head_size=128),
-}
-# Sequences, tokens of each, and how many of these are new.
-LATENT_CASES: Final = ((1, 512, 1), (1, 4096, 1), (4, 4096, 1), (1, 256, 256), (1, 4096, 64))
 
 
 def shared(sizes: Sizes, num_threads: int) -> Groups:
@@ -78,33 +67,7 @@ def shared(sizes: Sizes, num_threads: int) -> Groups:
             ]
 
 
-def latents(sizes: Sizes, num_threads: int) -> Groups:
-    """Yield one layer of DeepSeek V3 over latents, and over the keys and values that they stand
-    for. The projections between the two are part of neither.
-    """
-    ours, options = CpuKernels(num_threads), AttentionOptions(scale=192**-0.5)
-    for num, context, new in LATENT_CASES:
-        context, new = min(context, sizes.context_tokens), min(new, sizes.context_tokens)
-        rows = []
-        for kind, group in LATENT_GROUPS.items():
-            page = PageShape(group, group.num_kv_heads, BLOCK_SIZE)
-            pool = huge_pages.empty((num * context // BLOCK_SIZE, *page.extents), torch.bfloat16)
-            pool[:] = torch.randn(page.extents)
-            arguments = AttentionArguments(
-                torch.randn(num * new, NUM_LATENT_HEADS, group.head_size).bfloat16(),
-                page.keys_and_values(pool),
-                torch.randperm(len(pool)).view(num, -1),
-                torch.arange(num + 1) * new,
-                torch.full((num,), context),
-                options,
-            )
-            run = partial(ours.paged_attention, arguments)
-            name = f"{num} × {new} tokens after {context - new}, {kind}"
-            rows.append(Calls(name, "tokens/s", num * new, run))
-        yield rows
-
-
-PARTS: Final = {"shared": shared, "latents": latents}
+PARTS: Final = {"shared": shared}
 
 
 def table(groups: Sequence[Sequence[Calls]]) -> Iterator[str]:

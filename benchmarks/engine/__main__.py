@@ -5,7 +5,7 @@
                                 [--json OUT]
 
 Sides: ``generate``, transformers' padded batch; ``generate_batch``, its continuous batching;
-``plane_cache``, generate on a PlaneCache; ``embedded``, the engine with a data plane in this
+``embedded``, the engine with a data plane in this
 process; ``remote``, the engine with one beside it. All compute in this process with the same packed
 linear layers, and take turns: every run has new prompts, which each side answers before the next
 run. Models are random, in float32. Torch reads how its threads wait when it starts: here as for an

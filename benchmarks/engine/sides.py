@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -15,13 +15,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from engine import LLM, SamplingParams
 from engine.models.loader import PackedLinear, pack_linears
 from kvplane.sync.short_thread import call_in_short_thread
-from kvplane.transformers import PlaneCache, close_planes
 from scripts.planes import run_planes
 
 VOCABULARY = 8192
 NUM_BLOCKS = 2048  # of 16 tokens
-# Packed weights have no versions to watch, so their prefixes are named here.
-POOL: Final = {"num_device_blocks": NUM_BLOCKS, "namespace": "packed"}
 NUM_PAGES = 128  # of 256 tokens, transformers' default
 MAX_POSITIONS = 1024
 # hidden, intermediate, layers, heads, KV heads
@@ -80,25 +77,13 @@ def share_linears(model: PreTrainedModel, first: PreTrainedModel) -> PreTrainedM
     return model
 
 
-def probe(model: PreTrainedModel) -> None:
-    """Start the model's planes, as its first cache does."""
-    with torch.no_grad():
-        PlaneCache(model, **POOL).close()
-
-
-def generate(
-    model: PreTrainedModel, prompts: Prompts, num_new: int, *, on_planes: bool = False
-) -> Prompts:
+def generate(model: PreTrainedModel, prompts: Prompts, num_new: int) -> Prompts:
     """Generate with a batch padded on the left."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     how: dict[str, Any] = {"max_new_tokens": num_new, "min_new_tokens": num_new}
-    with ExitStack() as closing:
-        if on_planes:
-            cache = PlaneCache(model, **POOL)
-            how["cache"] = closing.enter_context(cache)
-        output: torch.Tensor = model.generate(ids, attention_mask=mask, do_sample=False, **how)
+    output: torch.Tensor = model.generate(ids, attention_mask=mask, do_sample=False, **how)
     return output[:, width:].tolist()
 
 
@@ -137,12 +122,6 @@ def sides(folder: Path, chosen: list[str], threads: int) -> Iterator[dict[str, S
             elif name == "generate_batch":
                 model = call_in_short_thread(partial(load, folder))
                 of[name] = partial(continuous_batching, share_linears(model, first))
-            elif name == "plane_cache":
-                model = share_linears(call_in_short_thread(partial(load, folder)), first)
-                closing.callback(close_planes, model)
-                call_in_short_thread(partial(probe, model))
-                model.set_attn_implementation("kvplane")
-                of[name] = partial(nullcontext, partial(generate, model, on_planes=True))
             else:
                 own: dict[str, Any] = {}
                 if name == "embedded":

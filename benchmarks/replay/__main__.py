@@ -1,13 +1,12 @@
 """Replays traces of requests to find the share of prompts that a cache of a given size would hit.
 
-    python -m benchmarks.replay FILE|synthetic:NAME:SEED ... [--half first|second|all]
-                                [--blocks N] [--policy NAME] [--json OUT]
+    python -m benchmarks.replay FILE ... [--half first|second|all] [--blocks N] [--policy NAME]
+                                [--json OUT]
 
 A trace drives the control plane's core in this process, one prompt after the other, at the trace's
 own times, with each eviction policy and at each size of the cache, in blocks of the trace. The hit
 ratio is the blocks found at the beginnings of the prompts, over all blocks of the prompts; the last
 column is that of an unbounded cache. ``--half`` replays a part of the trace, from an empty cache.
-``synthetic.py`` lists the workloads that need no file.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from pathlib import Path
 
 from benchmarks.common.report import save
 from benchmarks.replay.cache import Cache
-from benchmarks.replay.synthetic import read
-from benchmarks.replay.traces import Request, TraceError
+from benchmarks.replay.traces import Request, TraceError, read_trace
 from control_plane.config import EVICTION_POLICIES
 
 HALVES = ("first", "second", "all")
@@ -62,7 +60,7 @@ def half_of(requests: list[Request], half: str) -> list[Request]:
 def main() -> None:
     """Print the table, row by row; write the JSON."""
     parser = argparse.ArgumentParser(description="Replay traces of requests in the core.")
-    parser.add_argument("traces", nargs="+", metavar="TRACE")
+    parser.add_argument("traces", nargs="+", metavar="FILE", type=Path)
     parser.add_argument("--half", action="append", choices=HALVES, dest="halves")
     parser.add_argument("--blocks", action="append", type=int, dest="sizes", help="of the trace")
     parser.add_argument("--policy", action="append", choices=EVICTION_POLICIES, dest="policies")
@@ -73,7 +71,7 @@ def main() -> None:
     print("|---|---|---|" + "---|" * (len(sizes) + 1))
     for trace in given.traces:
         try:
-            every = read(trace)
+            every = read_trace(trace)
         except TraceError as error:
             sys.exit(f"cannot replay: {error}")
         for half in given.halves or ["all"]:
@@ -82,8 +80,8 @@ def main() -> None:
                 ratios = [each["hit_ratio"] for each in figures]
                 ratios.append(figures[0]["hit_ratio_unlimited"])
                 cells = " | ".join(f"{ratio:.3f}" for ratio in ratios)
-                print(f"| {Path(trace).name} | {half} | {policy} | {cells} |", flush=True)
-                about = {"trace": trace, "half": half, "policy": policy}
+                print(f"| {trace.name} | {half} | {policy} | {cells} |", flush=True)
+                about = {"trace": str(trace), "half": half, "policy": policy}
                 rows += [
                     {**about, "num_cache_blocks": size, **each}
                     for size, each in zip(sizes, figures, strict=True)

@@ -4,11 +4,10 @@ memory and over gRPC.
     python -m benchmarks.transport [--steps 200] [--threads 1] [--json OUT]
 
 Both planes are processes, except with "embedded". Each side has a session of its own and the same
-decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. Only
-"grpc, waiting" waits for a plan's answer before it sends the first layer. The layer's time is the
-whole call, attention over 64 tokens and more included; "kernel" is the part that writing and
-attending take, in the embedded data plane. "between" is how long the engine computes between two
-layers, as it does in its model: the data plane may have gone to sleep.
+decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. The
+layer's time is the whole call, attention over 64 tokens and more included; "kernel" is the part
+that writing and attending take, in the embedded data plane. "between" is how long the engine
+computes between two layers, as it does in its model: the data plane may have gone to sleep.
 
 "empty" layers have one head of 16 over a few tokens, so that there is next to nothing to copy and
 to compute.
@@ -41,7 +40,6 @@ from scripts.planes import run_planes
 NUM_LAYERS = 8
 NUM_DEVICE_BLOCKS = 4096
 TIMEOUT_S = 30.0
-WAITING = "grpc, waiting"
 BATCHES = (1, 8, 64)
 BETWEEN_S = (0.0, 0.001)
 OPTIONS = AttentionOptions()
@@ -92,7 +90,6 @@ class Side:
     def __init__(self, name: str, shape: Shape, link: ControlLink, backend: DataBackend) -> None:
         self.name = name
         self._shape = shape
-        self._waits = name == WAITING
         self._link = link
         self._backend = backend
         layout = link.pool_layout(TIMEOUT_S)
@@ -127,7 +124,7 @@ class Side:
         query = torch.randn(num_tokens, of.num_heads, of.head_size)
         key, value = (torch.randn(num_tokens, of.num_kv_heads, of.head_size) for _ in range(2))
         began_s = time.perf_counter()
-        self._backend.start(plan, 0 if self._waits else num_tokens)
+        self._backend.start(plan, num_tokens)
         times.plan_s.append(time.perf_counter() - began_s)
         layers_s = []
         for layer in range(NUM_LAYERS):
@@ -178,7 +175,7 @@ def sides(shape: Shape, num_threads: int) -> Iterator[list[Side]]:
             start_timeout_s=TIMEOUT_S,
         )
         backends: list[tuple[str, str, DataBackend]] = [("embedded", address, embedded)]
-        for name, shared_memory in (("shared memory", True), ("grpc", False), (WAITING, False)):
+        for name, shared_memory in (("shared memory", True), ("grpc", False)):
             remote = RemoteBackend(loop, TIMEOUT_S, shared_memory=shared_memory)
             closing.callback(remote.stop)
             backends.append((name, planes.control.address, remote))

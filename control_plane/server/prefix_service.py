@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 import grpc.aio
 
 from control_plane.core import ControlPlane
-from control_plane.server.service import TURNS_OF_A_CALL
+from control_plane.server.service import TURNS_OF_A_CALL, idempotency_key
 from kvplane.serving.callers.identity import caller
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import prefix_pb2 as contract
@@ -59,12 +59,12 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
     async def RetainPrefix(
         self, request: pb.RetainPrefixRequest, context: _Context
     ) -> pb.RetainPrefixResponse:
-        return self._core.retain_prefix(request, caller().tenant)
+        return self._core.retain_prefix(request, caller().tenant, idempotency_key(context))
 
     async def ForgetPrefixes(
         self, request: pb.ForgetPrefixesRequest, context: _Context
     ) -> pb.ForgetPrefixesResponse:
-        response = self._core.forget_prefixes(request, caller().tenant)
+        response = self._core.forget_prefixes(request, caller().tenant, idempotency_key(context))
         self._flush()
         return response
 

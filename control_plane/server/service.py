@@ -174,7 +174,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     async def OpenSession(
         self, request: pb.OpenSessionRequest, context: _Context
     ) -> pb.OpenSessionResponse:
-        opened = self._core.open_session(request, caller().tenant)
+        opened = self._core.open_session(request, caller().tenant, idempotency_key(context))
         _LOGGER.info(
             "session opened id=%d pool=%r client=%r",
             opened.session.session_id,
@@ -318,6 +318,14 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             return await self._long.run(session_id, slices, has_begun=has_begun)
         finally:  # a request that failed as a whole may have applied its receipts
             self._flush_soon()
+
+
+def idempotency_key(context: _Context) -> str:
+    """Return the call's metadata ``idempotency-key``; empty if there is none."""
+    for key, value in context.invocation_metadata() or ():
+        if key == "idempotency-key":
+            return str(value)
+    return ""
 
 
 class _StepStream:

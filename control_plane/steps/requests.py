@@ -103,7 +103,8 @@ class Requests:
             numbers.settle()
             return outcome
         news = admission.news.take(session)
-        answer = step_answer(session, request.number, *outcome, news)
+        operations, result, plan = outcome
+        answer = step_answer(session, request.number, operations, result, plan, news)
         numbers.remember(request, StepAnswer(answer.encoded, answer.step_at))
         if is_busy:  # it may be large, and its caller gone: no more than its digest is kept
             numbers.settle()

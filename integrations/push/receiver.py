@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -147,9 +147,8 @@ class BlockReceiver:
     def _push(self, received: Iterator[bytes], context: Any) -> push_pb2.PushBlocksResponse:
         try:
             self._gate.admit(PUSH_BLOCKS, context)
-            with _Silence(context) as silence:
-                requests = _decoded(silence.each(received))
-                answer = self._receive(requests, silence)
+            silence = _Silence(context)
+            answer = self._receive(_decoded(silence.each(received)), silence)
         except Exception as error:
             self._refuse(error, context)
         self._counts.ended("received", "OK")
@@ -159,18 +158,13 @@ class BlockReceiver:
         self, requests: Iterator[push_pb2.PushBlocksRequest], silence: _Silence
     ) -> push_pb2.PushBlocksResponse:
         first = next(requests, push_pb2.PushBlocksRequest())
-        with self._open(first, silence) as ticket, self._writes(ticket) as writes:
+        with (
+            self._open(first, silence) as ticket,
+            closing(_Writes(self._outside, self._counts, ticket)) as writes,
+        ):
             for request in requests:
                 writes.add(request.chunk)
             return writes.finish()
-
-    @contextmanager
-    def _writes(self, ticket: Ticket) -> Iterator[_Writes]:
-        writes = _Writes(self, ticket)
-        try:
-            yield writes
-        finally:  # nothing is written once the push has ended
-            writes.wait()
 
     @contextmanager
     def _open(self, request: push_pb2.PushBlocksRequest, silence: _Silence) -> Iterator[Ticket]:
@@ -198,31 +192,6 @@ class BlockReceiver:
                 field="open.shard",
             )
 
-    def _check(self, chunk: push_pb2.BlockChunk, ticket: Ticket, num_left: int) -> None:
-        blocks = ticket.blocks
-        first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
-        if not (blocks.start <= first < last <= blocks.stop) or num_left < 0:
-            raise InvalidRequestError(
-                f"the ticket is for entries {blocks.start} to {blocks.stop - 1}, each once",
-                field="chunk.first_block",
-            )
-        chunks.check(chunk)
-
-    def _write(
-        self, chunk: push_pb2.BlockChunk, ticket: Ticket
-    ) -> Future[tpb.SignedPayload | None]:
-        blocks = BlockRange(
-            ticket.sequence_id,
-            chunk.first_block,
-            chunk.num_blocks,
-            chunk.group,
-            chunk.first_layer,
-            chunk.num_layers,
-        )
-        return self._outside.write(
-            ticket.lane, blocks, chunk.data, ticket.plan_number, field="chunk"
-        )
-
     def _refuse(self, error: Exception, context: Any) -> NoReturn:
         if not context.is_active():  # the sender is gone, and its stream says so in its own way
             self._counts.ended("received", "CANCELLED")
@@ -247,21 +216,38 @@ def _decoded(received: Iterator[bytes]) -> Iterator[push_pb2.PushBlocksRequest]:
 class _Writes:
     """The chunks of one push: each is checked, and written while the next one comes."""
 
-    def __init__(self, receiver: BlockReceiver, ticket: Ticket) -> None:
-        self._receiver = receiver
+    def __init__(self, outside: BlocksFromOutside, counts: PushCounts, ticket: Ticket) -> None:
+        self._outside = outside
+        self._counts = counts
         self._ticket = ticket
         self._num_left = ticket.num_bytes
         self._last: Future[tpb.SignedPayload | None] | None = None
 
     def add(self, chunk: push_pb2.BlockChunk) -> None:
         """Begin to write a chunk. Raises what is wrong with it, or with the write before."""
-        receiver = self._receiver
+        ticket, blocks = self._ticket, self._ticket.blocks
         self._num_left -= len(chunk.data)
-        receiver._check(chunk, self._ticket, self._num_left)
+        first, last = chunk.first_block, chunk.first_block + chunk.num_blocks
+        if not (blocks.start <= first < last <= blocks.stop) or self._num_left < 0:
+            raise InvalidRequestError(
+                f"the ticket is for entries {blocks.start} to {blocks.stop - 1}, each once",
+                field="chunk.first_block",
+            )
+        chunks.check(chunk)
         if self._last is not None:
             self._last.result()
-        self._last = receiver._write(chunk, self._ticket)
-        receiver._counts.moved("received", len(chunk.data))
+        entries = BlockRange(
+            ticket.sequence_id,
+            chunk.first_block,
+            chunk.num_blocks,
+            chunk.group,
+            chunk.first_layer,
+            chunk.num_layers,
+        )
+        self._last = self._outside.write(
+            ticket.lane, entries, chunk.data, ticket.plan_number, field="chunk"
+        )
+        self._counts.moved("received", len(chunk.data))
 
     def finish(self) -> push_pb2.PushBlocksResponse:
         """The answer to the push. Raises what the last write raises, and InvalidRequestError when
@@ -276,8 +262,8 @@ class _Writes:
             )
         return push_pb2.PushBlocksResponse(num_bytes=self._ticket.num_bytes, receipt=receipt)
 
-    def wait(self) -> None:
-        """Until nothing is being written."""
+    def close(self) -> None:
+        """Wait until nothing is being written: the push has ended."""
         if self._last is not None:
             wait([self._last])
 
@@ -290,45 +276,23 @@ class _Silence:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._left_s = OPEN_S
-        self._until_s: float | None = None  # while the sender is waited for
-        self._ended = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="push-watch", daemon=True)
-
-    def __enter__(self) -> _Silence:
-        self._watcher.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._watcher.join()
 
     def allow(self, seconds: float) -> None:
-        """So long the sender may keep the call waiting from now on."""
+        """Let the sender keep the call waiting for ``seconds`` from now on."""
         self._left_s = seconds
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While the sender is to send or to read something."""
-        began_s = time.monotonic()
-        self._until_s = began_s + self._left_s
-        try:
-            yield
-        finally:
-            self._until_s = None
-            self._left_s -= time.monotonic() - began_s
-
     def each(self, received: Iterator[bytes]) -> Iterator[bytes]:
-        """The requests of the call."""
+        """Yield the requests of the call."""
         while True:
-            with self.waiting():
+            began_s = time.monotonic()
+            timer = threading.Timer(self._left_s, self._context.cancel)
+            timer.daemon = True
+            timer.start()
+            try:
                 data = next(received, None)
+            finally:
+                timer.cancel()
+            self._left_s -= time.monotonic() - began_s
             if data is None:
                 return
             yield data
-
-    def _watch(self) -> None:
-        while not self._ended.wait(min(OPEN_S, STALL_S) / 4):
-            until_s = self._until_s
-            if until_s is not None and time.monotonic() >= until_s:
-                self._context.cancel()
-                return

@@ -39,12 +39,12 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def up(shape: FleetShape, timeout_s: float) -> list[str]:
+def up(shape: FleetShape) -> list[str]:
     """Start missing servers; return the control planes' addresses, once all servers are up.
 
     Raises TimeoutError when the cluster has no room, or servers do not come up.
     """
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + shape.timeout_s
     control = placement.control_planes(shape)
     names = [each.name for each in control]
     nodes = _nodes()
@@ -60,8 +60,8 @@ def up(shape: FleetShape, timeout_s: float) -> list[str]:
             _start(
                 server,
                 names,
-                num_cpus=shape.num_cpus,
-                num_gpus=shape.num_gpus,
+                num_cpus=shape.cpus,
+                num_gpus=shape.gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, server.bundle),
             )
     wanted = names + [

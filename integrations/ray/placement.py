@@ -2,51 +2,59 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.serving.settings import setting
 
-STRATEGIES: Final = ("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD")
 CONTROL: Final = "control"
 
 
-@dataclass(frozen=True, slots=True)
-class FleetShape:
-    """The fleet to start. ``strategy``: Ray's placement strategy for a pool's shards. ``num_cpus``,
-    ``num_gpus``: of each shard, as Ray counts them. ``control_port``: of the first control plane,
-    the next has the next; fixed, so that one that restarts on its machine keeps its address.
-    ``control_arguments``, ``data_arguments``: more for each program.
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Show or end the servers of a Ray cluster."""
 
-    Raises InvalidRequestError naming the field at fault.
-    """
+    address: str = setting("auto", help="Address of the cluster, as ray.init takes it.")
 
-    num_pools: int = 1
-    num_shards: int = 1
-    num_control_planes: int = 1
-    strategy: str = "STRICT_PACK"
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    control_port: int = 50051
-    election: str = ""
-    control_arguments: tuple[str, ...] = ()
-    data_arguments: tuple[str, ...] = ()
+
+@dataclass(frozen=True, kw_only=True)
+class FleetShape(Cluster):
+    """Start missing servers on a Ray cluster, and wait until all are up."""
+
+    pools: int = setting(1, help="Pools.", minimum=1)
+    shards: int = setting(1, help="Data planes of each pool.", minimum=1)
+    control_planes: int = setting(1, help="Control planes.", minimum=1)
+    election: str = setting(
+        "", help="How several control planes elect the one that serves: etcd://HOST:PORT,…/NAME."
+    )
+    control_port: int = setting(
+        50051,
+        help="Port of the first control plane; the next has the next. Fixed, so that one that"
+        " restarts on its machine keeps its address.",
+        minimum=1,
+        maximum=65_535,
+    )
+    strategy: str = setting(
+        "STRICT_PACK",
+        help="Ray's placement strategy for a pool's shards; the default is one machine.",
+        choices=("STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"),
+    )
+    cpus: float = setting(1.0, help="CPUs of each shard, as Ray counts them.", minimum=0)
+    gpus: float = setting(0.0, help="GPUs of each shard, as Ray counts them.", minimum=0)
+    control: str = setting("", help="More arguments of each control plane, as in a shell.")
+    data: str = setting("", help="More arguments of each data plane, as in a shell.")
+    timeout_s: float = setting(120.0, help="How long to wait.", unit="s", minimum=1)
 
     def __post_init__(self) -> None:
-        for field in ("num_pools", "num_shards", "num_control_planes"):
-            if getattr(self, field) < 1:
-                raise InvalidRequestError("must be at least 1", field=field)
-        if self.num_cpus <= 0 and self.num_gpus <= 0:
-            raise InvalidRequestError("must be above 0 where num_gpus is 0", field="num_cpus")
-        if self.strategy not in STRATEGIES:
-            raise InvalidRequestError(f"must be one of {', '.join(STRATEGIES)}", field="strategy")
-        if self.num_control_planes > 1 and not self.election:
-            raise InvalidRequestError(
-                "is needed by several control planes: etcd://HOST:PORT,…/NAME", field="election"
-            )
-        if not 0 < self.control_port <= 65_535 - self.num_control_planes:
-            raise InvalidRequestError("must be a port's number", field="control_port")
+        if not self.cpus and not self.gpus:
+            raise InvalidRequestError("must be above 0 where gpus is 0", field="cpus")
+        if self.control_planes > 1 and not self.election:
+            raise InvalidRequestError("must be given for several control planes", field="election")
+        if self.control_port + self.control_planes > 65_536:
+            raise InvalidRequestError("leaves no ports for all of them", field="control_port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +79,16 @@ def control_planes(shape: FleetShape) -> list[Server]:
         Server(
             f"{CONTROL}-{i}",
             "control_plane",
-            (*election, *shape.control_arguments),
+            (*election, *shlex.split(shape.control)),
             port=shape.control_port + i,
         )
-        for i in range(shape.num_control_planes)
+        for i in range(shape.control_planes)
     ]
 
 
 def pools(shape: FleetShape) -> list[str]:
     """Return the ids of the pools, which also name their placement groups."""
-    return [f"pool-{i}" for i in range(shape.num_pools)]
+    return [f"pool-{i}" for i in range(shape.pools)]
 
 
 def shards(shape: FleetShape, pool: str) -> list[Server]:
@@ -90,20 +98,20 @@ def shards(shape: FleetShape, pool: str) -> list[Server]:
             f"{pool}-shard-{i}",
             "data_plane",
             (
-                *("--pool-id", pool, "--num-shards", str(shape.num_shards)),
-                *("--shard-index", str(i), *shape.data_arguments),
+                *("--pool-id", pool, "--num-shards", str(shape.shards)),
+                *("--shard-index", str(i), *shlex.split(shape.data)),
             ),
             pool=pool,
             bundle=i,
         )
-        for i in range(shape.num_shards)
+        for i in range(shape.shards)
     ]
 
 
 def bundles(shape: FleetShape) -> list[dict[str, float]]:
     """Return a placement group's bundles: the resources of each shard, as Ray counts them."""
-    needs = {"CPU": shape.num_cpus, "GPU": shape.num_gpus}
-    return [{name: num for name, num in needs.items() if num > 0}] * shape.num_shards
+    needs = {"CPU": shape.cpus, "GPU": shape.gpus}
+    return [{name: num for name, num in needs.items() if num > 0}] * shape.shards
 
 
 def command(

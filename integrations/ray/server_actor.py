@@ -12,29 +12,30 @@ from typing import Final, NamedTuple
 import ray
 
 from .placement import Server, command
-from .supervisor import Supervisor
+from .server_process import ServerProcess
 
 NAMESPACE: Final = "kvplane"
 _ANSWER_S: Final = 5.0
 _KNOWN_S: Final = 60.0
 _POLL_S: Final = 0.1
+_SHORT_RUN_S: Final = 10.0
+_RESTART_DELAY_S: Final = 2.0  # after a short run: Ray itself waits for nothing
 
 
 class Status(NamedTuple):
-    """Status of a server. ``address``: "host:port", empty while it is not up. ``num_starts``: of
-    its process by this actor.
-    """
+    """Status of a server. ``address``: "host:port", empty while it is not up."""
 
     name: str
     node: str
     address: str
     pid: int
     actor_pid: int
-    num_starts: int
 
 
 class ServerActor:
-    """Runs one server. ``control``: names of the control planes' actors, for a data plane."""
+    """Runs one server, and ends when that has ended, so that Ray starts both again where they fit.
+    ``control``: names of the control planes' actors, for a data plane.
+    """
 
     def __init__(self, server: Server, control: list[str]) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -42,18 +43,23 @@ class ServerActor:
         self._control = control
         self._host = ray.util.get_node_ip_address()
         self._follows: set[str] = set()
-        self._supervisor = Supervisor(self._command, self._follows_nobody)
+        self._began_s = time.monotonic()
+        self._process = ServerProcess(self._command, self._end, self._follows_nobody)
 
     def status(self) -> Status:
         """Return the present status."""
-        port = self._supervisor.port
+        port = self._process.port
         address = f"{self._host}:{port}" if port else ""
-        pid, num_starts = self._supervisor.pid, self._supervisor.num_starts
-        return Status(self._server.name, self._host, address, pid, os.getpid(), num_starts)
+        return Status(self._server.name, self._host, address, self._process.pid, os.getpid())
 
     def stop(self) -> None:
         """End the server in order."""
-        self._supervisor.stop()
+        self._process.stop()
+
+    def _end(self) -> None:
+        if time.monotonic() - self._began_s < _SHORT_RUN_S:
+            time.sleep(_RESTART_DELAY_S)
+        os._exit(1)
 
     def _command(self, port_file: Path) -> list[str]:
         control = addresses_of(self._control, _KNOWN_S) if self._control else []

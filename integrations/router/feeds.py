@@ -36,7 +36,7 @@ class PoolFeeds:
         self._namespace = namespace
         self._indexes = indexes
         self._lost = lost
-        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
         self._caught_up: dict[str, asyncio.Event] = {}
 
     @property
@@ -45,20 +45,10 @@ class PoolFeeds:
         return {pool: event.is_set() for pool, event in self._caught_up.items()}
 
     def follow(self, pools: Iterable[str]) -> None:
-        """Follow these pools from now on, and no others."""
-        wanted = set(pools)
-        for pool in self._tasks.keys() - wanted:
-            for task in self._tasks.pop(pool):
-                task.cancel()
-            del self._caught_up[pool]
-            self._indexes.pop(pool, None)
-            self._lost.discard(pool)
-        for pool in sorted(wanted - self._tasks.keys()):
+        """Follow these pools from now on. May be called once."""
+        for pool in sorted(set(pools)):
             self._caught_up[pool] = asyncio.Event()
-            self._tasks[pool] = [
-                asyncio.create_task(self._follow(pool)),
-                asyncio.create_task(self._look(pool)),
-            ]
+            self._tasks += map(asyncio.create_task, (self._follow(pool), self._look(pool)))
 
     async def wait(self, timeout_s: float) -> None:
         """Return when all pools are caught up, or the time is over."""
@@ -71,10 +61,9 @@ class PoolFeeds:
 
     async def stop(self) -> None:
         """End all feeds."""
-        tasks = [task for of_pool in self._tasks.values() for task in of_pool]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _look(self, pool: str) -> None:
         """Keep ``lost`` right. A control plane that does not answer changes nothing."""

@@ -55,23 +55,13 @@ class Picker:
     ) -> None:
         self.indexes: dict[str, PoolIndex] = {}
         self.lost: set[str] = set()
-        self.loads: dict[str, EngineLoad] = {}
-        self.pool_of: dict[str, str] = {}
+        self.loads = {engine: EngineLoad(tokens_per_s) for engine in pool_of}
+        self.pool_of = dict(pool_of)
         self._hit_bias = hit_bias
-        self._tokens_per_s = tokens_per_s
         self._busy = _BUSY_AT_FIRST
         self._turn = count()
-        self._last_turn: dict[str, int] = {}
+        self._last_turn = dict.fromkeys(pool_of, -1)
         self._numbers = count()
-        self.choose_among(pool_of)
-
-    def choose_among(self, pool_of: Mapping[str, str]) -> None:
-        """Choose among these from now on. Data on engines that stay is kept."""
-        self.pool_of = dict(pool_of)
-        self.loads = {
-            engine: self.loads.get(engine) or EngineLoad(self._tokens_per_s) for engine in pool_of
-        }
-        self._last_turn = {engine: self._last_turn.get(engine, -1) for engine in pool_of}
 
     def pick(
         self,

@@ -24,7 +24,6 @@ from kvplane.serving.settings import EXIT_BAD_SETTINGS, log_settings, parse
 from . import metrics as of
 from .app import RouterApp
 from .config import RouterSettings
-from .engine_tls import RenewedClientContext
 from .engines import Engines
 from .feeds import PoolFeeds
 from .metrics import RouterMetrics
@@ -102,11 +101,7 @@ async def _route(config: RouterSettings) -> None:
 def engine_client(config: RouterSettings) -> httpx2.AsyncClient:
     """Return the client that asks engines. Raises InvalidRequestError for a bad authority file."""
     try:
-        context: ssl.SSLContext = (
-            RenewedClientContext(config.engine_ca)
-            if config.engine_ca is not None
-            else ssl.create_default_context()
-        )
+        context = ssl.create_default_context(cafile=config.engine_ca)
     except OSError as error:
         raise InvalidRequestError(f"cannot be read: {error}", field="engine_ca") from error
     return httpx2.AsyncClient(

@@ -220,7 +220,7 @@ class ControlClient:
             priority=priority,
         )
         response: prefix_pb2.RetainPrefixResponse = await self._connection.call(
-            self._prefixes.RetainPrefix, request, timeout_s
+            self._prefixes.RetainPrefix, request, timeout_s, once=True
         )
         return response.num_blocks
 
@@ -251,7 +251,7 @@ class ControlClient:
             request.scope = prefix_pb2.FORGET_SCOPE_PREFIX
             request.token_ids = ops.pack_tokens(what)
         response: prefix_pb2.ForgetPrefixesResponse = await self._connection.call(
-            self._prefixes.ForgetPrefixes, request, timeout_s
+            self._prefixes.ForgetPrefixes, request, timeout_s, once=True
         )
         return ForgetResult(response.num_forgotten_blocks, response.num_blocks_in_use)
 
@@ -306,7 +306,7 @@ class ControlClient:
             namespace=namespace,
         )
         response: pb.OpenSessionResponse = await self._connection.call(
-            self._stub.OpenSession, request, deadline.remaining_s
+            self._stub.OpenSession, request, deadline.remaining_s, once=True
         )
 
         async def open_again(timeout_s: float) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -37,12 +38,22 @@ class Connection:
         return Deadline.after(self.timeout_s if timeout_s is None else timeout_s)
 
     async def call(
-        self, method: Callable[..., Any], request: Message, timeout_s: float | None = None
+        self,
+        method: Callable[..., Any],
+        request: Message,
+        timeout_s: float | None = None,
+        *,
+        once: bool = False,
     ) -> Any:
-        """Make a unary call, repeated while the peer is UNAVAILABLE. Returns its answer."""
+        """Make a unary call, repeated while the peer is UNAVAILABLE. Returns its answer. ``once``:
+        with an idempotency key, by which the control plane does one of its copies.
+        """
         deadline = self.deadline(timeout_s)
+        key = (("idempotency-key", secrets.token_hex(16)),) if once else ()
         async with deadline.guard():
-            return await retry_until(deadline, lambda: self.attempt(method, request, deadline))
+            return await retry_until(
+                deadline, lambda: self.attempt(method, request, deadline, metadata=key)
+            )
 
     async def pages(
         self, method: Callable[..., Any], request: Any, timeout_s: float | None = None
@@ -57,11 +68,16 @@ class Connection:
             request.page_token = page.next_page_token
 
     async def attempt(
-        self, method: Callable[..., Any], request: Message, deadline: Deadline
+        self,
+        method: Callable[..., Any],
+        request: Message,
+        deadline: Deadline,
+        *,
+        metadata: tuple[tuple[str, str], ...] = (),
     ) -> Any:
         """Try a unary call once. Returns its answer."""
         with typed_errors():
-            metadata = tracing.to_metadata()
+            metadata += tracing.to_metadata() or ()
             return await method(request, timeout=deadline.remaining_s, metadata=metadata)
 
     async def close(self) -> None:

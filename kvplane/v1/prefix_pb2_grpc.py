@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class PrefixServiceStub(object):
-    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat, but none has a number: a late
-    copy of RetainPrefix or ForgetPrefixes acts when it arrives. NOT_FOUND (POOL_NOT_FOUND) when a pool has not registered.
+    """The prefix indexes of pools: what they have of a caller's tenant and one namespace. Every method is safe to repeat: RetainPrefix and ForgetPrefixes
+    with the metadata `idempotency-key`, as for OpenSession. NOT_FOUND (POOL_NOT_FOUND) when a pool has not registered.
 
     Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
     plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
@@ -65,8 +65,8 @@ class PrefixServiceStub(object):
 
 
 class PrefixServiceServicer(object):
-    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat, but none has a number: a late
-    copy of RetainPrefix or ForgetPrefixes acts when it arrives. NOT_FOUND (POOL_NOT_FOUND) when a pool has not registered.
+    """The prefix indexes of pools: what they have of a caller's tenant and one namespace. Every method is safe to repeat: RetainPrefix and ForgetPrefixes
+    with the metadata `idempotency-key`, as for OpenSession. NOT_FOUND (POOL_NOT_FOUND) when a pool has not registered.
 
     Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
     plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
@@ -140,8 +140,8 @@ def add_PrefixServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PrefixService(object):
-    """The prefix indexes of pools: what they have of the caller's tenant and one namespace. Every method is safe to repeat, but none has a number: a late
-    copy of RetainPrefix or ForgetPrefixes acts when it arrives. NOT_FOUND (POOL_NOT_FOUND) when a pool has not registered.
+    """The prefix indexes of pools: what they have of a caller's tenant and one namespace. Every method is safe to repeat: RetainPrefix and ForgetPrefixes
+    with the metadata `idempotency-key`, as for OpenSession. NOT_FOUND (POOL_NOT_FOUND) when a pool has not registered.
 
     Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
     plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.

@@ -9,7 +9,7 @@ from tests.helpers.programs import run
 
 
 def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
-    names = ["generate", "generate_batch", "plane_cache", "embedded", "remote"]
+    names = ["generate", "generate_batch", "embedded", "remote"]
     out = tmp_path / "out.json"
     flags = ["--models", "tiny", "--batches", "2", "--runs", "1", "--quick", "--threads", "1"]
     flags += ["--sides", ",".join(names)]

@@ -15,17 +15,26 @@ from tests.helpers.tools import needs
 
 
 class EtcdCluster:
-    """``with EtcdCluster(folder, 3) as etcd``: ready when entered."""
+    """``with EtcdCluster(folder, 3) as etcd``: ready when entered. ``tls``: folder of ca.pem and
+    server.pem with its key, for members that clients have to show a certificate.
+    """
 
-    def __init__(self, folder: Path, num_members: int) -> None:
+    def __init__(self, folder: Path, num_members: int, tls: Path | None = None) -> None:
         """Skips the test where there is no etcd."""
         needs("etcd", "etcdctl")
         self._folder = folder
-        with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * num_members)]
+        self._scheme = "http" if tls is None else "https"
+        self._tls: list[str] = []
+        if tls is not None:
+            self._tls = ["--client-cert-auth", "--trusted-ca-file", f"{tls}/ca.pem"]
+            self._tls += ["--cert-file", f"{tls}/server.pem", "--key-file", f"{tls}/server.key"]
+        with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(3 * num_members)]
         ports = [each.getsockname()[1] for each in with_ports]
         for each in with_ports:
             each.close()
-        self.clients, self._peers = ports[:num_members], ports[num_members:]
+        self.clients, self._peers, self._health = (
+            ports[i : i + num_members] for i in range(0, len(ports), num_members)
+        )
         self.members: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -34,19 +43,21 @@ class EtcdCluster:
 
     def __enter__(self) -> EtcdCluster:
         cluster = ",".join(f"m{i}=http://127.0.0.1:{port}" for i, port in enumerate(self._peers))
-        for i, (client, peer) in enumerate(zip(self.clients, self._peers, strict=True)):
+        ports = zip(self.clients, self._peers, self._health, strict=True)
+        for i, (client, peer, health) in enumerate(ports):
             with (self._folder / f"etcd{i}.log").open("wb") as log:
                 command = [
                     "etcd", "--name", f"m{i}", "--data-dir", str(self._folder / f"m{i}.etcd"),
-                    "--listen-client-urls", f"http://127.0.0.1:{client}",
-                    "--advertise-client-urls", f"http://127.0.0.1:{client}",
+                    "--listen-client-urls", f"{self._scheme}://127.0.0.1:{client}",
+                    "--advertise-client-urls", f"{self._scheme}://127.0.0.1:{client}",
                     "--listen-peer-urls", f"http://127.0.0.1:{peer}",
                     "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
                     "--initial-cluster", cluster, "--logger", "zap",
+                    "--listen-metrics-urls", f"http://127.0.0.1:{health}", *self._tls,
                 ]  # fmt: skip
                 self.members.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
         deadline_s = monotonic() + 30
-        while not all(self._is_healthy(port) for port in self.clients):
+        while not all(self._is_healthy(port) for port in self._health):
             assert monotonic() < deadline_s, "etcd did not come up"
             sleep(0.1)
         return self

@@ -7,6 +7,7 @@ which only a stand-in can run here (``tests/helpers/lease_api.py``).
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -130,7 +131,7 @@ async def lose(elector: Elector, kind: str, tmp_path: Path) -> None:
         (tmp_path / "leader").rename(tmp_path / "other")
         (tmp_path / "leader").touch()
     elif isinstance(elector, EtcdElector):
-        await elector._revoke(elector._lease)
+        await elector._call("lease/revoke", {"ID": elector._lease})
     elif isinstance(elector, KubernetesElector):
         lease = await elector._read()
         lease["spec"]["holderIdentity"] = "somebody"
@@ -169,6 +170,7 @@ async def test_a_leader_that_has_died_is_followed_before_its_lease_ends(make) ->
     await asyncio.wait_for(follower.won, 10)
     assert follower.won_s - died_s < TTL_S / 2
     await follower.end()
+    await dead.resign()
 
 
 @pytest.mark.nightly
@@ -181,7 +183,7 @@ async def test_a_candidate_leads_whose_transaction_was_not_answered(make, monkey
 
         async def lose_first_transaction(method: str, *arguments: Any) -> Any:
             answer = await call(method, *arguments)
-            if method == "KV/Txn" and not lost:
+            if method == "kv/txn" and not lost:
                 lost.append(method)
                 raise TimeoutError
             return answer
@@ -218,6 +220,35 @@ async def test_a_leader_that_hangs_is_followed_when_its_lease_ends(make) -> None
         await asyncio.wait_for(follower.won, 10)
         assert TTL_S / 2 < follower.won_s - won_s < 2.5 * TTL_S
         await follower.end()
+        await hung.resign()
+
+
+@pytest.mark.nightly
+async def test_members_are_reached_by_tls_and_one_that_hangs_is_passed_over(
+    tmp_path, monkeypatch
+) -> None:
+    tls = Path(__file__).parent / "tls"
+    for name, file in {"CA": "ca.pem", "CERTIFICATE": "client.pem", "KEY": "client.key"}.items():
+        monkeypatch.setenv(f"KVPLANE_ETCD_{name}", str(tls / file))
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda _host, *options, **more: resolve("127.0.0.1", *options, **more),
+    )
+    with EtcdCluster(tmp_path, 3, tls) as etcd:
+        named = etcd.endpoints.replace("127.0.0.1", "kvplane.test")
+        candidate = Candidate(elector_of(f"etcd://{named}/fleet", "", ttl_s=5))
+        for hung in etcd.members[:2]:
+            hung.send_signal(signal.SIGSTOP)
+            await asyncio.wait_for(asyncio.shield(candidate.won), PATIENCE_S)
+            await asyncio.sleep(6)
+            assert not candidate.task.done()
+            hung.send_signal(signal.SIGCONT)
+        await candidate.end()
+        monkeypatch.setenv("KVPLANE_ETCD_KEY", str(tls / "server.key"))
+        with pytest.raises(InvalidRequestError, match="_KEY names cannot be used"):
+            elector_of(f"etcd://{named}/fleet", "", ttl_s=TTL_S)
 
 
 async def test_a_process_has_died_when_its_connection_ends_and_another_is_refused() -> None:

@@ -21,6 +21,6 @@ def test_each_side_has_a_row_in_each_case(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     rows = json.loads(out.read_text())["rows"]
-    sides = ["embedded", "shared memory", "grpc", "grpc, waiting"]
+    sides = ["embedded", "shared memory", "grpc"]
     assert [row["side"] for row in rows] == sides * 4 and len(lines) == 1 + len(rows)
     assert all(row["layer_p50"] > 0 and row["step_p50"] > 0 for row in rows)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks.replay.__main__ import replay
-from benchmarks.replay.synthetic import WORKLOADS, make_requests
 from benchmarks.replay.traces import Request
+from tests.helpers.workloads import WORKLOADS, make_requests
 
 _LOSS_ALLOWED = 0.005  # of all blocks of the prompts
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay.cache import Cache
-from benchmarks.replay.synthetic import WORKLOADS, make_requests, named_requests
 from benchmarks.replay.traces import Request, TraceError, read_trace
 from control_plane.config import EVICTION_POLICIES
 
@@ -97,16 +96,3 @@ def test_the_program_says_why_it_cannot_replay(tmp_path: Path) -> None:
     done = run(str(tmp_path / "none.jsonl"))
     assert done.returncode == 1
     assert "No such file" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("trace", ["synthetic:none:1", "synthetic:loop", "synthetic:loop:x"])
-def test_a_workload_that_is_not_known_is_refused_with_those_that_are(trace: str) -> None:
-    with pytest.raises(TraceError, match=r"NAME one of scan, shift, loop"):
-        named_requests(trace)
-
-
-def test_workloads_are_the_same_for_the_same_seed() -> None:
-    for name in WORKLOADS:
-        requests = make_requests(name, 1)
-        assert requests == make_requests(name, 1) != make_requests(name, 2) or name == "loop"
-        assert requests == sorted(requests, key=lambda request: request.time_s)

@@ -31,6 +31,7 @@ from kvplane.integrations.push.push_pb2_grpc import BlockPushServiceStub
 from tests.helpers.planes_in_process import NUM_BLOCKS, PROMPT, SEQUENCE, Side
 from tests.helpers.sharded_pool import POOL as SHARDED_POOL
 from tests.helpers.sharded_pool import ShardedPool, by_heads
+from tests.helpers.waiting import until
 
 Requests = list[PushBlocksRequest]
 ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
@@ -42,12 +43,6 @@ PATIENCE_S = 60.0
 async def pools(tmp_path: Path) -> AsyncIterator[TwoPools]:
     async with two_pools(tmp_path) as pools:
         yield pools
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def full_blocks(side: Side) -> Tensor:
@@ -92,10 +87,6 @@ def sealed(chunk: BlockChunk, **fields: Any) -> PushBlocksRequest:
     return PushBlocksRequest(chunk=changed)
 
 
-def without_opening(requests: Requests) -> Requests:
-    return requests[1:]
-
-
 def with_changed_data(requests: Requests) -> Requests:
     data = bytearray(requests[2].chunk.data)
     data[100] ^= 1
@@ -118,53 +109,36 @@ def of_other_layers(requests: Requests) -> Requests:
     return requests
 
 
-def with_a_gap(requests: Requests) -> Requests:
-    return [requests[0], *requests[2:]]
+def with_first(**fields: Any) -> Callable[[Requests], Requests]:
+    """Return a fault that changes fields of the first chunk."""
+    return lambda requests: [requests[0], sealed(requests[1].chunk, **fields), *requests[2:]]
 
 
-def too_short(requests: Requests) -> Requests:
-    return requests[:-1]
-
-
-def twice(requests: Requests) -> Requests:
-    return [*requests[:2], *requests[1:]]
-
-
-def past_the_end(requests: Requests) -> Requests:
-    return [*requests[:-1], sealed(requests[-1].chunk, first_block=NUM_BLOCKS)]
-
-
-def before_the_beginning(requests: Requests) -> Requests:
-    return [requests[0], sealed(requests[1].chunk, first_block=-1), *requests[2:]]
-
-
-def of_no_blocks(requests: Requests) -> Requests:
-    return [requests[0], sealed(requests[1].chunk, num_blocks=0, data=b""), *requests[1:]]
-
-
-def of_more_layers(requests: Requests) -> Requests:
-    return [requests[0], sealed(requests[1].chunk, num_layers=4), *requests[2:]]
-
-
-def of_another_group(requests: Requests) -> Requests:
-    return [requests[0], sealed(requests[1].chunk, group=1), *requests[2:]]
-
-
-WRONG: list[tuple[Callable[[Requests], Requests], type[KvplaneError]]] = [
-    (with_a_gap, InvalidRequestError),  # before any other has written the first block
-    (without_opening, InvalidRequestError),
-    (with_changed_data, ChecksumMismatchError),
-    (put_elsewhere, ChecksumMismatchError),
-    (of_another_layout, LayoutMismatchError),
-    (of_other_layers, LayoutMismatchError),
-    (too_short, InvalidRequestError),
-    (twice, InvalidRequestError),
-    (past_the_end, InvalidRequestError),
-    (before_the_beginning, InvalidRequestError),
-    (of_no_blocks, InvalidRequestError),
-    (of_more_layers, InvalidRequestError),
-    (of_another_group, InvalidRequestError),
-]
+WRONG: dict[str, tuple[Callable[[Requests], Requests], type[KvplaneError]]] = {
+    # Before any other has written the first block.
+    "with a gap": (lambda requests: [requests[0], *requests[2:]], InvalidRequestError),
+    "without opening": (lambda requests: requests[1:], InvalidRequestError),
+    "with changed data": (with_changed_data, ChecksumMismatchError),
+    "put elsewhere": (put_elsewhere, ChecksumMismatchError),
+    "of another layout": (of_another_layout, LayoutMismatchError),
+    "of other layers": (of_other_layers, LayoutMismatchError),
+    "too short": (lambda requests: requests[:-1], InvalidRequestError),
+    "twice": (lambda requests: [*requests[:2], *requests[1:]], InvalidRequestError),
+    "past the end": (
+        lambda requests: [*requests[:-1], sealed(requests[-1].chunk, first_block=NUM_BLOCKS)],
+        InvalidRequestError,
+    ),
+    "before the beginning": (with_first(first_block=-1), InvalidRequestError),
+    "of no blocks": (
+        lambda requests: [
+            *(requests[0], sealed(requests[1].chunk, num_blocks=0, data=b"")),
+            *requests[1:],
+        ],
+        InvalidRequestError,
+    ),
+    "of more layers": (with_first(num_layers=4), InvalidRequestError),
+    "of another group": (with_first(group=1), InvalidRequestError),
+}
 
 
 async def test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow(
@@ -172,12 +146,12 @@ async def test_a_push_that_is_wrong_publishes_nothing_and_a_right_one_can_follow
 ) -> None:
     there = pools.there
     plan = (await there.session.run(ADMIT)).plan
-    for fault, error in WRONG:
+    for name, (fault, error) in WRONG.items():
         ticket = await there.receive(plan)
         wrong = fault(await pools.chunks())
         with pytest.raises(error):
             await push(ticket, wrong)
-            pytest.fail(fault.__name__)
+            pytest.fail(name)
     assert await there.num_cached() == 0
     right = await push(await there.receive(plan), await pools.chunks())
     there.session.add_receipt(right.receipt)

@@ -36,14 +36,14 @@ def addresses(cluster: SimulatedCluster, model: Path) -> str:
     from kvplane.integrations.ray import fleet
     from kvplane.integrations.ray.placement import FleetShape
 
-    blocks = ("--num-device-blocks", "64", "--num-threads", "1")
     shape = FleetShape(
-        num_pools=2,
-        num_shards=2,
-        control_arguments=("--grace-s", "0.2"),
-        data_arguments=("--model", str(model), *blocks),
+        pools=2,
+        shards=2,
+        control="--grace-s 0.2",
+        data=f"--model {model} --num-device-blocks 64 --num-threads 1",
+        timeout_s=UP_S,
     )
-    return ",".join(fleet.up(shape, UP_S))
+    return ",".join(fleet.up(shape))
 
 
 @pytest.fixture

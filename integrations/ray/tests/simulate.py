@@ -32,7 +32,7 @@ from kvplane.errors import KvplaneError
 from kvplane.integrations.ray import fleet
 from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.server_actor import Status
-from kvplane.integrations.ray.supervisor import Supervisor
+from kvplane.integrations.ray.server_process import ServerProcess
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1.pool_pb2 import GetServerInfoRequest
 from kvplane.wire.v1.pool_pb2_grpc import ServerServiceStub
@@ -71,18 +71,19 @@ class Programs:
         print(f"{'router':<16} {router} before {' and '.join(listed)}")
         return router
 
-    def _run(self, *program: str) -> Supervisor:
-        supervisor = Supervisor(
+    def _run(self, *program: str) -> ServerProcess:
+        process = ServerProcess(
             lambda port_file: [
                 *(sys.executable, "-m", *program),
                 *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
-            ]
+            ],
+            ended=lambda: print(f"{program[0]} has ended"),
         )
-        self._stack.callback(supervisor.stop)
-        return supervisor
+        self._stack.callback(process.stop)
+        return process
 
 
-def _url(program: Supervisor) -> str:
+def _url(program: ServerProcess) -> str:
     """Wait until it serves; return its URL."""
     end_s = time.monotonic() + UP_S
     while not (port := program.port):
@@ -210,13 +211,14 @@ def main() -> int:
         fleet.connect(cluster.address)
         stack.callback(fleet.disconnect)
         shape = FleetShape(
-            num_pools=len(POOLS),
-            num_shards=2,
-            num_control_planes=2,
+            pools=len(POOLS),
+            shards=2,
+            control_planes=2,
             election=f"etcd://{etcd.endpoints}/fleet",
-            data_arguments=("--model", str(MODEL), "--num-device-blocks", "256"),
+            data=f"--model {MODEL} --num-device-blocks 256",
+            timeout_s=UP_S,
         )
-        addresses = ",".join(fleet.up(shape, UP_S))
+        addresses = ",".join(fleet.up(shape))
         stack.callback(fleet.down)
         for each in fleet.status():
             print(f"{each.name:<16} {each.address}")

@@ -1,4 +1,4 @@
-"""The parts of a fleet on Ray, and the processes that its actors keep running; without Ray."""
+"""The parts of a fleet on Ray, and the processes that its actors run; without Ray."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from control_plane.server.config import ControlPlaneSettings
 from data_plane.server.config import DataPlaneSettings
-from kvplane.errors import InvalidRequestError
 from kvplane.integrations.ray import placement, program
 from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.program import main
-from kvplane.integrations.ray.supervisor import Supervisor
+from kvplane.integrations.ray.server_process import ServerProcess
 from kvplane.serving.settings import parse
 
 WAIT_S = 60.0
 ROOT = Path(__file__).parents[3]
-# A server in its supervisor's view: it writes its port file, and runs.
+# A server in its actor's view: it writes its port file, and runs.
 SERVER = "import sys, time; open(sys.argv[1], 'w').write('4711'); time.sleep(90)"
 
 
@@ -49,15 +49,8 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-@pytest.fixture
-def supervised() -> Iterator[Supervisor]:
-    supervisor = Supervisor(server)
-    yield supervisor
-    supervisor.stop()
-
-
 def test_every_shard_of_every_pool_is_a_server_with_a_name_of_its_own() -> None:
-    shape = FleetShape(num_pools=3, num_shards=2, num_control_planes=2, election="etcd://e:1/n")
+    shape = FleetShape(pools=3, shards=2, control_planes=2, election="etcd://e:1/n")
     servers = [*placement.control_planes(shape)]
     for pool in placement.pools(shape):
         servers += placement.shards(shape, pool)
@@ -69,11 +62,11 @@ def test_every_shard_of_every_pool_is_a_server_with_a_name_of_its_own() -> None:
 
 def test_programs_take_what_they_are_started_with() -> None:
     shape = FleetShape(
-        num_pools=2,
-        num_shards=2,
-        num_control_planes=2,
+        pools=2,
+        shards=2,
+        control_planes=2,
         election="etcd://127.0.0.2:2379/fleet",
-        data_arguments=("--layout", "layout.json"),
+        data="--layout layout.json",
     )
     addresses = ["127.0.0.2:50051", "127.0.0.3:50052"]
     *_, shard = placement.shards(shape, "pool-1")
@@ -91,24 +84,25 @@ def test_programs_take_what_they_are_started_with() -> None:
 
 
 def test_bundles_count_what_a_shard_takes() -> None:
-    shape = FleetShape(num_shards=2, num_cpus=0, num_gpus=1)
+    shape = FleetShape(shards=2, cpus=0, gpus=1)
     assert placement.bundles(shape) == [{"GPU": 1}, {"GPU": 1}]
 
 
 @pytest.mark.parametrize(
     ("field", "arguments"),
     [
-        ("num_pools", ["--pools", "0"]),
-        ("num_shards", ["--shards", "-1"]),
+        ("--pools", ["--pools", "0"]),
+        ("--strategy", ["--strategy", "TIGHT"]),
         ("election", ["--control-planes", "2"]),
-        ("num_cpus", ["--cpus", "0"]),
-        ("control_port", ["--control-port", "65536"]),
+        ("cpus", ["--cpus", "0"]),
+        ("control_port", ["--control-port", "65535", "--control-planes", "2", "--election", "e"]),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused_by_the_field_at_fault(
     field: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["up", *arguments]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["up", *arguments])
     assert field in capsys.readouterr().err
 
 
@@ -124,75 +118,70 @@ def command_of_slurm() -> str:
 @pytest.mark.parametrize("place", ["the program's help", "the README", "slurm"])
 def test_a_fleet_can_be_asked_for_as_shown(place: str) -> None:
     text = {
-        "the program's help": lambda: program._EXAMPLE,
+        "the program's help": lambda: program._USAGE.partition("\n")[2],
         "the README": (ROOT / "integrations" / "ray" / "README.md").read_text,
         "slurm": command_of_slurm,
     }[place]()
     shown = re.search(r"python -m kvplane\.integrations\.ray (up .*)", text.replace("\\\n", ""))
     assert shown is not None
     arguments = shlex.split(shown[1].partition(" | ")[0])
-    shape = program._shape(program._parser().parse_args(arguments))
-    assert (shape.num_pools, shape.num_shards) == (2, 2)
-    assert shape.control_arguments == ("--insecure",)
-    assert shape.data_arguments == ("--model", "models/recall", "--insecure")
+    shape = parse(FleetShape, "ray up", arguments[1:], {})
+    assert (shape.pools, shape.shards) == (2, 2)
+    assert shape.control == "--insecure"
+    assert shape.data == "--model models/recall --insecure"
 
 
-def test_strategies_are_rays() -> None:
-    with pytest.raises(InvalidRequestError, match="STRICT_PACK"):
-        FleetShape(strategy="TIGHT")
+def test_a_command_that_there_is_not_is_answered_with_those_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == main(["start"]) == 2
+    assert "up | status | down" in capsys.readouterr().err
 
 
-def test_a_process_that_ends_is_started_again(supervised: Supervisor) -> None:
-    wait_for(lambda: supervised.port == 4711)
-    before = supervised.pid
-    os.kill(before, signal.SIGKILL)
-    wait_for(lambda: supervised.pid not in (0, before) and supervised.port == 4711)
-    assert supervised.num_starts == 2
+def test_an_actor_is_told_when_its_server_has_ended() -> None:
+    ended = Event()
+    process = ServerProcess(server, ended.set)
+    wait_for(lambda: process.port == 4711)
+    os.kill(process.pid, signal.SIGKILL)
+    assert ended.wait(WAIT_S)
+    assert (process.pid, process.port) == (0, 0)
 
 
-def test_a_process_that_is_of_no_use_is_started_again() -> None:
-    answers = iter([True, False, True, True])
-    supervisor = Supervisor(server, lambda: next(answers, False), check_s=0.0)
-    try:
-        wait_for(lambda: supervisor.num_starts == 2 and supervisor.port == 4711)
-        assert next(answers, None) is None
-    finally:
-        supervisor.stop()
-
-
-def test_a_command_that_cannot_be_made_yet_is_made_later() -> None:
-    tries: list[Path] = []
-
+def test_an_actor_is_told_when_its_server_cannot_be_started() -> None:
     def make(port_file: Path) -> list[str]:
-        tries.append(port_file)
-        if len(tries) < 3:
-            raise TimeoutError("nobody is up")
-        return server(port_file)
+        raise TimeoutError("nobody is up")
 
-    supervisor = Supervisor(make)
-    try:
-        wait_for(lambda: supervisor.port == 4711)
-        assert (len(tries), supervisor.num_starts) == (3, 1)
-    finally:
-        supervisor.stop()
+    ended = Event()
+    ServerProcess(make, ended.set)
+    assert ended.wait(WAIT_S)
 
 
-def test_a_process_ends_when_its_supervisor_is_stopped(supervised: Supervisor) -> None:
-    wait_for(lambda: supervised.port)
-    pid = supervised.pid
-    supervised.stop()
-    assert supervised.pid == 0
+def test_a_server_that_is_of_no_use_is_ended() -> None:
+    answers = iter([True, False, True, True])
+    ended = Event()
+    ServerProcess(server, ended.set, lambda: next(answers, False), check_s=0.0)
+    assert ended.wait(WAIT_S)
+    assert next(answers, None) is None
+
+
+def test_a_server_that_is_stopped_ends_and_its_actor_stays() -> None:
+    ended = Event()
+    process = ServerProcess(server, ended.set)
+    wait_for(lambda: process.port)
+    pid = process.pid
+    process.stop()
     assert not is_alive(pid)
+    assert not ended.is_set()
 
 
-def test_a_process_does_not_outlive_its_supervisors_process() -> None:
+def test_a_server_does_not_outlive_its_actors_process() -> None:
     parent = f"""
 import sys, time
-from kvplane.integrations.ray.supervisor import Supervisor
-supervisor = Supervisor(lambda port: [sys.executable, "-S", "-c", {SERVER!r}, str(port)])
-while not supervisor.port:
+from kvplane.integrations.ray.server_process import ServerProcess
+process = ServerProcess(lambda port: [sys.executable, "-S", "-c", {SERVER!r}, str(port)], print)
+while not process.port:
     time.sleep(0.01)
-print(supervisor.pid, flush=True)
+print(process.pid, flush=True)
 time.sleep(600)
 """
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE) as process:

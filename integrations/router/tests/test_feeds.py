@@ -6,19 +6,12 @@ import asyncio
 
 from kvplane.clients.control_client import ControlClient
 from kvplane.integrations.router.feeds import PoolFeeds
-from kvplane.integrations.router.pool_index import PoolIndex
 
 
-def test_it_follows_the_pools_that_were_named_last() -> None:
-    async def check() -> None:
-        indexes, lost = {"left": PoolIndex(4)}, {"left", "stays"}
-        async with ControlClient("127.0.0.1:1") as nobody:
-            feeds = PoolFeeds(nobody, "", indexes, lost)
-            feeds.follow(["left", "stays"])
-            feeds.follow(["stays", "new", "new"])
-            assert feeds.caught_up == {"stays": False, "new": False}
-            assert (indexes, lost) == ({}, {"stays"})
-            await feeds.stop()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(check())
+async def test_each_pool_has_one_feed_until_all_are_stopped() -> None:
+    async with ControlClient("127.0.0.1:1") as nobody:
+        feeds = PoolFeeds(nobody, "", {}, set())
+        feeds.follow(["one", "two", "two"])
+        assert feeds.caught_up == {"one": False, "two": False}
+        await feeds.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}

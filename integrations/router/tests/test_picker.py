@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from simulated_fleet import Fleet
 
-from benchmarks.replay.synthetic import make_requests
 from kvplane.integrations.router.picker import Picker
 from kvplane.integrations.router.pool_index import PoolIndex
 from kvplane.prefixes import BlocksStored, StoredBlock
+from tests.helpers.workloads import make_requests
 
 PROMPT = list(range(1, 10))
 

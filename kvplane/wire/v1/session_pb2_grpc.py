@@ -109,7 +109,8 @@ class SessionServiceServicer(object):
     def OpenSession(self, request, context):
         """Opens a session. NOT_FOUND (POOL_NOT_FOUND) when no shard of the pool has registered; UNAVAILABLE (POOL_NOT_READY) until all have, and have
         reported; FAILED_PRECONDITION (LAYOUT_MISMATCH) when the layouts differ; RESOURCE_EXHAUSTED (QUOTA_EXCEEDED) when as many sessions are open as
-        may be. A repeat, or a copy that arrives late, opens another session; an unused one ends by its lease.
+        may be. Of the copies of a request with the metadata `idempotency-key`, 1 to 64 characters made up for it, one is done and all get its answer;
+        without, each opens a session. 4,096 keys are remembered, until a restart. INVALID_ARGUMENT when another request had the key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,7 @@
 """A random walk over every call of the native core, next to a data plane that checks each slot.
 
 The walk has engines, aborts, plans that run late, halfway or never, receipts that arrive late,
-grants, cuts, ends and fences. `Walk` takes single steps; the hypothesis machine chooses them.
+grants, cuts, ends and fences.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from kvplane_blocks import Pool
 
 from tests.helpers.native.native_pool import DEVICE, HOST, Code, Kind
@@ -445,32 +443,3 @@ def same(predicted: Any, done: Any) -> bool:
 
 def _bytes(tokens: list[int]) -> bytes:
     return b"".join(token.to_bytes(4, "little") for token in tokens)
-
-
-class NativeMachine(RuleBasedStateMachine):
-    """Walks that hypothesis chooses, and shortens when one fails."""
-
-    @initialize(seed=st.integers(0, 2**32), shape=st.sampled_from([*SHAPES, *GROUPED_SHAPES]))
-    def begin(self, seed: int, shape: Shape) -> None:
-        self.walk = Walk(Random(seed), shape)
-
-    @rule(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(Walk.ACTIONS)))
-    def act(self, seed: int, name: str) -> None:
-        self.walk.rng = Random(seed)
-        getattr(self.walk, name)()
-
-    @rule(seed=st.integers(0, 2**32), num=st.integers(5, 30))
-    def go_on(self, seed: int, num: int) -> None:
-        self.walk.rng = Random(seed)
-        for _ in range(num):
-            self.walk.act()
-            self.walk.world.check()
-
-    @invariant()
-    def all_is_well(self) -> None:
-        if hasattr(self, "walk"):
-            self.walk.world.check()
-
-    def teardown(self) -> None:
-        if hasattr(self, "walk"):
-            self.walk.finish()

@@ -25,8 +25,10 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.results import SequenceState
+from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.error_messages import to_wire
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -45,7 +47,6 @@ from tests.helpers.planes.planes_known import (
 )  # fmt: skip
 from tests.helpers.planes.planes_values import (
     BLOCK,
-    LAYOUT_MESSAGE,
     Owner,
     check_read,
     tag_of,
@@ -55,6 +56,21 @@ from tests.helpers.planes.planes_world import POOL, ControlProcess, DataProcess,
 
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
 
+Outcome = tuple[list[cpb.ItemFailure], cpb.AdmitResult]
+"""Of an operation of one item: its failure, if it has one, and what was admitted."""
+
+
+def outcome_of(answer: cpb.StepResponse) -> Outcome:
+    (result,) = answer.results
+    return list(result.failures), result.admit
+
+
+def failures_of(error: KvplaneError) -> list[cpb.ItemFailure]:
+    """Return the error of a whole request as that of its only item."""
+    message = to_wire(error)
+    message.ClearField("next_number")  # a check has no number
+    return [cpb.ItemFailure(status=cpb.ITEM_STATUS_FAILED, error=message)]
+
 
 class Engine:
     """One client with one session."""
@@ -63,7 +79,7 @@ class Engine:
         """Raises PoolNotReadyError."""
         self.world, self.control, self.owner = world, control, owner
         request = cpb.OpenSessionRequest(
-            pool_id=POOL, layout=LAYOUT_MESSAGE, namespace=owner[1], client_name="engine"
+            pool_id=POOL, layout=world.layout.to_proto(), namespace=owner[1], client_name="engine"
         )
         opened = wire(control.core.open_session(request, owner[0]))
         self.ref, self.grant = opened.session, opened.grant
@@ -186,6 +202,23 @@ class Engine:
         self.old_receipts += taken
         return taken
 
+    def foreseen(self, operation: cpb.Operation) -> Outcome:
+        """Return what a check says that a step of this operation would be answered."""
+        request = cpb.StepRequest(session=self.ref, operations=[operation], validate_only=True)
+        try:
+            checked = run_to_end(self.control.core.validate(wire(request), self.tenant))
+        except KvplaneError as error:
+            return failures_of(error), cpb.AdmitResult()
+        return outcome_of(checked)
+
+    def outcome(self, operation: cpb.Operation) -> Outcome | None:
+        """Return what a step of this operation alone is answered, None when the session ended."""
+        try:
+            answer = self.step(operation, deferred=False, receipts=())
+        except KvplaneError as error:
+            return failures_of(error), cpb.AdmitResult()
+        return None if answer is None else outcome_of(answer)
+
     def close(self) -> None:
         """End the session."""
         self.may_end = self.ended = True
@@ -218,7 +251,7 @@ class Engine:
         core = self.control.core
         pool = core.get_pool(POOL).SerializeToString(deterministic=True)
         seen = core.observe_pool(POOL)
-        counts = seen.counters, seen.num_sessions, seen.num_sequences
+        counts = seen.counters, seen.num_sessions, seen.num_sequences, seen.num_waiting
         session = core.sessions.by_id.get(self.id)
         if session is None:
             return (pool, counts)
@@ -499,9 +532,17 @@ class Engine:
                 own = all_values[begin : begin + len(theirs)]
                 same = (own == theirs[: len(own)]).all(axis=tuple(range(1, own.ndim)))
                 values[begin : begin + len(own)][same] = np.nan
-            wanted = process.view.blocks(values)
-            where = f"session {self.id} sequence {i} plan {made.number} shard {index}"
-            check_read(process.executor, (self.id, i), wanted, tag_of(self.tenant), where)
+            for group, of_group in enumerate(self.world.layout.groups):
+                window = of_group.sliding_window_tokens
+                check_read(
+                    process.executor,
+                    (self.id, i),
+                    process.view.blocks(values, group),
+                    tag_of(self.tenant),
+                    f"session {self.id} sequence {i} plan {made.number} shard {index} {group=}",
+                    group=group,
+                    num_unseen=max(0, first - window + 1) // BLOCK if window else 0,
+                )
 
 
 def end_all(world: World, engines: Sequence[Engine], gone: Sequence[Engine] = ()) -> None:

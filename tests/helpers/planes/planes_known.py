@@ -80,9 +80,14 @@ def unseen_cuts(core: ControlPlane, session_id: int) -> set[int]:
 
 
 def lacks_a_receipt(core: ControlPlane, session_id: int) -> bool:
-    """Return whether only some shards have receipted a plan, which ends the session in time."""
+    """Return whether a missing receipt ends the session in time: of a plan that other shards have
+    receipted, or for blocks that somebody may wait for.
+    """
     session = core.sessions.by_id.get(session_id)
-    return session is not None and any(num_missing_receipts(len(session.receipted), [session]))
+    if session is None:
+        return False
+    num_retired = session.native.num_own_retired(session.handle, DEVICE)
+    return num_retired > 0 or any(num_missing_receipts(len(session.receipted), [session]))
 
 
 def extend(sequences: dict[int, Known], append: cpb.Append, failed: set[int]) -> None:

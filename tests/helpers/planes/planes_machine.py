@@ -37,7 +37,7 @@ from tests.helpers.planes.planes_known import (
     lacks_a_receipt,
     unseen_cuts,
 )
-from tests.helpers.planes.planes_values import NUM_HEADS, NUM_LAYERS
+from tests.helpers.planes.planes_values import LAYOUT, NUM_HEADS, NUM_LAYERS, TWO_GROUPS
 from tests.helpers.planes.planes_world import LEASE_S, POOL, World, wire
 
 MAX_ENGINES, MAX_GONE = 4, 6
@@ -55,9 +55,11 @@ class PlanesMachine(LateDuplicates):
         different rule on.
         """
         self.rng = rng = Random(seed)
+        layout = rng.choice((LAYOUT, LAYOUT, TWO_GROUPS))
         self.world = World(
             num_shards=num_shards,
-            by_layers=rng.random() < 0.4,
+            by_layers=layout is LAYOUT and rng.random() < 0.4,
+            layout=layout,
             num_device=rng.randint(5, 12),
             num_host=rng.randint(0, 6),
             watermark=rng.choice([0.0, 0.1]),
@@ -118,6 +120,23 @@ class PlanesMachine(LateDuplicates):
     def step(self) -> None:
         engine = self.pick()
         self.send_step(engine, self.rng.randint(1, 3), loses=True)
+
+    @precondition(lambda self: self.engines)
+    @rule()
+    def check_steps(self) -> None:
+        """A check says what the step after it is answered, and changes nothing."""
+        engine = self.pick()
+        for _ in range(self.rng.randint(1, 6)):
+            if not self.ready_to_send(engine):
+                return
+            operation = self.operation(engine)
+            if self.rng.random() < 0.05:
+                self.spoil(operation)
+            before = engine.everything()
+            foreseen = engine.foreseen(operation)
+            assert engine.everything() == before, "a check changed something"
+            done = engine.outcome(operation)
+            assert done is None or foreseen == done, operation
 
     @precondition(lambda self: self.engines)
     @rule()
@@ -347,6 +366,8 @@ class PlanesMachine(LateDuplicates):
             Shard(index, num, 0, 1, 1, 1),
             Shard(0, 3 - num, 0, NUM_LAYERS, 1, 1),
         ]
+        if self.world.layout is TWO_GROUPS:
+            del wrong[2]  # it has no layer of one of the groups
         shard = rng.choice([shard for shard in wrong if shard not in self.world.shards])
         process = self.world.restart_data(index, shard)
         self.try_to_connect(process, rng.choice(self.world.controls))
@@ -414,6 +435,14 @@ class PlanesMachine(LateDuplicates):
                 engine.close()
         if engine.ended:
             self.retire(engine)
+
+    def spoil(self, operation: cpb.Operation) -> None:
+        """Put a byte too many into one of its columns."""
+        message = getattr(operation, operation.WhichOneof("operation"))
+        columns = [field.name for field, value in message.ListFields() if isinstance(value, bytes)]
+        if columns:
+            column = self.rng.choice(columns)
+            setattr(message, column, getattr(message, column) + b"\0")
 
     def operation(self, engine: Engine) -> cpb.Operation:
         """Return a change that makes sense most of the time."""

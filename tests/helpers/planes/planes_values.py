@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,16 +19,17 @@ from data_plane import Executor
 from kvplane.errors import BlockNotWrittenError
 from kvplane.layout import LayerGroup, Layout
 
-BLOCK = 8
+BLOCK, WINDOW = 8, 20
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = 2, 2, 8
-LAYOUT = Layout(
-    "model",
-    BLOCK,
-    "float32",
-    "float32",
-    (LayerGroup("full", tuple(range(NUM_LAYERS)), NUM_HEADS, HEAD_SIZE),),
+FULL = LayerGroup("full", tuple(range(NUM_LAYERS)), NUM_HEADS, HEAD_SIZE)
+LAYOUT = Layout("model", BLOCK, "float32", "float32", (FULL,))
+TWO_GROUPS = replace(
+    LAYOUT,
+    groups=(
+        replace(FULL, layers=(0,)),
+        replace(FULL, name="window", layers=(1,), sliding_window_tokens=WINDOW),
+    ),
 )
-LAYOUT_MESSAGE = LAYOUT.to_proto()
 TENANTS = ("ann", "bob")
 
 Owner = tuple[str, str]
@@ -64,18 +66,20 @@ class ShardView:
     def __init__(self, executor: Executor) -> None:
         shard = executor.shard
         self.layers = list(executor.layers)
+        self.groups = executor.layout.groups
         self.heads = slice(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
 
     def layer(self, values: Values, layer: int, kind: int) -> torch.Tensor:
         """Return keys (``kind`` 0) or values (1), [num_tokens, num_kv_heads, HEAD_SIZE]."""
         return torch.from_numpy(np.ascontiguousarray(values[:, layer, kind, self.heads]))
 
-    def blocks(self, values: Values) -> Values:
-        """Return the values as blocks, [num_layers, num_blocks, 2, num_kv_heads, BLOCK, HEAD_SIZE],
-        with NaN in slots after the last.
+    def blocks(self, values: Values, group: int) -> Values:
+        """Return a layer group's values as blocks, [num_layers, num_blocks, 2, num_kv_heads, BLOCK,
+        HEAD_SIZE], with NaN in slots after the last.
         """
         num_blocks = -(-len(values) // BLOCK)
-        own = values[:, self.layers][:, :, :, self.heads]
+        layers = [layer for layer in self.layers if layer in self.groups[group].layers]
+        own = values[:, layers][:, :, :, self.heads]
         padded = np.full((num_blocks * BLOCK, *own.shape[1:]), np.nan, np.float32)
         padded[: len(own)] = own
         by_block = padded.reshape(num_blocks, BLOCK, *own.shape[1:])
@@ -87,7 +91,9 @@ class ShardView:
         keys, vectors = own[:, 0], own[:, 1]
         scores = np.einsum("qhd,khd->hqk", 2 * vectors[first:], keys) / np.sqrt(HEAD_SIZE)
         positions = np.arange(len(values))
-        scores[:, positions[None, :] > positions[first:, None]] = -np.inf
+        distances = positions[first:, None] - positions[None, :]
+        (window,) = (g.sliding_window_tokens for g in self.groups if layer in g.layers)
+        scores[:, (distances < 0) | (distances >= (window or len(values)))] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         return np.einsum("hqk,khd->qhd", weights, vectors).astype(np.float32)
@@ -106,19 +112,28 @@ def check_blocks(found: Values, wanted: Values, tag: float, where: str) -> None:
 
 
 def check_read(
-    executor: Executor, of: tuple[int, int], wanted: Values, tag: float, where: str
+    executor: Executor,
+    of: tuple[int, int],
+    wanted: Values,
+    tag: float,
+    where: str,
+    *,
+    group: int,
+    num_unseen: int,
 ) -> None:
-    """``check_blocks`` of the memory of a sequence, given by its session's id and its own, also of
-    slots that it may not read; and it reads all that it has written.
+    """``check_blocks`` of a layer group's memory of a sequence, given by its session's id and its
+    own, also of slots that it may not read; and it reads all that it has written, but for blocks
+    that were trimmed. ``num_unseen``: leading blocks that may be, as no further token sees them.
     """
-    num_blocks = wanted.shape[1]
-    table = executor._tables.get(*of, "").part(0, num_blocks)
-    layers = range(len(executor.layers))
-    held = executor._compute._gather(table.tier_key, table.blocks, layers)
-    check_blocks(held.numpy(), wanted, tag, where)
-    for i in range(num_blocks):
+    num_layers, num_blocks = wanted.shape[:2]
+    whole = executor._tables.get(*of, "", group)
+    table = whole.part(0, num_blocks)
+    assert whole.num_trimmed <= num_unseen, f"{where}: a block that a token sees was freed"
+    held = executor._compute._gather(table.tier_key, table.blocks, range(num_layers))
+    check_blocks(held.numpy(), wanted[:, whole.num_trimmed :], tag, where)
+    for i in range(whole.num_trimmed, num_blocks):
         try:
-            block, _ = executor.read_blocks(*of, [i])
+            block, _ = executor.read_blocks(*of, [i], group=group)
         except BlockNotWrittenError:
             assert np.isnan(wanted[:, i]).all(), f"{where}: what was written is not read"
         else:

@@ -20,7 +20,9 @@ from control_plane.core import ControlPlane
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import publish_message
 from data_plane import Executor
+from data_plane.tier_keys import tier_key_of
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
+from kvplane.layout import Layout
 from kvplane.shard import Shard
 from kvplane.wire import columns, protocol, signing
 from kvplane.wire.columns import INT32
@@ -29,7 +31,6 @@ from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planes.planes_values import (
     LAYOUT,
-    LAYOUT_MESSAGE,
     NUM_HEADS,
     NUM_LAYERS,
     ShardView,
@@ -177,18 +178,25 @@ class ControlProcess:
 class DataProcess:
     """A data plane: the executor, and its registration client."""
 
-    def __init__(self, shard: Shard, epoch: int, num_device: int, num_host: int) -> None:
+    def __init__(
+        self, layout: Layout, shard: Shard, epoch: int, num_device: int, num_host: int
+    ) -> None:
+        """``num_device``: of the first layer group; each further one has two blocks less."""
         self.shard = shard
+        self.num_device = [max(3, num_device - 2 * i) for i in range(len(layout.groups))]
+        self.num_host = num_host
         self.executor = Executor(
-            LAYOUT,
+            layout,
             pool_id=POOL,
-            num_device_blocks=num_device,
+            num_device_blocks=self.num_device,
             num_host_blocks=num_host,
             shard=shard,
             num_threads=1,
             epoch=epoch,
         )
-        for tier in (self.executor.pools.device_tier, self.executor.pools.host_tier):
+        pools = self.executor.pools
+        self.tiers = {key: pools.tier(key) for key in pools.num_blocks}
+        for tier in self.tiers.values():
             tier.view(torch.uint8).zero_()
         self.view = ShardView(self.executor)
         self.stream: Stream | None = None
@@ -199,26 +207,19 @@ class DataProcess:
         self.fences: list[rpb.Fence] = []  # since the key was installed
         self.fences_done: list[rpb.FenceDone] = []
 
-    @property
-    def num_device(self) -> int:
-        """Number of blocks of the device tier."""
-        return self.executor.pools.device_tier.shape[0]
-
-    @property
-    def num_host(self) -> int:
-        """Number of blocks of the host tier."""
-        return self.executor.pools.host_tier.shape[0]
-
     def snapshot(self) -> tuple[bytes, ...]:
         """Return all state that commands could change."""
         return (
-            self.executor.pools.device_tier.numpy().tobytes(),
-            self.executor.pools.host_tier.numpy().tobytes(),
+            *(tier.numpy().tobytes() for tier in self.tiers.values()),
             *(part.SerializeToString(deterministic=True) for part in self.executor.report()),
         )
 
     def hello(self) -> rpb.Hello:
         executor = self.executor
+        groups = [
+            rpb.GroupBlocks(num_device_blocks=num, num_host_blocks=self.num_host)
+            for num in self.num_device
+        ]
         hello = rpb.Hello(
             version="test",
             oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
@@ -226,9 +227,10 @@ class DataProcess:
             pool_id=POOL,
             shard=self.shard.to_proto(),
             epoch=executor.epoch,
-            layout=LAYOUT_MESSAGE,
-            num_device_blocks=self.num_device,
+            layout=executor.layout.to_proto(),
+            num_device_blocks=self.num_device[0],
             num_host_blocks=self.num_host,
+            groups=groups if len(groups) > 1 else (),
             address=f"shard{self.shard.index}:1",
             incarnation=executor.incarnation,
             key_id=executor.key_id,
@@ -293,11 +295,13 @@ class World:
         *,
         num_shards: int = 1,
         by_layers: bool = False,
+        layout: Layout = LAYOUT,
         num_device: int = 8,
         num_host: int = 4,
         watermark: float = 0.0,
     ) -> None:
         self.clock = Clock()
+        self.layout = layout
         self.watermark = watermark
         self.happened: Counter[str] = Counter()
         self._random = Random(1)
@@ -339,8 +343,8 @@ class World:
 
     @property
     def num_device(self) -> int:
-        """Number of blocks of the pool that the latest processes make."""
-        return min(self.latest(i).num_device for i in range(len(self.shards)))
+        """Number of blocks that each layer group has of the pool that the latest processes make."""
+        return min(min(self.latest(i).num_device) for i in range(len(self.shards)))
 
     def restart_control(self, incarnation: int) -> ControlProcess:
         """Start another control plane; those before it continue."""
@@ -354,7 +358,8 @@ class World:
 
     def restart_data(self, index: int, shard: Shard | None = None) -> DataProcess:
         """Start another process of a shard, of a higher epoch; those before it continue."""
-        process = DataProcess(shard or self.shards[index], next(self._epochs), *self.sizes[index])
+        shard = shard or self.shards[index]
+        process = DataProcess(self.layout, shard, next(self._epochs), *self.sizes[index])
         self.processes.append(process)
         if len(self.processes) > MAX_PROCESSES:
             latest = {id(self.latest(i)) for i in range(len(self.shards))}
@@ -441,7 +446,11 @@ class World:
             process.executor.check_integrity()
         for control in self.controls:
             control.core.check_integrity()
-            self._check_findable(control)
+            pool = control.pool
+            if pool is not None and pool.built:
+                for group in range(len(pool.groups)):
+                    self._check_findable(pool, group)
+                self._check_groups_are_in_step(control, pool)
             if control.ready:
                 self._check_all_is_held(control)
 
@@ -452,10 +461,16 @@ class World:
         wanted = itertools.product(range(NUM_LAYERS), range(NUM_HEADS))
         assert held == Counter(wanted), "a pool is ready without all of its parts"
 
-    def _findable(self, pool: Pool) -> Iterator[tuple[int, tuple[str, str], list[int]]]:
-        """Return (block, tenant and namespace, tokens of the prefix) of cached blocks."""
+    def _check_groups_are_in_step(self, control: ControlProcess, pool: Pool) -> None:
+        """Check that all of a sequence but its blocks is the same in each layer group."""
+        for session in control.core.sessions.by_id.values():
+            first, *others = (core.states(session.handle, None)[:6] for core in pool.groups)
+            assert all(other == first for other in others), "the groups are out of step"
+
+    def _findable(self, pool: Pool, group: int) -> Iterator[tuple[int, tuple[str, str], list[int]]]:
+        """Return (block, tenant and namespace, tokens of the prefix) of a group's cached blocks."""
         cached: dict[int, tuple[tuple[str, str], int, list[int]]] = {}
-        for run in pool.primary.publications_in(0, 1 << 32)[0]:
+        for run in pool.groups[group].publications_in(0, 1 << 32)[0]:
             message = publish_message(run).publish.publications
             for block, parent, token_ids in zip(
                 columns.read(INT32, message.indices, ""),
@@ -474,19 +489,17 @@ class World:
             if at == -1:
                 yield block, owner, prefix
 
-    def _check_findable(self, control: ControlProcess) -> None:
+    def _check_findable(self, pool: Pool, group: int) -> None:
         """Check that the blocks that a prompt would find hold its values, in every shard."""
-        pool = control.pool
-        if pool is None or not pool.built:
-            return
         views = [self.by_epoch.get(epoch) for epoch in pool.epochs]
-        for block, owner, prefix in self._findable(pool):
+        for block, owner, prefix in self._findable(pool, group):
             for process in views:
                 key_id = b"" if process is None else process.executor.key_id
                 if process is None or key_id != signing.key_id(pool.key):
                     continue
-                wanted = process.view.blocks(values_of(owner, prefix))[:, -1:]
-                found = process.executor.pools.device_tier[block][:, None].numpy()
+                wanted = process.view.blocks(values_of(owner, prefix), group)[:, -1:]
+                tier = process.tiers[tier_key_of(group, tpb.TIER_DEVICE)]
+                found = tier[block][:, None].numpy()
                 where = f"block {block}, found for {owner} {prefix}"
                 check_blocks(found, wanted, tag_of(owner[0]), where)
                 self.happened["cached blocks checked"] += 1

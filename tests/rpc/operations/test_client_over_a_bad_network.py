@@ -62,7 +62,25 @@ async def lose_the_answer(
 
 def fingerprint(control_server: ControlPlaneServer) -> object:
     core = control_server.core
-    return core.observe_pool(POOL).num_sequences, core.get_pool(POOL).usage
+    return (
+        core.observe_pool(POOL).num_sequences,
+        core.get_pool(POOL).usage,
+        len(core.sessions.by_id),
+    )
+
+
+async def test_a_session_whose_first_answer_is_lost_is_opened_once(
+    control_server: ControlPlaneServer,
+    client: ControlClient,
+    proxy: LossyLink,
+    shard: RawShard,
+) -> None:
+    await client.wait_ready(POOL)  # it has a connection then
+    opening = client.open_session(POOL, LAYOUT, "test")
+    session = await lose_the_answer(control_server, client, proxy, opening)
+    assert isinstance(session, Session)
+    assert len(control_server.core.sessions.by_id) == 1
+    await session.close()
 
 
 async def test_a_step_and_a_unary_call_whose_answers_are_lost_run_once(

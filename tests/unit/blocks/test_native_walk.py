@@ -5,14 +5,8 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import run_state_machine_as_test
 
-from tests.helpers.native.native_machine import GROUPED_SHAPES, SHAPES, NativeMachine, Shape, Walk
-
-SETTINGS = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
-)
+from tests.helpers.native.native_machine import GROUPED_SHAPES, SHAPES, Shape, Walk
 
 
 def walk(seed: int, shape: Shape, num_steps: int) -> None:
@@ -46,17 +40,3 @@ def test_what_a_plan_swaps_out_to_and_gives_up_it_does_not_allocate_again() -> N
 def test_long_walks(shape: Shape) -> None:
     for seed in range(100, 150):
         walk(seed, shape, num_steps=1000)
-
-
-def test_walks_that_can_be_shortened() -> None:
-    run_state_machine_as_test(
-        NativeMachine, settings=settings(SETTINGS, max_examples=12, stateful_step_count=20)
-    )
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_many_walks_that_can_be_shortened() -> None:
-    run_state_machine_as_test(
-        NativeMachine, settings=settings(SETTINGS, max_examples=600, stateful_step_count=50)
-    )

@@ -161,6 +161,20 @@ def test_a_sequence_is_not_idle_while_a_plan_computes_it() -> None:
     assert not SessionNews.from_proto(one.step().news).cut, "it went on with its receipt"
 
 
+def test_a_sequence_that_an_abort_leaves_on_the_host_is_not_cut_for_others() -> None:
+    world = World(num_device=13, num_host=8)
+    one, other, third = world.engine(), world.engine(), world.engine()
+    one.admit(1, prompt(5))
+    one.do(ops.swap([1], "host"))
+    one.step(ops.swap([1], "device"))
+    one.abort(one.number)
+    other.admit(1, prompt(7, 1))
+    third.step(ops.admit(1, prompt(8, 2), wait=True))
+    world.pass_time(50, one, other, third)
+    assert not one.step().HasField("news")
+    assert dict(SessionNews.from_proto(other.step().news).cut) == {1: cpb.CUT_REASON_IDLE}
+
+
 def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
     world = World(num_device=8, num_host=0, max_sequences=2)
     one, other = world.engine(), world.engine()

@@ -16,10 +16,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from itertools import accumulate, count
-from pathlib import Path
 from typing import Final
 
-from benchmarks.replay.traces import Request, TraceError, read_trace
+from benchmarks.replay.traces import Request
 
 _HOUR_S: Final = 3600.0
 
@@ -124,17 +123,3 @@ WORKLOADS: Final[dict[str, Callable[[_Workload], list[Request]]]] = {
 def make_requests(name: str, seed: int) -> list[Request]:
     """Return a workload's requests in the order of time; the same for the same seed."""
     return sorted(WORKLOADS[name](_Workload(seed)), key=lambda request: request.time_s)
-
-
-def named_requests(trace: str) -> list[Request]:
-    """Return the requests of "synthetic:NAME:SEED". Raises TraceError."""
-    _, _, rest = trace.partition(":")
-    name, _, seed = rest.partition(":")
-    if name not in WORKLOADS or not seed.isdecimal():
-        raise TraceError(f"{trace}: is not synthetic:NAME:SEED, NAME one of {', '.join(WORKLOADS)}")
-    return make_requests(name, int(seed))
-
-
-def read(trace: str) -> list[Request]:
-    """Return the requests of a file, or of "synthetic:NAME:SEED". Raises TraceError."""
-    return named_requests(trace) if trace.startswith("synthetic:") else read_trace(Path(trace))
