@@ -137,6 +137,17 @@ def test_entries_of_a_block_allocated_again_are_stale_until_they_are_removed() -
     assert made.ref_counts[DEVICE].tolist() == [0, 1, 0, 1]
 
 
+def test_a_trimmed_entry_refers_to_no_block() -> None:
+    made = sound_tables()
+    put(made, 4, 1, trimmed((0, 0), (0, 0), (2, 3), by=2))
+    made.check_integrity()
+    assert made.ref_counts[DEVICE].tolist() == [1, 2, 1, 1]
+    made.allocate(DEVICE, np.array([0]), np.array([9]))
+    assert made.first_stale([made.of_session(4)[1]]) is None
+    made.drop_session(4)
+    made.check_integrity()
+
+
 def test_scopes_of_which_nothing_is_published_are_forgotten() -> None:
     made = sound_tables()
     present = made.generations[DEVICE]

@@ -191,6 +191,14 @@ def test_what_ended_under_a_key_stays_ended_under_it(key_ids: list[bytes]) -> No
             sessions.open(grant(ordinal))
 
 
+def test_plans_that_run_are_those_without_a_receipt() -> None:
+    sessions = Sessions()
+    first, second = sessions.open(grant(1)), sessions.open(grant(2))
+    first.latest, second.latest = run_of(1), run_of(2)
+    second.finish(second.latest, receipt(2))
+    assert sessions.running() == [first.latest]
+
+
 @given(st.lists(st.integers(1, 40)))
 def test_ended_sessions_are_a_set_in_the_fewest_ranges(ordinals: list[int]) -> None:
     ended, known = EndedSessions(), set[int]()
