@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_plane.plans.plan_columns import ints, limits_of_tiers, read_groups, tier_keys
-from kvplane.errors import InvalidRequestError
+from data_plane.plans.plan_columns import ints, limits_of_tiers, read_groups, refuse, tier_keys
+from kvplane.errors import InvalidRequestError, StaleGenerationError
 from kvplane.wire import columns
 from tests.helpers.data.plan_author import DEVICE, HOST
 from tests.helpers.refusals import refused
@@ -49,3 +49,9 @@ def test_layer_groups_are_those_of_the_pool_and_may_be_left_out() -> None:
 def test_no_tier_of_one_group_is_another_groups() -> None:
     tiers, groups = np.array([1, 2, 3, 4, 0, 1, 2]), np.array([0, 0, 0, 0, 1, 1, 1])
     assert tier_keys(tiers, groups).tolist() == [1, 2, 0, 0, 0, 3, 4]
+
+
+def test_the_first_bad_element_is_named() -> None:
+    refuse(np.zeros(3, np.bool_), StaleGenerationError, str, "f")
+    with refused(StaleGenerationError, "f[1]", match="element 1"):
+        refuse(np.array([False, True, True]), StaleGenerationError, lambda i: f"element {i}", "f")
