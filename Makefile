@@ -59,11 +59,11 @@ serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
 bench: setup  ## Measure a step through both planes, by transport
 	@$(BIN)/python -m benchmarks.transport
 
-NEWCOMER := newcomer newcomer_metrics boards alerts clients
+NEWCOMER := newcomer_metrics boards alerts clients
 test-tools:  ## Install, as root, what tests and make lint use of Debian; else print the line that does
 	@bash -c '. scripts/packages.sh && need_to_test && need_at_night && install_missing "make test-tools"'
 
-newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, page, command, clients of other languages
+newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, clients of other languages
 	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)
 
 gpu-wheels:  ## Make .whl, the wheels that the first minutes on a GPU take along; needs nvcc

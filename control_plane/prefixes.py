@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from kvplane_blocks import PrefixSearch
+
 from control_plane import checks
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import (
@@ -26,7 +28,7 @@ MAX_PRIORITY: Final = 100
 _TOKEN_BYTES: Final = 4
 # Entries of a prefix that are counted when it is forgotten: a fraction of a millisecond.
 _MOST_COUNTED: Final = 4096
-# Blocks that are found in one slice: a millisecond. To look into a pool takes as long as some.
+# Blocks that are looked for in one slice: a millisecond. To look into a pool takes as long as some.
 _SLICE_BLOCKS: Final = 16_384
 _POOL_BLOCKS: Final = 64
 
@@ -39,8 +41,8 @@ def check_namespace(namespace: str) -> None:
 def find(
     pools: Iterable[Pool], request: pb.FindPrefixRequest, tenant: str
 ) -> Slices[pb.FindPrefixResponse]:
-    """Return the longest cached prefix of a prompt in each pool. Each pool is looked up within one
-    slice, and the blocks of a long prefix are described in the next. Raises InvalidRequestError.
+    """Return the longest cached prefix of a prompt in each pool, as of one moment of that pool.
+    Raises InvalidRequestError.
     """
     check_namespace(request.namespace)
     token_ids, hashes = request.token_ids, request.hashes
@@ -55,11 +57,10 @@ def find(
         if num_visited >= _SLICE_BLOCKS:
             num_visited = 0
             yield
-        root = root_of(pool.layout.fingerprint, tenant, request.namespace)
-        if hashes:
-            num_device, num_host, _ = pool.primary.match_hashes(root, hashes)
-        else:
-            num_device, num_host, _ = pool.native.match(root, token_ids)
+        prompt = token_ids, hashes, request.with_blocks
+        search = yield from _search(pool, tenant, request.namespace, prompt)
+        # All of the answer is read in the slice in which the search has ended.
+        num_device, num_host = search.counts()
         num_visited += _POOL_BLOCKS + num_device + num_host
         match = response.matches.add(
             pool_id=pool.id,
@@ -68,39 +69,41 @@ def find(
             revision=pool.revision(),
         )
         if request.with_blocks:
-            if num_visited >= _SLICE_BLOCKS:  # to describe blocks takes longer than to find them
-                num_visited = 0
-                yield
-            match.blocks.CopyFrom(_blocks(pool, root, token_ids, hashes))
             num_visited += num_device + num_host
+            _describe(match.blocks, search)
     return response
 
 
-def _blocks(pool: Pool, root: bytes, token_ids: bytes, hashes: bytes) -> pb.PrefixBlocks:
-    """Describe the cached blocks of a prompt, which is given by its tokens or its hashes."""
-    core = pool.primary
+def _search(
+    pool: Pool, tenant: str, namespace: str, prompt: tuple[bytes, bytes, bool]
+) -> Slices[PrefixSearch]:
+    """Search a pool. ``prompt``: its tokens or its hashes, and whether blocks are described."""
+    while True:
+        native, root = pool.native, root_of(pool.layout.fingerprint, tenant, namespace)
+        search = native.search(pool.primary, root, *prompt)
+        while search.search_some(_SLICE_BLOCKS):
+            yield
+            if pool.native is not native:  # it was rebuilt
+                break
+        else:
+            return search
+
+
+def _describe(blocks: pb.PrefixBlocks, search: PrefixSearch) -> None:
+    """Describe the blocks that a search found. Fields are set one by one: a message of them all
+    would be copied.
+    """
     (
-        found,
-        tiers,
-        indices,
-        generations,
-        ref_counts,
-        num_hits,
-        ages_ms,
-        idle_ms,
-        priorities,
-    ) = core.explain_hashes(root, hashes) if hashes else core.explain(root, token_ids)
-    return pb.PrefixBlocks(
-        hashes=found,
-        tiers=tiers,
-        indices=indices,
-        generations=generations,
-        ref_counts=ref_counts,
-        num_hits=num_hits,
-        ages_ms=ages_ms,
-        idle_ms=idle_ms,
-        priorities=priorities,
-    )
+        blocks.hashes,
+        blocks.tiers,
+        blocks.indices,
+        blocks.generations,
+        blocks.ref_counts,
+        blocks.num_hits,
+        blocks.ages_ms,
+        blocks.idle_ms,
+        blocks.priorities,
+    ) = search.blocks()
 
 
 def retain(pool: Pool, request: pb.RetainPrefixRequest, tenant: str) -> pb.RetainPrefixResponse:

@@ -36,7 +36,7 @@ async def main() -> None:
         start(stack, "data_plane", "--control-plane", address, *pool)
         async with ControlClient(address) as client:
             await client.wait_ready("default", 60)
-            engine = Load(num_sequences=12, num_prefixes=6, pause_s=0.02, duration_s=12)
+            engine = Load(num_sequences=12, num_prefixes=6, duration_s=12)
             load = asyncio.create_task(engine.run(client, "default"))
             await asyncio.sleep(LOOK_AFTER_S)
             await asyncio.to_thread(look)

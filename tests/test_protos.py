@@ -1,5 +1,5 @@
 """The contract and its stubs: the stubs are what the protos generate, and the protos keep rules
-that ``buf lint`` knows, so that they hold without it, and some that it does not.
+that ``buf lint`` does not know.
 
 The compiler is that of scripts/protos.sh, which downloads it the first time.
 """
@@ -31,13 +31,6 @@ PROTOS = {
 }
 
 # A number that measures something says in what: its name ends in a unit or begins with num_.
-# Methods on the same path as a message of Execute, whose request and response are also theirs.
-SHARED = {
-    "ReshapeAndCache": "RunLayer",
-    "PagedAttention": "RunLayer",
-    "CopyBlocks": "StartPlan",
-    "SwapBlocks": "StartPlan",
-}
 QUANTITY = re.compile(r"size|length|duration|time|delay|capacity|memory")
 UNITS = ("_tokens", "_bytes", "_blocks", "_s", "_ms")
 UNITLESS = {
@@ -166,14 +159,6 @@ def test_the_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> Non
     assert not stale, f"run make protos: {stale}"
 
 
-def test_the_package_is_the_folder_and_has_a_version(files: dict[str, FileDescriptorProto]) -> None:
-    assert {name: files[name].package for name in PROTOS} == {
-        **dict.fromkeys(CALLERS, "kvplane.v1"),
-        **dict.fromkeys(PLANES, "kvplane.plane.v1"),
-        "push": "kvplane.push.v1",
-    }
-
-
 def test_everything_in_the_contract_has_a_comment(files: dict[str, FileDescriptorProto]) -> None:
     assert {name: uncommented(files[name]) for name in PROTOS} == {name: [] for name in PROTOS}
 
@@ -191,38 +176,10 @@ def test_every_measure_in_the_contract_says_its_unit(
     assert [field for name in PROTOS for field in without_units(files[name])] == []
 
 
-def test_every_rpc_has_a_request_and_a_response_of_its_name(
-    files: dict[str, FileDescriptorProto],
-) -> None:
-    wrong = [
-        f"{service.name}.{method.name}"
-        for name in PROTOS
-        for service in files[name].service
-        for method in service.method
-        for own in [f".{files[name].package}.{SHARED.get(method.name, method.name)}"]
-        if (method.input_type, method.output_type) != (f"{own}Request", f"{own}Response")
-    ]
-    assert wrong == []
-
-
 @pytest.mark.parametrize(("names", "most"), [(CALLERS, 1000), (PLANES, 400)])
 def test_the_contract_can_be_read_in_one_sitting(names: tuple[str, ...], most: int) -> None:
     files = [(ROOT / "protos" / PROTOS[name]).read_text() for name in names]
     assert sum(len(text.splitlines()) for text in files) <= most
-
-
-def test_services_are_named_as_services(files: dict[str, FileDescriptorProto]) -> None:
-    assert {name: [s.name for s in files[name].service] for name in PROTOS} == {
-        "types": [],
-        "pool": ["ServerService", "PoolService"],
-        "prefix": ["PrefixService"],
-        "local": [],
-        "session": ["SessionService"],
-        "execution": ["ExecutionService", "BlockService"],
-        "plan": [],
-        "registration": ["RegistrationService"],
-        "push": ["PushService", "BlockPushService"],
-    }
 
 
 PLANTED = """

@@ -213,6 +213,17 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         },
         ["circle: data_plane/kernels -> data_plane/memory -> data_plane/kernels"],
     ),
+    (
+        rules.folders_of_the_block_store_form_no_circle,
+        {
+            "csrc/blocks/core/a.h": '#include "containers/b.h"\n',
+            "csrc/blocks/containers/b.h": '#include <vector>\n#include "core/a.h"\n',
+            "csrc/blocks/containers/deep/c.h": '#include "containers/b.h"\n',
+            "csrc/blocks/steps/d.cpp": '#include "core/a.h"\n',
+            "csrc/cpu/e.h": '#include "core/a.h"\n',
+        },
+        ["circle: containers -> core -> containers"],
+    ),
     (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
     (
         rules.kernels_include_no_torch,

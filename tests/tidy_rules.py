@@ -201,11 +201,15 @@ def no_module_imports_itself_by_way_of_others(root: Path) -> list[str]:
         name: {found for _, imported in imports(tree) if (found := _module_of(imported, files))}
         for name, (_, tree) in files.items()
     }
+    return list(_circles({n: found - {n} for n, found in graph.items()}))
+
+
+def _circles(graph: dict[str, set[str]]) -> Iterator[str]:
+    """The first circle in a graph, if there is one."""
     try:
-        list(TopologicalSorter({n: found - {n} for n, found in graph.items()}).static_order())
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
-        return ["circle: " + " -> ".join(reversed(error.args[1]))]
-    return []
+        yield "circle: " + " -> ".join(reversed(error.args[1]))
 
 
 def module_name(root: Path, path: Path) -> str:
@@ -258,7 +262,7 @@ def folders_form_no_circle(root: Path) -> list[str]:
     ignored, because it puts the planes together.
     """
     files = {module_name(root, path): (path, tree) for path, tree in modules(root, *PACKAGES)}
-    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    graph: dict[str, set[str]] = {}
     for path, tree in files.values():
         own = path.parent.relative_to(root).parts
         if own[:2] == ("kvplane", "runtime"):
@@ -268,12 +272,20 @@ def folders_form_no_circle(root: Path) -> list[str]:
                 other = files[found][0].parent.relative_to(root).parts
                 depths = range(1, min(len(own), len(other)) + 1)
                 if depth := next((i for i in depths if own[:i] != other[:i]), 0):
-                    graph.setdefault(own[:depth], set()).add(other[:depth])
-    try:
-        list(TopologicalSorter(graph).static_order())
-    except CycleError as error:
-        return ["circle: " + " -> ".join("/".join(each) for each in reversed(error.args[1]))]
-    return []
+                    graph.setdefault("/".join(own[:depth]), set()).add("/".join(other[:depth]))
+    return list(_circles(graph))
+
+
+def folders_of_the_block_store_form_no_circle(root: Path) -> list[str]:
+    """The folders directly in ``csrc/blocks`` do not include each other's files in a circle."""
+    store = root / "csrc" / "blocks"
+    graph: dict[str, set[str]] = {}
+    for path in code_files(root, ".cpp", ".h"):
+        if path.is_relative_to(store):
+            own = path.relative_to(store).parts[0]
+            included = re.findall(r'^#\s*include\s*"(\w+)/', path.read_text(), re.MULTILINE)
+            graph.setdefault(own, set()).update(set(included) - {own})
+    return list(_circles(graph))
 
 
 def the_block_store_knows_nothing_above_it(root: Path) -> list[str]:

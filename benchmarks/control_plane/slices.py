@@ -17,8 +17,10 @@ from benchmarks.control_plane.sizes import Sizes
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.requests import Request
 from kvplane import ops
+from kvplane.slices import Slices
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from kvplane.wire.v1.prefix_pb2 import FindPrefixRequest
 
 _PROMPT_TOKENS = 485
 _FORKS_A_STEP = 4_000
@@ -28,7 +30,8 @@ async def slices(world: World, sizes: Sizes) -> list[Row]:
     """Measure the longest slice of each of these: abort the plans of a session of many forks, with
     whole tables and without, and end it; compute long prompts again after an abort, publish them,
     send their tables whole, and free them; swap many prompts out, and abort that, plan it again,
-    receipt it and end the session. The request's and the answer's bytes do not count.
+    receipt it, swap them in and end the session; describe the blocks of a long prefix. The
+    request's and the answer's bytes do not count.
     """
     rows = []
     for name in ("resync", "abort", "close"):
@@ -53,6 +56,9 @@ async def slices(world: World, sizes: Sizes) -> list[Row]:
     for name in swapped[0]:
         each_s = [measured_s[name] for measured_s in swapped]
         rows.append(Row.of_seconds(f"slices/swap_{about}/{name}", each_s))
+    num_blocks = sizes.num_aborted_sequences // 4 * sizes.prompt_blocks
+    found = [await _of_search(world, num_blocks) for _ in range(sizes.num_aborts)]
+    rows.append(Row.of_seconds(f"slices/find_{num_blocks}_blocks", found))
     return rows
 
 
@@ -130,10 +136,29 @@ async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
         receipt = messages.receipt(pool.key, ref, number + 2, answer.plan)
         request = cpb.StepRequest(session=ref, number=number + 3, receipts=[receipt])
         _, longest_s["receipt"] = _longest(pool, request)
-        back = [ops.swap([i], "device") for i in ids]
+        back = [ops.swap(ids, "device")]
         request = cpb.StepRequest(session=ref, number=number + 4, operations=back)
+        _, longest_s["in"] = _longest(pool, request)
+        abort = cpb.AbortPlansRequest(session=ref, number=number + 5, plan_number=number + 4)
+        pool.core.abort_plans(abort, TENANT)
+        one_by_one = [ops.swap([i], "device") for i in ids]
+        request = cpb.StepRequest(session=ref, number=number + 6, operations=one_by_one)
         _, longest_s["in_one_by_one"] = _longest(pool, request)
         longest_s["close"] = _closed(pool, ref)
+        return longest_s
+
+
+async def _of_search(world: World, num_blocks: int) -> float:
+    async with world.pool(num_blocks + 1_000) as pool:
+        assert isinstance(pool, CorePool), "measured in process only"
+        engine = await pool.engine()
+        (sequence_id,) = engine.new_ids(1)
+        tokens = prompt(sequence_id, num_blocks * messages.BLOCK_SIZE_TOKENS)
+        await engine.step(ops.admit(sequence_id, tokens))
+        await engine.settle()
+        request = FindPrefixRequest(token_ids=tokens, with_blocks=True)
+        answer, longest_s = _longest_of(pool.core.find_prefix(request, TENANT))
+        assert len(answer.matches[0].blocks.tiers) == num_blocks
         return longest_s
 
 
@@ -144,8 +169,12 @@ def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
 
 
 def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
-    """Return the answer, and the seconds of the longest slice."""
-    left = pool.core.run(request, TENANT)
+    """Return a request's answer, and the seconds of the longest slice."""
+    return _longest_of(pool.core.run(request, TENANT))
+
+
+def _longest_of(left: Slices[Any]) -> tuple[Any, float]:
+    """Return what the slices return, and the seconds of the longest."""
     longest_s = 0.0
     while True:
         began_s = time.thread_time()

@@ -71,7 +71,7 @@ class PoolStatistics:
 @dataclass(frozen=True, slots=True)
 class BlockTimes:
     """Evictions of one tier's blocks, and histograms of their times. ``num_evictions``: by reason.
-    ``lifetime``, ``idle``, ``reuse_gap``: in seconds; see ``csrc/blocks/memory/block_times.h``.
+    ``lifetime``, ``idle``, ``reuse_gap``: in seconds; see ``csrc/blocks/core/block_times.h``.
     """
 
     num_evictions: dict[str, int]

@@ -415,37 +415,35 @@ class Swap(Operation):
         if not ids:
             raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
 
-        def begin(headroom: int) -> int | Failure:
-            """Allocate all blocks that the swap needs in the other tier, before any is moved.
-            Returns how many have to be moved, or why the swap is refused.
-            """
-            return step.native.swap(step.handle, ids, message.tier, headroom, 0, step.check_as)
-
         admission, session, must_wait = step.admission, step.session, None
         is_in = message.tier == tpb.TIER_DEVICE
-        headroom = admission.num_headroom() if is_in else 0
-        done = begin(admission.asking_headroom() if is_in else 0)
+        done = yield from _swap(step, message, admission.asking_headroom() if is_in else 0)
         if is_in and not isinstance(done, int) and done[1] in LATER:
             (first, *_) = columns.read(INT64, ids, "sequence_ids")
             must_wait = admission.decide_swap_in(session, first, done[2], step.check_as)
             if must_wait is None:
-                done = begin(headroom)
+                done = yield from _swap(step, message, admission.num_headroom())
         if not isinstance(done, int):
             return step.refuse(result, done, must_wait)
-        if not step.check_as:
-            admission.apply(session)
         result.num_swapped_blocks = done
         if not step.check_as:
-            yield from self.move(step, done)
+            admission.apply(session)
+            step.num_taken_tokens += done * (SLICE_TOKENS // SLICE_BLOCKS)
         return None
 
-    def move(self, step: Step, num_blocks: int) -> Slices[None]:
-        """Move the blocks of the swap that was begun, ``SLICE_BLOCKS`` at a time."""
-        if num_blocks > SLICE_BLOCKS:
-            yield
-        while step.native.swap_some(step.handle, SLICE_BLOCKS):
-            yield
-        step.num_taken_tokens += num_blocks * (SLICE_TOKENS // SLICE_BLOCKS)
+
+def _swap(step: Step, message: cpb.Swap, headroom: int) -> Slices[int | Failure]:
+    """Allocate all blocks that the swap needs in the other tier, and then move them, about
+    ``SLICE_BLOCKS`` at a time. Returns how many were moved, or why the swap is refused.
+    """
+    native, handle = step.native, step.handle
+    done = native.swap(
+        handle, message.sequence_ids, message.tier, headroom, SLICE_BLOCKS, step.check_as
+    )
+    while done is None:
+        yield
+        done = native.swap_some(handle, SLICE_BLOCKS)
+    return done
 
 
 class _DeferredTokens(Refusable):

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from control_plane.config import CoreConfig
 from control_plane.queries import states
+from control_plane.sessions.numbering import Numbering
 from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import Session
 from control_plane.sessions.sessions import Sessions
@@ -62,6 +63,9 @@ class Requests:
         self._sessions.require_open(session)
         admission, numbers = self._sessions.admission_of(session.pool), session.numbers
         try:
+            if numbers.is_remembered(request.number):
+                yield from numbers.digest(request)
+                self._sessions.require_open(session)
             earlier = numbers.repeated(request)
         except KvplaneError as error:
             error.next_number = numbers.last + 1
@@ -71,7 +75,8 @@ class Requests:
             slices = self._take_again(session, request)
         else:
             numbers.use()
-            slices = self._kinds[type(request)](session, admission, request)
+            work = self._kinds[type(request)](session, admission, request)
+            slices = _with_digest(work, numbers, request)
         is_busy, outcome = False, None
         try:
             while True:
@@ -87,9 +92,8 @@ class Requests:
                 self._sessions.require_open(session)
         except KvplaneError as error:
             error.next_number = request.number + 1
-            if earlier is None:
+            if earlier is None and self._sessions.by_id.get(session.id) is session:
                 numbers.remember(request, None, error)
-                numbers.settle()
             raise
         finally:
             slices.close()
@@ -106,8 +110,6 @@ class Requests:
         operations, result, plan = outcome
         answer = step_answer(session, request.number, operations, result, plan, news)
         numbers.remember(request, StepAnswer(answer.encoded, answer.step_at))
-        if is_busy:  # it may be large, and its caller gone: no more than its digest is kept
-            numbers.settle()
         return answer
 
     def _take_again(self, session: Session, request: Request) -> Slices[None]:
@@ -177,3 +179,28 @@ class Requests:
                 f"must be at most {most} receipts, not {len(receipts)}", field="receipts"
             )
         return receipts
+
+
+def _with_digest(work: Slices[Any], numbers: Numbering, request: Request) -> Slices[Any]:
+    """Do the work of a request. If it takes several slices or fails, the request may be large and
+    its caller gone: digest it, too, so that no more than its digest is kept.
+    """
+    failure, outcome, is_long = None, None, False
+    try:
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                outcome = end.value
+                break
+            is_long = True
+            yield
+    except KvplaneError as error:
+        failure = error
+    finally:
+        work.close()
+    if is_long or failure is not None:
+        yield from numbers.digest(request)
+    if failure is not None:
+        raise failure
+    return outcome

@@ -12,7 +12,7 @@ from random import Random
 
 from kvplane import ControlClient, ops
 from kvplane.errors import KvplaneError
-from tests.chaos.fleet import DATA_PLANES, LEASE_S, NUM_DEVICE_BLOCKS, Fleet, Program
+from tests.chaos.fleet import LEASE_S, NUM_DEVICE_BLOCKS, Fleet, Program
 
 CLOCK_JUMP_S = 3600
 
@@ -24,7 +24,7 @@ def _engine(fleet: Fleet, random: Random) -> Program:
 
 
 def _data_plane(fleet: Fleet, random: Random) -> Program:
-    return fleet.planes[random.choice(list(DATA_PLANES))]
+    return fleet.planes[random.choice(fleet.data_planes)]
 
 
 async def _restart(plane: Program, random: Random) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 
 from kvplane import ControlClient
 from kvplane.errors import KvplaneError
-from kvplane.wire.v1 import pool_pb2
 from tests.chaos.engine_worker import QUESTIONS
-from tests.e2e.engine_planes import ROOT, free_port
+from tests.e2e.engine_planes import ROOT, free_port, num_in_use
 from tests.helpers.lossy_link import LossyLink
 
 LEASE_S = 3.0
@@ -32,6 +31,8 @@ DATA_PLANES = {
     "shard-0": ("two", "--num-shards", "2", "--shard-index", "0"),
     "shard-1": ("two", "--num-shards", "2", "--shard-index", "1"),
 }
+# The pool of each engine.
+ENGINES = ("one", "one", "two", "embedded")
 PATIENCE_S = 120.0  # for an answer once nothing is broken any more
 
 Answer = list[list[list[int]]]
@@ -132,10 +133,19 @@ class Fleet:
     """
 
     def __init__(
-        self, model: Path, logs: Path, data_plane: Sequence[str] = ("data_plane",)
+        self,
+        model: Path,
+        logs: Path,
+        data_plane: Sequence[str] = ("data_plane",),
+        engines: Sequence[str] = ENGINES,
     ) -> None:
-        """``data_plane``: the module that is run as the data plane, and its first arguments."""
-        self._addresses = {name: f"127.0.0.1:{free_port()}" for name in ("control", *DATA_PLANES)}
+        """``data_plane``: the module that is run as the data plane, and its first arguments.
+        ``engines``: the pool of each; other pools have no data planes.
+        """
+        self._pools = engines
+        self.data_planes = [name for name, (pool, *_) in DATA_PLANES.items() if pool in engines]
+        names = ("control", *self.data_planes)
+        self._addresses = {name: f"127.0.0.1:{free_port()}" for name in names}
         self.links = {name: LossyLink(address) for name, address in self._addresses.items()}
         self._model, self._logs, self._data_plane = str(model), logs, data_plane
         self.planes: dict[str, Program] = {}
@@ -152,7 +162,8 @@ class Fleet:
             *("--election", f"file:{self._logs / 'leader'}"),
             *common,
         )  # fmt: skip
-        for name, (pool, *shard) in DATA_PLANES.items():
+        for name in self.data_planes:
+            pool, *shard = DATA_PLANES[name]
             self.planes[name] = Program(
                 name, self._logs / f"{name}.log",
                 *(*self._data_plane, "--bind", self._addresses[name], "--control-plane", via),
@@ -163,7 +174,7 @@ class Fleet:
         for plane in self.planes.values():
             await plane.start()
         wanted: dict[int, Answer] = {}  # by set: what the first answer was, when nothing was broken
-        for i, pool in enumerate(("one", "one", "two", "embedded")):
+        for i, pool in enumerate(self._pools):
             name = f"engine-{i}"
             where = "embedded" if pool == "embedded" else "remote"
             program = Program(
@@ -196,24 +207,13 @@ class Fleet:
         """Raises AssertionError when a block is in no state or in two, or stays in use."""
         async with ControlClient(self._addresses["control"]) as control:
             deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
-            for pool_id in ("one", "two"):
+            for pool_id in {*self._pools} - {"embedded"}:
                 pool = None
                 while True:
                     with contextlib.suppress(KvplaneError):
                         pool = await control.get_pool(pool_id)
-                        if pool.ready and _num_in_use(pool) == 0:
+                        if pool.ready and num_in_use(pool) == 0:
                             break
                     in_time = asyncio.get_running_loop().time() < deadline_s
                     assert in_time, f"blocks stay in use: {pool}"
                     await asyncio.sleep(0.1)
-
-
-def _num_in_use(pool: pool_pb2.GetPoolResponse) -> int:
-    for tier in pool.usage:
-        parts = (
-            tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
-            tier.num_retired_blocks,
-        )  # fmt: skip
-        assert min(parts) >= 0, pool
-        assert sum(parts) == tier.num_blocks, pool
-    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage)

@@ -58,7 +58,7 @@ async def run(
             num = min(len(waiting), random.randint(1, MAX_FAULTS_PER_PHASE))
             names = [waiting.pop() for _ in range(num)]
             try:
-                recovery_s = await _phase(fleet, random, names)
+                recovery_s = await phase(fleet, random, names)
             except (AssertionError, TimeoutError) as error:
                 raise AssertionError(f"seed {seed}, phase {result.num_phases}: {names}") from error
             result.num_phases += 1
@@ -74,8 +74,10 @@ async def run(
         await fleet.stop()
 
 
-async def _phase(fleet: Fleet, random: Random, names: list[str]) -> float:
-    """Break and mend the fleet; returns the seconds that recovery took."""
+async def phase(fleet: Fleet, random: Random, names: list[str]) -> float:
+    """Break and mend the fleet; return the seconds that recovery took. Raises AssertionError and
+    TimeoutError as ``run`` does.
+    """
     ended = asyncio.Event()
     asked = [asyncio.create_task(_ask(engine, ended)) for engine in fleet.engines]
     breaking = [_break(fleet, Random(random.random()), name) for name in names]

@@ -1,4 +1,6 @@
-"""A short run of chaos ends clean, and a run in which something is wrong says so."""
+"""Killed processes change nothing, a short run of chaos ends clean, and one in which something is
+wrong says so.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,36 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from kvplane import ControlClient, ops
 from tests.chaos import fleet as fleets
 from tests.chaos.fleet import Fleet
+from tests.chaos.run import phase
 from tests.e2e.engine_planes import ROOT, save_byte_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_byte_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.mark.timeout(300)
+async def test_processes_that_are_killed_change_no_answer_and_leave_nothing_held(
+    model: Path, tmp_path: Path
+) -> None:
+    fleet = Fleet(model, tmp_path, engines=("one",))
+    try:
+        await fleet.start()
+        (engine,) = fleet.engines
+        for name, num_starts in (("kill_data", 1), ("kill_control", 1), ("kill_engine", 2)):
+            await phase(fleet, Random(name), [name])
+            assert (engine.num_starts, engine.wrong) == (num_starts, [])
+    finally:
+        await fleet.stop()
+    assert "session reopened" in (tmp_path / "engine-0.log").read_text()
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check.h"
-#include "steps/proto_writer.h"
+#include "sessions/proto_writer.h"
 
 namespace kvplane::blocks {
 namespace {

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvplane.errors import KvplaneError
 from kvplane.layout import Layout
+from kvplane.results import PoolInfo
 from kvplane.sync import ControlClient
 from tests.helpers.byte_model import VOCABULARY as VOCABULARY
 from tests.helpers.byte_model import save_byte_model as save_byte_model
@@ -39,6 +40,18 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
             pass
         assert time.monotonic() < deadline_s, "it did not come about in time"
         time.sleep(0.02)
+
+
+def num_in_use(pool: PoolInfo) -> int:
+    """Return the blocks held or retired. Every block must be in one state."""
+    for tier in pool.usage:
+        parts = (
+            tier.num_free_blocks, tier.num_cached_blocks, tier.num_held_blocks,
+            tier.num_retired_blocks,
+        )  # fmt: skip
+        assert min(parts) >= 0, pool
+        assert sum(parts) == tier.num_blocks, pool
+    return sum(t.num_held_blocks + t.num_retired_blocks for t in pool.usage)
 
 
 class Process:

@@ -101,29 +101,6 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
     } == set(metadata.get_all("Provides-Extra", []))
 
 
-def test_the_client_runs_from_the_wheel_with_its_base_alone(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path)
-    program = """
-import sys
-
-absent = ("torch", "numpy", "transformers", "click", "prometheus_client", "grpc_health")
-sys.modules.update(dict.fromkeys(absent))  # importing any of these now fails
-sys.path.insert(0, sys.argv[1])
-import kvplane
-
-for name in kvplane.__all__:
-    getattr(kvplane, name)
-assert kvplane.__file__.startswith(sys.argv[1])
-from kvplane.release import release
-
-assert release() == f"{kvplane.__version__}+g0123456789ab", release()
-"""
-    subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path, check=True, timeout=60
-    )
-
-
 def test_a_source_distribution_holds_what_everything_is_built_from(
     wheel: Path, tmp_path: Path
 ) -> None:
@@ -171,9 +148,11 @@ import asyncio, sys
 from importlib import import_module, metadata
 
 import kvplane
+from kvplane.release import release
 
 for name in kvplane.__all__:
     getattr(kvplane, name)
+assert release() == f"{kvplane.__version__}+g0123456789ab", release()
 for name in ("v1.types", "v1.session", "v1.execution", "plane.v1.registration"):
     import_module(f"kvplane.{name}_pb2")
     import_module(f"kvplane.{name}_pb2_grpc")

@@ -146,11 +146,12 @@ def words_of_the_head() -> list[str]:
 def check_a_client_on_the_host(stack: DockerDaemon, tmp_path: Path) -> None:
     """It finds the data plane by the line for /etc/hosts."""
     load = [str(ROOT / "examples" / "load.py"), "--duration-s", "2"]
+    load += ["--model", str(ROOT / "models" / "recall")]
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.0.1 data-plane\n")
     with_hosts = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"']
     out = stack.enter(*with_hosts, str(hosts), sys.executable, *load)
-    assert re.search(r"^[1-9]\d* steps, .* 0 sessions lost$", out, re.MULTILINE), out
+    assert re.search(r"^[1-9]\d* requests, .* 0 sessions lost$", out, re.MULTILINE), out
 
 
 def check_that_an_engine_and_load_outlive_kills(stack: DockerDaemon, tmp_path: Path) -> None:
@@ -159,7 +160,14 @@ def check_that_an_engine_and_load_outlive_kills(stack: DockerDaemon, tmp_path: P
     with asked(stack, log):
         wait_answered(log, PATIENCE_S)
         load = stack.compose(
-            "run", "--detach", "load", "control-plane:50051", "--duration-s", "120"
+            "run",
+            "--detach",
+            "load",
+            "control-plane:50051",
+            "--model",
+            "/models/recall",
+            "--duration-s",
+            "120",
         ).split()[-1]
         wait_shared(stack, 2)
         for plane in PLANES:
@@ -170,7 +178,7 @@ def check_that_an_engine_and_load_outlive_kills(stack: DockerDaemon, tmp_path: P
             wait_shared(stack, 2)
         assert stack.docker("wait", load).strip() == "0", stack.logs(load)
     assert {each["text"] for each in answers(log) if "text" in each} == {"uvw"}
-    assert re.search(r"^[1-9]\d* steps, .* 2 sessions lost$", stack.logs(load), re.MULTILINE)
+    assert re.search(r"^[1-9]\d* requests, .* 2 sessions lost$", stack.logs(load), re.MULTILINE)
     assert "no shared memory" not in stack.logs(engine)
 
 

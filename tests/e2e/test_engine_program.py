@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -12,38 +11,18 @@ from typing import Any
 
 import pytest
 
-from data_plane.server.server import layout_from_json
+from data_plane.server.config import DataPlaneSettings
+from data_plane.server.server import layout_from_json, load_layout
 from engine import LLM
 from engine.commands.generate import _print_whole
 from engine.commands.main import main
-from engine.config import GenerateSettings, PrintLayoutSettings
 from engine.request import Delta
-from engine.serving.config import ServeSettings
 from kvplane.errors import PlaneUnavailableError
 from kvplane.models.hf import layout_from_hf
 from tests.helpers.programs import ROOT, run
+from tests.models.tiny_models import save_tiny
 
 MODEL = ROOT / "models" / "recall"
-
-
-@pytest.mark.parametrize(
-    ("prefix", "config"),
-    [
-        ("ENGINE_GENERATE", GenerateSettings),
-        ("ENGINE_SERVE", ServeSettings),
-        ("ENGINE_LAYOUT", PrintLayoutSettings),
-    ],
-)
-def test_help_names_every_flag_with_unit_default_and_variable(
-    prefix: str, config: type[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--help"]) == 0
-    text = "".join(capsys.readouterr().out.split())
-    for field in dataclasses.fields(config):
-        assert "--" + field.name.replace("_", "-") in text
-        assert f"KVPLANE_{prefix}_{field.name.upper()}" in text
-        if unit := field.metadata.get("unit"):
-            assert f"[unit:{unit}]" in text
 
 
 ASK = ("generate", "--model", ".", "--prompt", "x")
@@ -151,3 +130,23 @@ def test_a_printed_layout_is_taken_by_a_data_plane_without_transformers(
     )
     assert done.stdout == "2\n"
     assert "or give --layout a file" in done.stderr
+
+
+BYTES_OF_LATENTS = 4 * (32 + 8) * 4  # layers, numbers, bytes of each
+BYTES_OF_KEYS_AND_VALUES = 4 * 4 * (24 + 16) * 4  # layers, heads, numbers, bytes
+
+
+@pytest.mark.parametrize("is_latent", [True, False])
+def test_a_model_with_latents_has_a_layout_of_either_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_latent: bool
+) -> None:
+    """The program says what a token takes, and a data plane takes the same layout by its flag."""
+    save_tiny("deepseek_v3", tmp_path)
+    assert main(["layout", "--model", str(tmp_path), *([] if is_latent else ["--no-latent"])]) == 0
+    printed = capsys.readouterr()
+    assert f"{BYTES_OF_KEYS_AND_VALUES:,}" in printed.err
+    assert (f"{BYTES_OF_LATENTS:,} bytes in latents" in printed.err) is is_latent
+    (tmp_path / "layout.json").write_text(printed.out)
+    layout = layout_from_json(tmp_path / "layout.json")
+    assert bool(layout.latent_layers) is is_latent
+    assert load_layout(DataPlaneSettings(model=tmp_path, latent=is_latent)) == layout

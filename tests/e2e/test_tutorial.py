@@ -1,4 +1,4 @@
-"""The programs of the tutorial and of the page on clients do what these pages say."""
+"""The programs of the tutorial do what it says, and ``examples/load.py`` runs."""
 
 from __future__ import annotations
 
@@ -58,3 +58,10 @@ def test_the_decode_loop_runs_embedded_with_one_piece_changed(planes: Pair) -> N
     *program, start, embedded = pieces("tutorial.md")
     output = printed("".join((*program, embedded, start)), planes.control.address)
     assert output == computed(29) + ANSWER
+
+
+def test_the_example_of_a_load_prints_what_came_of_it(planes: Pair) -> None:
+    flags = ("--model", str(MODEL), "--duration-s", "1")
+    done = run("examples.load", planes.control.address, *flags)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"[1-9]\d* requests, \d+ of \d+ .* cached, 0 sessions lost\n", done.stdout)

@@ -83,8 +83,8 @@ def swap(world: World, session: Session) -> None:
     ids = world.some_ids(session, world.data.PickValueInList([1, 1, 1, 2, 3]))
     headroom = world.number(3) if world.data.ConsumeIntInRange(0, 7) == 7 else 0
     most = world.data.PickValueInList([MOST, 0, 1, 2])
-    moved = world.pool.swap(session.handle, ids, world.tier(), headroom, most)
-    session.is_swapping = isinstance(moved, int)
+    done = world.pool.swap(session.handle, ids, world.tier(), headroom, most)
+    session.is_swapping = done is None
 
 
 def cut(world: World, session: Session) -> None:

@@ -214,7 +214,7 @@ class World:
             self.begin(session)
         if session.is_swapping:
             with granted():
-                assert not self.pool.swap_some(session.handle, MOST)
+                assert self.pool.swap_some(session.handle, MOST) is not None
             session.is_swapping = False
         if session.is_due:
             self.finish(session)

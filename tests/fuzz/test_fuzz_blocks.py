@@ -59,7 +59,7 @@ FAULTS = {
     ),
     "an abort is of one group": Fault(
         "groups",
-        "core/pool.cpp",
+        "pool/pool.cpp",
         "left -= group->lifecycle.abort(group->sessions[handle], id, next_plan, keeps);",
         "if (group == groups_[0])\n"
         "        left -= group->lifecycle.abort(group->sessions[handle], id, next_plan, keeps);",

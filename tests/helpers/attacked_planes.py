@@ -110,11 +110,11 @@ async def data_plane_process(
 
 
 class HonestCaller:
-    """Runs ``honest_caller.py``. ``arguments``: of the caller that ``kind`` names."""
+    """Runs the engine of ``honest_caller.py`` on a control plane."""
 
-    def __init__(self, *arguments: str, kind: str = "engine") -> None:
+    def __init__(self, address: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(CALLER), kind, *arguments],
+            [sys.executable, str(CALLER), "engine", address],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,

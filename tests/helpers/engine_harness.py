@@ -34,6 +34,7 @@ from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import SequenceState, StepResult
 from kvplane.runtime.backend import PlanStarted
+from kvplane.runtime.embedded import EmbeddedBackend
 from kvplane.wire import protocol
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
@@ -135,6 +136,7 @@ class Planes:
 class OpenedSession:
     ref: types.SessionRef
     grant: types.SignedPayload
+    layout: Layout
 
     @property
     def id(self) -> int:
@@ -166,7 +168,7 @@ class Link:
             TENANT,
         )
         self.number, self.receipts = 0, []
-        self.session = OpenedSession(opened.session, opened.grant)
+        self.session = OpenedSession(opened.session, opened.grant, layout)
         self.planes.pump()
         return self.session
 
@@ -220,68 +222,31 @@ class Link:
         return response
 
 
-class Backend:
-    """Works as ``kvplane.runtime.backend.DataBackend``, with the executor behind it.
+class Backend(EmbeddedBackend):
+    """An engine's backend on the planes' executor, without a server.
 
-    ``faults``: raised, one each, by the layers that ``fault_at`` counts down to.
+    ``faults``: raised, one each, by the layers that are counted up to.
     """
 
     def __init__(self, planes: Planes) -> None:
-        self.planes = planes
-        self.session_id = 0
-        self.plan_number = 0
-        self.pass_index: int | None = None
+        self._executor = planes.executor
+        self._execution = None
         self.faults: dict[int, Exception] = {}
         self.num_layers_run = 0
         self.batch_sizes: list[int] = []
 
-    latent_layers: frozenset[int] = frozenset()
-    has_passes = True
-
-    def open(self, session: OpenedSession) -> None:
-        self.session_id = self.planes.executor.open(session.grant)
-
     def start(
         self, plan: types.SignedPayload, num_tokens: int = 0, pass_index: int | None = None
     ) -> PlanStarted:
-        executor = self.planes.executor
-        self.pass_index = pass_index
-        if pass_index:
-            self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
-            return PlanStarted(num_tokens)
-        started = executor.start(self.session_id, plan)
-        self.plan_number = started.number
-        if pass_index is not None:
-            self.batch_sizes.append(executor.begin_pass(self.session_id, pass_index))
-            return PlanStarted(num_tokens)
+        started = super().start(plan, num_tokens, pass_index)
         self.batch_sizes.append(started.num_tokens)
-        return PlanStarted(started.num_tokens, [] if started.receipt is None else [started.receipt])
+        return started
 
-    def layer(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **options: Any,
-    ) -> torch.Tensor:
+    def layer(self, *tensors: Any, **options: Any) -> torch.Tensor:
         self.num_layers_run += 1
         if self.num_layers_run in self.faults:
             raise self.faults.pop(self.num_layers_run)
-        out = self.planes.executor.layer(
-            self.session_id, index, query.contiguous(), key.contiguous(), value.contiguous(),
-            **options, plan_number=self.plan_number, pass_index=self.pass_index,
-        )  # fmt: skip
-        assert out is not None
-        return out
-
-    def finish(self, *, is_last: bool = True) -> list[types.SignedPayload]:
-        receipt = self.planes.executor.receipt(self.session_id)
-        assert (receipt is not None) is is_last
-        return [receipt] if receipt is not None else []
-
-    def close(self) -> None:
-        self.session_id = 0
+        return super().layer(*tensors, **options)
 
 
 @lru_cache(maxsize=4)

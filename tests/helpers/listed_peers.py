@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
@@ -86,10 +85,8 @@ class Peers:
 
 
 @asynccontextmanager
-async def listed_peers(folder: Path, **data_settings: Any) -> AsyncIterator[Peers]:
-    """Run both planes until the body ends; then check their integrity. ``data_settings``: of the
-    data plane.
-    """
+async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
+    """Run both planes until the body ends; then check their integrity."""
     peers = Peers(folder)
     peers.control = await ControlPlaneServer.start(
         ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
@@ -104,7 +101,6 @@ async def listed_peers(folder: Path, **data_settings: Any) -> AsyncIterator[Peer
             planes_name=plane.server_name,
             planes_token_file=plane.token_file,
             **peers.serving(),
-            **data_settings,
         )
     )
     async with asyncio.timeout(60):

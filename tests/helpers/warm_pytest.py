@@ -35,7 +35,8 @@ def run_pytest(
 
     env: on top of this process's environment.
     """
-    listed = ["-q", "-x", "-p", "no:cacheprovider", *map(str, arguments)]
+    # For longer tracebacks pytest parses source, in which CPython 3.11 at times raises SystemError.
+    listed = ["-q", "-x", "--tb=line", "-p", "no:cacheprovider", *map(str, arguments)]
     with tempfile.NamedTemporaryFile() as out:
         job = {"arguments": listed, "cwd": str(cwd), "env": {**os.environ, **env}, "out": out.name}
         server = _server()

@@ -22,7 +22,8 @@ from kvplane.transformers import PlaneCache, absorbed, attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import probe
-from tests.helpers.plane_cache_checks import CHECKS, Check, answer, assert_same, prompts
+from tests.helpers.plane_cache_checks import answer, assert_same, prompts
+from tests.helpers.refusals import refused
 
 NUM_TOKENS = 40
 
@@ -34,14 +35,6 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     model = tiny_model(request.param)
     yield model
     close_planes(model)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_generate_on_keys_and_values_gives_what_eager_attention_gives(
-    model: PreTrainedModel, check: Check
-) -> None:
-    """On latents: test_families.py."""
-    check(model, num_device_blocks=256, latent=False)
 
 
 def test_caches_of_both_kinds_share_a_model(model: PreTrainedModel) -> None:
@@ -112,15 +105,6 @@ def test_logits_are_those_of_eager_attention(sizes: dict[str, Any]) -> None:
         assert torch.equal(got.argmax(-1), wanted.argmax(-1))
 
 
-def test_what_is_kept_of_a_token_is_one_row(model: PreTrainedModel) -> None:
-    groups = {latent: layer_groups(model.config, latent=latent)[0] for latent in (True, False)}
-    config = model.config
-    assert sum(groups[True].stored_sizes) == config.kv_lora_rank + config.qk_rope_head_dim
-    of_head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    assert sum(groups[False].stored_sizes) == of_head
-    assert (groups[True].num_kv_heads, groups[False].num_kv_heads) == (1, 4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_probed_and_served(dtype: torch.dtype) -> None:
     model = deepseek().to(dtype)
@@ -139,9 +123,8 @@ def test_a_projection_that_is_no_plain_layer_is_refused_with_what_helps() -> Non
     model = deepseek()
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.__class__ = Quantised
-    with pytest.raises(InvalidRequestError, match="keep keys and values instead") as caught:
+    with refused(InvalidRequestError, "model", match="keep keys and values instead"):
         probe(model)
-    assert caught.value.field == "model"
     probe(model, latent=False)
 
 

@@ -20,6 +20,7 @@ from kvplane.transformers import PlaneCache, close_planes
 from tests.e2e.engine_planes import Pair
 from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
 from tests.helpers.programs import run
+from tests.helpers.refusals import refused
 from tests.models import tiny_pictures as tiny
 from tests.models.model_states import off_by
 from tests.models.tiny_models import tiny_model
@@ -198,30 +199,35 @@ def test_images_whose_tokens_see_each_other_are_refused_and_text_is_not(in_pool:
             "pixel_values": picture(1),
             "token_type_ids": (ids == IMAGE).long(),
         }
-        with PlaneCache(model, num_device_blocks=256) as cache:
-            with pytest.raises(InvalidRequestError, match="lets a token see later ones") as caught:
-                tiny.answer(model, cache, **how)
-            assert caught.value.field == "attention_mask"
+        with (
+            PlaneCache(model, num_device_blocks=256) as cache,
+            refused(InvalidRequestError, "attention_mask", match="lets a token see later ones"),
+        ):
+            tiny.answer(model, cache, **how)
 
 
 def test_images_with_positions_of_several_dimensions_are_refused() -> None:
     model = tiny.qwen2_vl()
     tiny.set_attention(model, "kvplane")
     how = {"pixel_values": torch.zeros(4, 1176), "image_grid_thw": torch.tensor([[1, 2, 2]])}
-    with PlaneCache(model, num_device_blocks=64) as cache, torch.no_grad():
-        with pytest.raises(InvalidRequestError, match="positions of several dimensions") as caught:
-            model(input_ids=prompt(), **how, **{ARGUMENT: cache})
-        assert caught.value.field == "image_grid_thw"
+    with (
+        PlaneCache(model, num_device_blocks=64) as cache,
+        torch.no_grad(),
+        refused(InvalidRequestError, "image_grid_thw", match="positions of several dimensions"),
+    ):
+        model(input_ids=prompt(), **how, **{ARGUMENT: cache})
     close_planes(model)
 
 
 def test_an_encoder_of_images_that_was_told_to_use_kvplane_says_so() -> None:
     model = tiny.llava()
     model.set_attn_implementation("kvplane")
-    with PlaneCache(model, num_device_blocks=64) as cache, torch.no_grad():
-        with pytest.raises(InvalidRequestError, match=r"CLIPAttention .*vision_config") as caught:
-            model(input_ids=prompt(), pixel_values=picture(1), **{ARGUMENT: cache})
-        assert caught.value.field == "model"
+    with (
+        PlaneCache(model, num_device_blocks=64) as cache,
+        torch.no_grad(),
+        refused(InvalidRequestError, "model", match=r"CLIPAttention .*vision_config"),
+    ):
+        model(input_ids=prompt(), pixel_values=picture(1), **{ARGUMENT: cache})
     close_planes(model)
 
 
@@ -251,10 +257,12 @@ def test_token_types_without_room_in_an_id_are_refused(change: Any, message: str
     model = tiny_model("gpt2")
     model.set_attn_implementation("kvplane")
     ids = prompt() % 60 + 3
-    with PlaneCache(model, num_device_blocks=64) as cache, torch.no_grad():
-        with pytest.raises(InvalidRequestError, match=message) as caught:
-            model(ids, token_type_ids=change(torch.zeros_like(ids)), **{ARGUMENT: cache})
-        assert caught.value.field == "token_type_ids"
+    with (
+        PlaneCache(model, num_device_blocks=64) as cache,
+        torch.no_grad(),
+        refused(InvalidRequestError, "token_type_ids", match=message),
+    ):
+        model(ids, token_type_ids=change(torch.zeros_like(ids)), **{ARGUMENT: cache})
     close_planes(model)
 
 
@@ -290,7 +298,9 @@ def test_an_unknown_argument_is_a_part_of_the_key(in_pool: Any) -> None:
             assert cache.num_cached_tokens == [found]
         torch.testing.assert_close(got, want, atol=ATOL, rtol=0)
     assert answer(input_ids=ids) == [0]
-    with PlaneCache(model, num_device_blocks=256) as cache, torch.no_grad():
-        with pytest.raises(InvalidRequestError, match=r"holds a object \(steering\.by\)") as caught:
-            model(ids, steering={"by": object()}, **{ARGUMENT: cache})
-        assert caught.value.field == "steering"
+    with (
+        PlaneCache(model, num_device_blocks=256) as cache,
+        torch.no_grad(),
+        refused(InvalidRequestError, "steering", match=r"holds a object \(steering\.by\)"),
+    ):
+        model(ids, steering={"by": object()}, **{ARGUMENT: cache})

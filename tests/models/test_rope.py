@@ -21,6 +21,7 @@ from kvplane.transformers import PlaneCache, attention, close_planes
 from kvplane.transformers.models import adapters, part
 from kvplane.transformers.models.rope import max_independent_tokens
 from tests.helpers.plane_cache_checks import ARGUMENT
+from tests.helpers.refusals import refused
 
 LENGTH = 64
 MAX_TOKENS = 128
@@ -138,13 +139,12 @@ def test_a_cache_refuses_longer_rows_by_name_and_keeps_nothing_of_them(
     long, near, short = tokens(LENGTH + 30), tokens(LENGTH - 4, seed=2), tokens(40, seed=3)
     with PlaneCache(model, num_device_blocks=64) as cache:
         before = cache._planes._link.get_counters()["publications_total"]
-        with pytest.raises(InvalidRequestError, match=f"at most {LENGTH}: .*RoPE") as caught:
+        with refused(InvalidRequestError, "input_ids", match=f"at most {LENGTH}: .*RoPE"):
             generate(model, cache, long, 1)
-        assert caught.value.field == "input_ids"
         assert cache._planes._link.get_counters()["publications_total"] == before
         assert cache.batch_size == -1
-    refused = pytest.raises(InvalidRequestError, match="RoPE")
-    with PlaneCache(model, num_device_blocks=64) as cache, refused:
+    grown = pytest.raises(InvalidRequestError, match="RoPE")
+    with PlaneCache(model, num_device_blocks=64) as cache, grown:
         generate(model, cache, near, 8)  # while it grows
     for ids, num in ((near, 5), (short, 20)):
         with PlaneCache(model, num_device_blocks=64) as cache:

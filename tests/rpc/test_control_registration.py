@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +33,6 @@ async def shard_failure(shard: RawShard) -> tuple[str, str, str]:
 
 async def is_ready(stub: Stub) -> bool:
     return (await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))).ready
-
-
-async def counters_of(stub: Stub) -> Mapping[str, int]:
-    answer = await stub.GetPoolCounters(pool_pb2.GetPoolCountersRequest(pool_id="pool"))
-    counters: Mapping[str, int] = answer.counters
-    return counters
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -114,25 +108,6 @@ async def test_messages_out_of_turn_end_the_stream(stub: Stub) -> None:
     await twice.register()
     await twice.send(hello=twice.hello)
     assert await shard_failure(twice) == ("INVALID_ARGUMENT", "INVALID_REQUEST", "hello")
-
-
-async def test_a_closed_session_is_fenced_and_its_blocks_return_when_that_is_done(
-    stub: Stub, session: RawSession, shard: RawShard
-) -> None:
-    await session.admit(1, PROMPT)
-    await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
-    fence = (await shard.receive()).fence
-    assert fence.session == session.ref
-    counters = await counters_of(stub)
-    assert counters["sessions"] == 0
-    assert counters['blocks{state="retired",tier="device"}'] == 3
-    await shard.send(fence_done=rpb.FenceDone(session=session.ref))
-
-    async def all_free() -> bool:
-        pool = await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))
-        return pool.usage[0].num_free_blocks == 16
-
-    await until(all_free)
 
 
 async def test_a_data_plane_is_told_at_once_and_not_at_the_next_tick(

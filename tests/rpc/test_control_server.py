@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from kvplane import __version__, ops
 from kvplane.serving import server as serving
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import pool_pb2
-from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.attacked_planes import PlaneProcess
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
@@ -134,12 +132,6 @@ async def test_truncated_and_garbage_requests_are_the_callers_error(
         await call.write(b"\xff" * 20)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await stub_of(channel).GetServerInfo(ABOUT)).incarnation
-
-
-async def test_a_long_prompt_fits_the_default_limit(stub: Stub, session: RawSession) -> None:
-    tokens = ops.pack_tokens(range(2_000_000))  # 8 MB; gRPC's own default is 4 MiB
-    (match,) = (await stub.FindPrefix(ppb.FindPrefixRequest(token_ids=tokens))).matches
-    assert match.num_device_tokens == 0
 
 
 async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
@@ -296,20 +288,6 @@ async def test_a_call_in_flight_when_the_server_stops_is_answered_and_new_ones_a
         await asyncio.wait_for(stopping, PATIENCE_S)
 
 
-@pytest.mark.nightly  # a process
-async def test_the_program_says_in_one_line_that_an_address_is_taken_with_exit_code_1(
-    control_server: ControlPlaneServer,
-) -> None:
-    command = [sys.executable, "-m", "control_plane", "--bind", control_server.address]
-    command += ["--metrics-port", "-1", "--log-level", "error"]
-    run = await asyncio.to_thread(
-        subprocess.run, command, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 1
-    [line] = [line for line in run.stderr.splitlines() if line.startswith("control_plane: ")]
-    assert control_server.address in line
-
-
 def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path) -> None:
     with PlaneProcess("control_plane", tmp_path) as plane:
         with grpc.insecure_channel(plane.address) as channel:
@@ -321,21 +299,6 @@ def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path
     assert "lease_s=30.0" in settings
     assert any(" listening " in line and f"address={plane.address}" in line for line in lines)
     assert "stopped" in lines[-1]
-
-
-@pytest.mark.nightly  # a process that sleeps
-async def test_a_control_plane_that_slept_past_a_lease_does_not_end_it(tmp_path: Path) -> None:
-    with PlaneProcess("control_plane", tmp_path, "--lease-s=2") as plane:
-        async with grpc.aio.insecure_channel(plane.address) as channel:
-            stub = stub_of(channel)
-            shard = await RawShard.joined(stub)
-            session = await RawSession.open(stub, shard)
-            plane.process.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(2.3)  # longer than the lease, by less than half of it
-            plane.process.send_signal(signal.SIGCONT)
-            await asyncio.sleep(0.5)
-            await session.admit(1, [1, 2, 3])
-            shard.hang_up()
 
 
 async def test_a_signal_is_waited_for_and_its_handler_given_back() -> None:

@@ -12,9 +12,6 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ops
-from kvplane.wire import columns
-from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession
@@ -62,17 +59,6 @@ async def steps(session: RawSession) -> Steps:
 def statuses(answer: pb.StreamStepsResponse) -> list[int]:
     """Of operations of one item each."""
     return [result.failures[0].status if result.failures else OK for result in answer.step.results]
-
-
-async def test_a_step_answers_each_operation_and_one_plan(steps: Steps) -> None:
-    answer = await steps.step(ops.admit(1, [1, 2, 3]), ops.admit(2, [4, 5]))
-    assert (answer.number, statuses(answer)) == (1, [OK, OK])
-    plan = plan_pb2.Plan.FromString(answer.step.plan.payload)
-    assert columns.read(INT64, plan.spans.sequence_ids, "sequence_ids").tolist() == [1, 2]
-    assert columns.read(INT32, plan.spans.num_tokens, "num_tokens").tolist() == [3, 2]
-    assert answer.step.usage[0].num_held_blocks == 2
-    answer = await steps.step(ops.append(1, [4], 1, first_positions=3), ops.free([2]))
-    assert (answer.number, statuses(answer)) == (2, [OK, OK])
 
 
 async def test_a_step_that_is_wrong_as_a_whole_is_refused_in_the_stream(steps: Steps) -> None:

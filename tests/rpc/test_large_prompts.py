@@ -1,4 +1,4 @@
-"""A prompt that no message holds is refused with the reason."""
+"""A long prompt fits the default limit; one that no message holds is refused with the reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from kvplane import ops
 from kvplane.errors import QuotaExceededError
-from tests.helpers.planning.operations_world import World, prompt
+from tests.helpers.planning.operations_world import BLOCK, World, prompt
 
 StartWorld = Callable[..., Awaitable[World]]
 
@@ -27,6 +27,7 @@ async def test_a_message_over_the_limit_uses_no_number_and_changes_nothing(
     world = await start_world()
     caller = await world.caller()
     await caller.admit(1, prompt(1))
+    assert await caller.num_cached(range(2_000_000)) == BLOCK  # 8 MB; gRPC's own default is 4 MiB
     before, sessions = world.state(), await numbers(world)
     with pytest.raises(
         QuotaExceededError,

@@ -73,22 +73,5 @@ async def test_others_are_served_while_a_request_takes_long(
     assert len(result.results) == 5
 
 
-async def test_the_sessions_own_requests_wait_and_keep_their_order(
-    lingering: Lingering, session: RawSession, other: RawSession
-) -> None:
-    first = asyncio.create_task(call(session.stub.Step(long(session))))
-    await lingering.began.wait()
-    again = long(session)
-    again.number = 1
-    receipts = pb.StepRequest(session=session.ref, number=2)
-    later = [asyncio.create_task(call(session.stub.Step(again)))]
-    later.append(asyncio.create_task(call(session.stub.Step(receipts))))
-    await other.admit(1, [1] * 3)
-    assert not any(task.done() for task in [first, *later])
-    lingering.is_enough = True
-    answers = [await asyncio.wait_for(task, PATIENCE_S) for task in [first, *later]]
-    assert answers[1] == answers[0], "the same number, the same answer"
-
-
 async def call(pending: Any) -> Any:
     return await pending

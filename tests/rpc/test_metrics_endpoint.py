@@ -25,6 +25,7 @@ from kvplane.serving.observability.metrics_endpoint import (
     read_login,
     serve_metrics,
 )
+from tests.helpers.refusals import refused
 
 TLS = Path(__file__).parent / "tls"
 LOGIN = "prometheus", hashlib.sha256(b"word:with colon").hexdigest()
@@ -119,19 +120,16 @@ def test_slow_readers_are_bounded_in_number_and_time(
 def test_a_login_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "login"
     path.write_text(text)
-    with pytest.raises(InvalidRequestError) as refused:
+    with refused(InvalidRequestError, "metrics_login_file"):
         read_login(path)
-    assert refused.value.field == "metrics_login_file"
 
 
 def test_metrics_that_others_could_read_in_the_clear_need_a_word_for_it() -> None:
     tls = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key"}
-    with pytest.raises(InvalidRequestError) as refused:
+    with refused(InvalidRequestError, "metrics_host"):
         ControlPlaneSettings(bind="0.0.0.0:0", **tls)
-    assert refused.value.field == "metrics_host"
-    with pytest.raises(InvalidRequestError) as refused:
+    with refused(InvalidRequestError, "metrics_tls"):
         ControlPlaneSettings(metrics_tls=True)
-    assert refused.value.field == "metrics_tls"
     for more in (
         {"metrics_tls": True},
         {"metrics_host": "127.0.0.1"},

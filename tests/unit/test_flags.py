@@ -1,4 +1,4 @@
-"""How many flags each program has, and that each is declared once."""
+"""How many flags each program has, that each is declared once, and what ``--help`` says of it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ FLAG = re.compile(r"^  (--[a-z-]+)", re.MULTILINE)
 HEADING = re.compile(r"^(\S.*):$", re.MULTILINE)
 
 
+def help_of(config_class: type, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse(config_class, "program", ["--help"], {})
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
 def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     """What ``--help`` lists, by heading."""
-    with pytest.raises(SystemExit):
-        parse(config_class, "program", ["--help"], {})
-    _, *parts = HEADING.split(capsys.readouterr().out)
+    _, *parts = HEADING.split(help_of(config_class, capsys))
     return {heading: FLAG.findall(part) for heading, part in zip(*[iter(parts)] * 2, strict=True)}
 
 
@@ -65,6 +70,18 @@ def declarations(config_class: type) -> Iterator[tuple[str, type]]:
 def test_a_program_has_one_declaration_of_each_setting(program: type) -> None:
     names = [name for name, _ in declarations(program)]
     assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_names_every_setting_with_its_unit_and_variable(
+    program: type, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(help_of(program, capsys).split())
+    for name, base in declarations(program):
+        assert "--" + name.replace("_", "-") in text
+        assert f"KVPLANE_PROGRAM_{name.upper()}" in text
+        if unit := base.__dataclass_fields__[name].metadata.get("unit"):
+            assert f"[unit:{unit}" in text
 
 
 def test_no_declaration_is_copied_from_another_class() -> None:

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
+from data_plane.server.metrics import DECLARATIONS as OF_DATA
+from kvplane.serving.observability.metrics import SHARED
 from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RULES = ROOT / "deploy" / "prometheus"
+FILES = ("rules.yml", "alerts.yml")
 
 
 def load(name: str) -> Any:
@@ -55,6 +59,24 @@ def test_the_tests_find_each_alert_that_never_fires(tmp_path: Path) -> None:
     run = promtool("test", "rules", str(tmp_path / "alerts_test.yml"))
     assert run.returncode != 0
     assert [name for name in NAMES if f"alertname: {name}," not in run.stdout + run.stderr] == []
+
+
+def test_expressions_select_metrics_and_labels_that_the_planes_declare() -> None:
+    """The series of alerts_test.yml are written by hand, so they would not show a wrong name."""
+    declared = {each.name: {*each.labels, "pool"} for each in (*SHARED, *OF_CONTROL, *OF_DATA)}
+    rules = [rule for name in FILES for group in load(name)["groups"] for rule in group["rules"]]
+    recorded = {rule.get("record") for rule in rules}
+    selected = [
+        each
+        for rule in rules
+        for each in re.findall(r"([\w:]*kvplane_\w+[\w:]*)(?:{(.*?)})?", rule["expr"])
+    ]
+    for metric, labels in selected:
+        name = re.sub("_(bucket|count|sum)$", "", metric)
+        if metric not in recorded and metric != "kvplane_":
+            assert name in declared, metric
+            assert {*re.findall(r"(\w+)=", labels)} <= declared[name], metric
+    assert len(selected) > len(ALERTS)
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=NAMES)

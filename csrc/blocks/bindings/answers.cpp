@@ -1,7 +1,7 @@
 // Answers to steps, encoded with one copy of their plan, which may be some megabytes long.
 #include "bindings/bindings.h"
 #include "bindings/columns.h"
-#include "steps/proto_writer.h"
+#include "sessions/proto_writer.h"
 
 namespace py = pybind11;
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/pool.h"
+#include "pool/pool.h"
 
 namespace kvplane::blocks {
 

@@ -1,6 +1,6 @@
 // One layer group: its blocks, tables and prefixes. Columns go in as bytes and come out as bytes;
 // nothing is made for a sequence or a block.
-#include "core/layer_group.h"
+#include "pool/layer_group.h"
 
 #include <pybind11/typing.h>
 
@@ -19,7 +19,6 @@ namespace {
 
 // Blocks that one call announces: a few milliseconds.
 constexpr size_t kMaxAnnounced = 16384;
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
 
 std::unique_ptr<LayerGroup> make_group(uint32_t block_size_tokens, uint32_t num_device_blocks,
                                        uint32_t num_host_blocks, const py::kwargs& settings) {
@@ -45,35 +44,6 @@ py::tuple table(const LayerGroup& group, SessionHandle handle, int64_t sequence_
     generations.push_back(b == kNoBlock ? 0 : group.stores[sequence.tier].generation(b));
   return py::make_tuple(static_cast<int>(sequence.tier), pack(blocks), pack(generations),
                         sequence.tokens.size, sequence.num_trimmed);
-}
-
-// Columns of the blocks of the entries that were found.
-py::tuple explain(const LayerGroup& group, const std::vector<EntryId>& found) {
-  std::string hashes;
-  std::vector<uint8_t> tiers, priorities;
-  std::vector<int32_t> indices, ref_counts;
-  std::vector<int64_t> generations, num_hits, ages_ms, idle_ms;
-  for (const EntryId e : found) {
-    const Entry& entry = group.index[e];
-    if (entry.block(kDevice) == kNoBlock && entry.block(kHost) == kNoBlock) continue;
-    const Tier tier = entry.block(kDevice) != kNoBlock ? kDevice : kHost;
-    const BlockStore& blocks = group.stores[tier];
-    const Block b = entry.block(tier);
-    const Hash& hash = group.index.hash(e);
-    hashes.append(reinterpret_cast<const char*>(hash.data()), hash.size());
-    tiers.push_back(tier);
-    indices.push_back(static_cast<int32_t>(b));
-    generations.push_back(blocks.generation(b));
-    ref_counts.push_back(static_cast<int32_t>(blocks.ref_count(b)));
-    num_hits.push_back(entry.num_uses);
-    ages_ms.push_back(static_cast<int64_t>((group.now_s - entry.published_s) * 1000));
-    const double idle_s = blocks.ref_count(b) ? 0 : group.now_s - entry.used_s;
-    idle_ms.push_back(static_cast<int64_t>(idle_s * 1000));
-    priorities.push_back(blocks.priority(b));
-  }
-  return py::make_tuple(py::bytes(hashes), pack(tiers), pack(indices), pack(generations),
-                        pack(ref_counts), pack(num_hits), pack(ages_ms), pack(idle_ms),
-                        pack(priorities));
 }
 
 // The columns of some announced blocks of one root.
@@ -180,27 +150,6 @@ void bind_queries(GroupClass& group) {
       },
       "handle"_a);
   group.def("table", &table, "handle"_a, "sequence_id"_a);
-  group.def(
-      "match_hashes",
-      [](const LayerGroup& self, const py::bytes& root, const py::bytes& hashes) {
-        return matched(self, self.index.match_hashes(self.index.find_root(std::string_view(root)),
-                                                     read<uint8_t>(hashes, "hashes")));
-      },
-      "root"_a, "hashes"_a);
-  group.def(
-      "explain",
-      [](const LayerGroup& self, const py::bytes& root, const py::bytes& token_ids) {
-        return explain(self, self.admitter.match(self.index.find_root(std::string_view(root)),
-                                                 read<int32_t>(token_ids, "token_ids"), kNoLimit));
-      },
-      "root"_a, "token_ids"_a);
-  group.def(
-      "explain_hashes",
-      [](const LayerGroup& self, const py::bytes& root, const py::bytes& hashes) {
-        return explain(self, self.index.match_hashes(self.index.find_root(std::string_view(root)),
-                                                     read<uint8_t>(hashes, "hashes")));
-      },
-      "root"_a, "hashes"_a);
   group.def(
       "num_owned",
       [](const LayerGroup& self, uint32_t owner) { return self.tables.num_owned(owner); },
@@ -323,8 +272,7 @@ void bind_watching(GroupClass& group) {
 
 }  // namespace
 
-void bind_layer_group(py::module_& module) {
-  GroupClass group(module, "LayerGroup");
+void bind_layer_group(GroupClass& group) {
   group.def(py::init(&make_group), "block_size_tokens"_a, "num_device_blocks"_a,
             "num_host_blocks"_a);
   group.def(

@@ -1,7 +1,7 @@
 #include <pybind11/typing.h>
 
 #include "bindings/bindings.h"
-#include "memory/block_times.h"
+#include "core/block_times.h"
 
 PYBIND11_MODULE(_native, module) {
   using kvplane::blocks::Durations;

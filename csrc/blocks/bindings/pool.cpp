@@ -1,5 +1,5 @@
 // A pool's sessions and prefixes, in all layer groups.
-#include "core/pool.h"
+#include "pool/pool.h"
 
 #include <algorithm>
 #include <string>
@@ -39,23 +39,6 @@ py::tuple states_of(const LayerGroup& group, SessionHandle handle, const py::obj
   }
   return py::make_tuple(pack(ids), pack(admitted_by), pack(num_tokens), pack(scheduled),
                         pack(written), pack(cached), pack(num_blocks), pack(tiers));
-}
-
-py::tuple matched(const LayerGroup& group, const std::vector<EntryId>& found) {
-  int64_t num_device = 0, num_host = 0;
-  std::string hashes;
-  for (const EntryId e : found) {
-    const Entry& entry = group.index[e];
-    // An entry without blocks lies behind the attention window.
-    const bool on_device = entry.block(kDevice) != kNoBlock || entry.block(kHost) == kNoBlock;
-    if (on_device && !num_host)
-      ++num_device;
-    else
-      ++num_host;
-    const Hash& hash = group.index.hash(e);
-    hashes.append(reinterpret_cast<const char*>(hash.data()), hash.size());
-  }
-  return py::make_tuple(num_device, num_host, py::bytes(hashes));
 }
 
 namespace {
@@ -249,13 +232,6 @@ void bind_sessions(PoolClass& pool) {
         return states_of(self.first(), handle, sequence_ids);
       },
       "handle"_a, "sequence_ids"_a);
-  pool.def(
-      "match",
-      [](const Pool& self, const py::bytes& root, const py::bytes& token_ids) {
-        return matched(self.first(),
-                       self.match(std::string_view(root), read<int32_t>(token_ids, "token_ids")));
-      },
-      "root"_a, "token_ids"_a);
   pool.def("num_obtainable", of_session(&Pool::num_obtainable), "handle"_a, "tier"_a);
   pool.def("num_pending", of_session(&Pool::num_coming), "handle"_a, "tier"_a);
   pool.def("num_own_retired", of_session(&Pool::num_own_retired), "handle"_a, "tier"_a);
@@ -282,7 +258,8 @@ void bind_pool(py::module_& module) {
                       py::make_tuple(error.column, error.index, error.text).ptr());
     }
   });
-  bind_layer_group(module);
+  GroupClass group(module, "LayerGroup");
+  bind_layer_group(group);
   PoolClass pool(module, "Pool");
   pool.def(py::init(&make_pool), "groups"_a, py::keep_alive<1, 2>());
   bind_sessions(pool);
@@ -290,6 +267,7 @@ void bind_pool(py::module_& module) {
   bind_steps(pool);
   bind_prefixes(pool);
   bind_answers(pool);
+  bind_searches(module, pool, group);
 }
 
 }  // namespace kvplane::blocks

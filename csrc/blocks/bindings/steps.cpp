@@ -29,6 +29,13 @@ py::tuple as_tuple(const ItemResults& results) {
   return py::make_tuple(pack(results.values), as_list(results.failures));
 }
 
+// None while some of the swap is left.
+py::object as_object(const Pool::Swapped& swapped) {
+  if (!swapped) return py::none();
+  if (const auto* failure = std::get_if<Failure>(&*swapped)) return as_tuple(*failure);
+  return py::int_(std::get<int64_t>(*swapped));
+}
+
 Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const py::bytes& fork_ids,
                          int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
                          int64_t headroom) {
@@ -181,15 +188,18 @@ void bind_steps(PoolClass& pool) {
          int64_t headroom, int64_t max_blocks, int64_t check_as) -> py::object {
         if (headroom < 0) throw py::value_error("headroom must not be negative");
         const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
-        const auto result = in_step(self, handle, check_as, [&](bool only_check) {
-          return self.swap(handle, ids, destination, headroom, max_blocks, only_check);
+        return in_step(self, handle, check_as, [&](bool only_check) {
+          return as_object(self.swap(handle, ids, destination, headroom, max_blocks, only_check));
         });
-        if (const auto* failure = std::get_if<Failure>(&result)) return as_tuple(*failure);
-        return py::int_(std::get<int64_t>(result));
       },
       "handle"_a, "sequence_ids"_a, "destination_tier"_a, "headroom"_a = 0,
       "max_blocks"_a = std::numeric_limits<int64_t>::max(), "check_as"_a = 0);
-  pool.def("swap_some", of_session(&Pool::swap_some), "handle"_a, "max_blocks"_a);
+  pool.def(
+      "swap_some",
+      [](Pool& self, SessionHandle handle, int64_t max_blocks) {
+        return as_object(self.swap_some(checked(self, handle), max_blocks));
+      },
+      "handle"_a, "max_blocks"_a);
   pool.def(
       "cut",
       [](Pool& self, SessionHandle handle, int64_t sequence_id) {

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "core/block_times.h"
 #include "core/pool_config.h"
-#include "memory/block_times.h"
 
 namespace kvplane::blocks {
 

@@ -118,18 +118,6 @@ std::vector<EntryId> PrefixIndex::match(EntryId e, Span<int32_t> tokens) const {
   return found;
 }
 
-std::vector<EntryId> PrefixIndex::match_hashes(EntryId e, Span<uint8_t> hashes) const {
-  std::vector<EntryId> found;
-  for (int64_t i = 0; e != kNoEntry && i + 16 <= hashes.size; i += 16) {
-    Hash hash;
-    std::copy(hashes.data + i, hashes.data + i + 16, hash.begin());
-    e = find_hash(e, hash);
-    if (e == kNoEntry || !entries_[e].has_blocks()) break;
-    found.push_back(e);
-  }
-  return found;
-}
-
 // Tokens are compared unless they are null.
 EntryId PrefixIndex::lookup(EntryId parent, const int32_t* tokens, const Hash& hash) const {
   const EntryId first = entries_[parent].child;

@@ -119,7 +119,6 @@ class PrefixIndex {
   EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
   // Leading entries below the root that have blocks.
   std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
-  std::vector<EntryId> match_hashes(EntryId root, Span<uint8_t> hashes) const;
   // Entries' ids are below this.
   EntryId end() const { return entries_.size(); }
   // The entry that the block belongs to, as its published block or as a spare.

@@ -100,9 +100,6 @@ class LayerGroup:
     def explain(
         self, root: bytes, token_ids: bytes
     ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
-    def explain_hashes(
-        self, root: bytes, hashes: bytes
-    ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
     def num_owned(self, owner: int) -> int: ...
     def counters(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int]: ...
     @property
@@ -214,12 +211,12 @@ class Pool:
         headroom: int = 0,
         max_blocks: int = ...,
         check_as: int = 0,
-    ) -> int | _Failure:
-        """Return how many blocks it moves: about ``max_blocks`` at once, the others by
-        ``swap_some``, which must be called before any other call of the session until it returns
-        False.
+    ) -> int | _Failure | None:
+        """Return how many blocks it has moved. None: it has handled about ``max_blocks``, and
+        ``swap_some`` must be called before any other call of the session until that returns
+        another answer.
         """
-    def swap_some(self, handle: int, max_blocks: int) -> bool: ...
+    def swap_some(self, handle: int, max_blocks: int) -> int | _Failure | None: ...
     def cut(self, handle: int, sequence_id: int) -> int: ...
     def reserve(self, handle: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, handle: int, max_blocks: int) -> bool:
@@ -287,6 +284,13 @@ class Pool:
         are on the host tier, a shared block counts once for each table.
         """
     def match(self, root: bytes, token_ids: bytes) -> tuple[int, int, bytes]: ...
+    def search(
+        self, primary: LayerGroup, root: bytes, token_ids: bytes, hashes: bytes, with_hashes: bool
+    ) -> PrefixSearch:
+        """Begin a search for a prompt, which is given by its tokens or by the hashes of its leading
+        full blocks. ``primary``: the group whose blocks the answer counts. ``with_hashes``: have
+        the search compute the hashes that ``blocks`` returns, instead of that call.
+        """
     def usage(self, tier: int) -> tuple[int, int, int, int, int]: ...
     def num_obtainable(self, handle: int, tier: int) -> int: ...
     def num_pending(self, handle: int, tier: int) -> int: ...
@@ -305,6 +309,18 @@ class Pool:
         self, root: bytes, token_ids: bytes, force: bool, most_counted: int
     ) -> tuple[int, int]: ...
     def forget_roots(self, roots: list[bytes], force: bool) -> tuple[int, int]: ...
+
+class PrefixSearch:
+    """A search for the longest cached prefix of a prompt. The answer is of the moment of the last
+    call of ``search_some``, and is to be read before the pool changes.
+    """
+
+    def search_some(self, max_blocks: int) -> bool:
+        """Look for about ``max_blocks`` more blocks. Returns whether some are left."""
+    def counts(self) -> tuple[int, int]:
+        """Return how many blocks were found on the device, and how many follow them."""
+    def blocks(self) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
+        """Return columns of the blocks found, as in ``PrefixBlocks`` of prefix.proto."""
 
 class Rebuild:
     def __init__(self, block_size_tokens: int, num_shards: int) -> None: ...

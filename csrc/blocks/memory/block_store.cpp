@@ -35,8 +35,10 @@ BlockStore::BlockStore(Tier tier, uint32_t num_blocks, std::vector<int64_t> gene
 }
 
 int64_t BlockStore::num_obtainable(SessionHandle handle) const {
-  return int64_t{num_in(State::kFree)} + num_in(State::kCached) + retired_[handle].plain.size +
-         retired_[handle].kept.size;
+  const RetiredBlocks& own = retired_[handle];
+  const int64_t num = int64_t{num_in(State::kFree)} + num_in(State::kCached) + own.plain.size +
+                      own.kept.size - (num_promised_ - own.num_promised);
+  return std::max<int64_t>(0, num);
 }
 
 int64_t BlockStore::num_coming(SessionHandle handle) const {
@@ -49,11 +51,17 @@ void BlockStore::open(SessionHandle handle) {
 }
 
 void BlockStore::close(SessionHandle handle) {
-  assert(!num_own_retired(handle));
+  assert(!num_own_retired(handle) && !retired_[handle].num_promised);
   retired_[handle] = RetiredBlocks{};
 }
 
+void BlockStore::promise(SessionHandle handle, int64_t num) {
+  num_promised_ += num - std::exchange(retired_[handle].num_promised, num);
+}
+
 void BlockStore::allocate(SessionHandle handle, int64_t num, std::vector<Block>& out) {
+  if (const int64_t num_promised = retired_[handle].num_promised)
+    promise(handle, std::max<int64_t>(0, num_promised - num));
   num_in_[static_cast<int>(State::kHeld)] += static_cast<uint32_t>(num);
   touched(static_cast<size_t>(num));
   out.resize(out.size() + static_cast<size_t>(num));
@@ -409,10 +417,14 @@ void BlockStore::check(const BlockUses& uses) const {
           "the policy has other blocks");
   require(num_retained == num_retained_, "retained blocks are miscounted");
   require(promoted_.empty(), "a spare took a place, and is not announced");
-  for (size_t handle = 0; handle < retired_.size(); ++handle)
+  int64_t num_promised = 0;
+  for (size_t handle = 0; handle < retired_.size(); ++handle) {
     require(retired_[handle].plain.size == num_plain[handle] &&
                 retired_[handle].kept.size == num_kept[handle],
             "what a session could allocate at once differs");
+    num_promised += retired_[handle].num_promised;
+  }
+  require(num_promised == num_promised_, "promised blocks are miscounted");
 }
 
 }  // namespace kvplane::blocks

@@ -27,10 +27,10 @@
 #include <vector>
 
 #include "containers/lists.h"
+#include "core/block_times.h"
 #include "core/types.h"
 #include "eviction/policy.h"
 #include "index/prefix_index.h"
-#include "memory/block_times.h"
 
 namespace kvplane::blocks {
 
@@ -93,9 +93,12 @@ class BlockStore {
 
   // Sessions
   void open(SessionHandle handle);
-  void close(SessionHandle handle);  // nothing of it is pending
+  void close(SessionHandle handle);  // nothing of it is pending or promised
 
   // Changes
+  // Keeps `num` of the obtainable blocks from other sessions until this one has allocated as many;
+  // ends an earlier promise to it.
+  void promise(SessionHandle handle, int64_t num);
   // Appends blocks for one table, each of a new generation.
   void allocate(SessionHandle handle, int64_t num, std::vector<Block>& out);
   // Adds a reference to each. Idle blocks become held.
@@ -151,10 +154,11 @@ class BlockStore {
  private:
   static constexpr int kNumPriorities = 101;
   // Retired blocks that one session may allocate at once: `plain` ones first; `kept` ones, which
-  // hold a published prefix or may soon, after evictable blocks.
+  // hold a published prefix or may soon, after evictable blocks. And blocks promised to it.
   struct RetiredBlocks {
     List plain;
     List kept;
+    int64_t num_promised = 0;
   };
   enum Place : uint8_t { kNowhere, kPlain, kKept, kPolicy, kRetained };
   // A block: the fields that an operation needs lie together.
@@ -196,6 +200,7 @@ class BlockStore {
   std::vector<int64_t> more_generations_;  // of blocks beyond num_blocks
   std::vector<Block> free_;
   std::vector<RetiredBlocks> retired_;  // by handle
+  int64_t num_promised_ = 0;            // to all sessions
   List retained_[kNumPriorities];       // cached ones, oldest first
   uint32_t num_retained_ = 0;
   uint32_t num_idle_ = 0;  // of the policy

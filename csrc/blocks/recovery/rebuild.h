@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "containers/zeros.h"
-#include "core/layer_group.h"
+#include "pool/layer_group.h"
 
 namespace kvplane::blocks {
 

@@ -94,9 +94,6 @@ bool Admitter::find_led(const Session& session, EntryId e, int64_t i,
   return true;
 }
 
-// With an attention window: after how many leading blocks of a prompt of num_tokens an admission
-// can begin, and the first of these that it needs, as no later position sees those before.
-// `present`: whether each block is there.
 std::pair<int64_t, int64_t> Admitter::window_hits(const std::vector<uint8_t>& present,
                                                   int64_t num_tokens) const {
   std::vector<int64_t> last_missing{-1};  // before each block
@@ -292,22 +289,6 @@ void Admitter::set_producers(uint32_t index, const int32_t* tokens, EntryId last
   for (int64_t i = div_ceil(first + 1, chunk_blocks) * chunk_blocks; i <= end; i += chunk_blocks)
     chunk_hints_.set(sequence.produced[static_cast<size_t>(i - 1 - first)],
                      sequence.tokens.chunks[static_cast<size_t>(i / chunk_blocks - 1)]);
-}
-
-std::vector<EntryId> Admitter::match(EntryId e, Span<int32_t> tokens, int64_t most) const {
-  std::vector<EntryId> found;
-  std::vector<uint8_t> present;
-  const int64_t num_full = std::min(most, tokens.size / block_size_);
-  for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
-    e = index_.find(e, tokens.data + i * block_size_);
-    if (e == kNoEntry) break;
-    if (!index_[e].has_blocks() && !shared_.config.window_tokens) break;
-    found.push_back(e);
-    present.push_back(index_[e].has_blocks());
-  }
-  if (shared_.config.window_tokens)
-    found.resize(static_cast<size_t>(window_hits(present, tokens.size).first));
-  return found;
 }
 
 }  // namespace kvplane::blocks

@@ -7,10 +7,10 @@
 
 #include "containers/chunk_hints.h"
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
 #include "index/prefix_index.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 #include "steps/append.h"
 #include "steps/families.h"
 #include "steps/plans.h"
@@ -19,8 +19,9 @@
 
 namespace kvplane::blocks {
 
-// Owns the hints at chunks of tokens that sequences with one prefix can share. In a new sequence it
-// writes what its hits say, and lets others of its session share what it will fill.
+// Owns the hints at chunks of tokens that sequences with one prefix can share; any hint is sound, so
+// there is no `check` of them. In a new sequence it writes what its hits say, and lets others of its
+// session share what it will fill.
 //
 // Invariant: a hit compares tokens, and is a published block, or one that plans of the same session
 // fill before this step's plan; so no admission sees what was not written. The pool finds hits and
@@ -78,13 +79,14 @@ class Admitter {
   // Returns the new sequence's index.
   uint32_t admit(Session& session, const Admission& admission, int64_t admitted_by, bool computes,
                  const Plan& plan);
-  // Leading full blocks that are cached, of at most `most`: their entries.
-  std::vector<EntryId> match(EntryId root, Span<int32_t> tokens, int64_t most) const;
+  // With an attention window: after how many leading blocks of a prompt of num_tokens an admission
+  // can begin, and the first of these that it needs, as no later position sees those before.
+  // `present`: whether each block is there.
+  std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
+                                          int64_t num_tokens) const;
 
  private:
   bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
-  std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
-                                          int64_t num_tokens) const;
   void take_tokens(Sequence& sequence, Span<int32_t> tokens, const std::vector<Hit>& hits);
   void use_hits(Session& session, Sequence& sequence, const std::vector<Hit>& hits);
   void set_producers(uint32_t index, const int32_t* tokens, EntryId last, int64_t first,

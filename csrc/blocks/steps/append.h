@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 #include "steps/plans.h"
 #include "steps/tables.h"
 

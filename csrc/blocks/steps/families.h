@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/sessions.h"
+#include "sessions/sessions.h"
 
 namespace kvplane::blocks {
 

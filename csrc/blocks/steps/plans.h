@@ -5,11 +5,11 @@
 #include <string_view>
 #include <vector>
 
-#include "core/sessions.h"
 #include "core/shared.h"
 #include "index/prefix_index.h"
 #include "memory/block_store.h"
 #include "memory/retention.h"
+#include "sessions/sessions.h"
 #include "steps/tables.h"
 
 namespace kvplane::blocks {

@@ -2,18 +2,18 @@
 #pragma once
 
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
-#include "index/publish.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 #include "steps/families.h"
 #include "steps/plans.h"
+#include "steps/publish.h"
 #include "steps/tables.h"
 
 namespace kvplane::blocks {
 
-// Owns no state of its own: it keeps what the other classes know of a sequence consistent where the
-// sequence begins, loses tokens or ends.
+// Owns no state of its own, so it has no `check`: it keeps what the other classes know of a sequence
+// consistent where the sequence begins, loses tokens or ends.
 //
 // Invariants: a fork has all that its parent has, and waits for the same receipts; a cut drops
 // tokens, table and what is to be published together, and publishes what is complete first; an

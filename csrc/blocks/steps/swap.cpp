@@ -9,9 +9,15 @@
 
 namespace kvplane::blocks {
 
-Failure Swaps::plan(const Session& session, Span<int64_t> ids, int64_t headroom,
-                    Swapping& plan) const {
-  const Tier destination = plan.destination, source = destination == kHost ? kDevice : kHost;
+namespace {
+
+// Table entries that are noted in the time in which one block is allocated, or copied.
+constexpr int64_t kNotedEntries = 4;
+
+}  // namespace
+
+Failure Swaps::begin(const Session& session, Span<int64_t> ids, Swapping& plan) const {
+  const Tier source = plan.destination == kHost ? kDevice : kHost;
   std::unordered_set<int64_t> distinct;
   int64_t num_entries = 0;
   for (int64_t item = 0; item < ids.size; ++item) {
@@ -29,34 +35,51 @@ Failure Swaps::plan(const Session& session, Span<int64_t> ids, int64_t headroom,
   }
   plan.places.reserve(static_cast<size_t>(num_entries));
   plan.blocks.reserve(static_cast<size_t>(std::min(num_entries, session.num_held)));
-  IdMap shared;  // a block's key -> its place
-  for (const uint32_t index : plan.indices) {
-    const Sequence& sequence = sequences_[index];
-    for (int64_t i = sequence.num_trimmed; i < sequence.table.size; ++i)
-      add_to_swap(sequence, i, shared, plan);
+  return Failure{0, Code::kOk};
+}
+
+bool Swaps::note_some(Swapping& plan, int64_t& left) const {
+  for (; plan.next_noted < plan.indices.size(); ++plan.next_noted, plan.next_entry = 0) {
+    const Sequence& sequence = sequences_[plan.indices[plan.next_noted]];
+    int64_t& i = plan.next_entry;
+    for (i = std::max(i, sequence.num_trimmed); i < sequence.table.size;) {
+      if (left <= 0) return true;
+      const int64_t stop = std::min(i + kNotedEntries, sequence.table.size);
+      while (i < stop) note_entry(sequence, i++, plan);
+      --left;
+    }
   }
+  return false;
+}
+
+Failure Swaps::check_room(const Session& session, const Swapping& plan) const {
+  const Tier destination = plan.destination;
   const auto needed = static_cast<int64_t>(plan.blocks.size());
+  const auto held = static_cast<int64_t>(plan.copies.size());
+  if (needed == held) return Failure{0, Code::kOk};
   if (needed > stores_[destination].num_blocks) return tables_.never_fits(destination, 0, needed);
   if (const int64_t quota = shared_.config.max_owner_blocks; quota && destination == kDevice) {
     if (needed > quota) return Failure{0, Code::kNeverQuota, needed, quota, destination};
-    if (const int64_t allowed = tables_.num_allowed(session); needed > allowed)
+    if (const int64_t allowed = held + tables_.num_allowed(session); needed > allowed)
       return Failure{0, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), destination};
   }
-  const int64_t available = stores_[destination].num_obtainable(session.handle) - headroom;
+  // Once it has begun, others may take the headroom as ever.
+  const int64_t headroom = held ? 0 : plan.headroom;
+  const int64_t available = held + stores_[destination].num_obtainable(session.handle) - headroom;
   if (needed > available)
     return tables_.no_room(session, destination, 0, needed, available, headroom);
   return Failure{0, Code::kOk};
 }
 
 // Notes entry `i` of a table that is swapped.
-void Swaps::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const {
+void Swaps::note_entry(const Sequence& sequence, int64_t i, Swapping& plan) const {
   const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
   const Block b = chunk.items[i % Table::kItems];
   const bool is_ahead = i * block_size_ >= sequence.num_scheduled;
   const bool is_shared = chunk.num_owners > 1 || stores_[sequence.tier].ref_count(b) > 1;
   const auto place = static_cast<uint32_t>(plan.blocks.size());
-  if (is_shared && !shared.insert(key_of(sequence.tier, b), place)) {
-    plan.places.push_back(*shared.find(key_of(sequence.tier, b)));
+  if (is_shared && !plan.shared.insert(key_of(sequence.tier, b), place)) {
+    plan.places.push_back(*plan.shared.find(key_of(sequence.tier, b)));
     if (!is_ahead)
       plan.is_ahead[plan.places.back()] = false;  // one of the sequences has written it
     return;
@@ -66,24 +89,36 @@ void Swaps::add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swap
   plan.is_ahead.push_back(is_ahead);
 }
 
-void Swaps::begin(Session& session, Swapping& plan) {
-  assert(session.swapping.indices.empty());
+bool Swaps::allocate_some(Session& session, int64_t& left) {
+  Swapping& plan = session.swapping;
   const size_t num = plan.blocks.size();
+  BlockStore& there = stores_[plan.destination];
+  if (plan.copies.empty() && num) {
+    plan.shared.clear();
+    plan.copies.reserve(num);
+    if (session.resync_due) session.allocated.reserve(num);
+    there.promise(session.handle, static_cast<int64_t>(num));
+  }
+  if (const auto num_missing = static_cast<int64_t>(num - plan.copies.size())) {
+    const int64_t now = std::clamp<int64_t>(left, 0, num_missing);
+    tables_.obtain(session, plan.destination, now, plan.copies);
+    plan.is_used.resize(plan.copies.size());
+    left -= now;
+    if (now < num_missing) return true;
+  }
+  if (std::exchange(plan.has_all, true)) return false;
   for (const uint32_t index : plan.indices)
     families_.claim_device(session, index, plan.destination == kDevice);
-  plan.copies.reserve(num);
-  tables_.obtain(session, plan.destination, static_cast<int64_t>(num), plan.copies);
-  plan.is_used.resize(num);
   session.destinations.reserve(num);
   std::vector<Transfer>& transfers = session.record.transfers;
   if (const size_t wanted = transfers.size() + num; wanted > transfers.capacity())
     transfers.reserve(std::max(wanted, 2 * transfers.capacity()));
   (plan.destination == kHost ? shared_.counters.num_swapped_out
-                             : shared_.counters.num_swapped_in) += num;
-  session.swapping = std::move(plan);
+                             : shared_.counters.num_swapped_in) += static_cast<int64_t>(num);
+  return false;
 }
 
-bool Swaps::swap_some(Session& session, int64_t& left) {
+bool Swaps::move_some(Session& session, int64_t& left) {
   Swapping& plan = session.swapping;
   const Tier destination = plan.destination, source = destination == kHost ? kDevice : kHost;
   for (size_t& i = plan.next_block; i < plan.blocks.size(); ++i, --left) {
@@ -104,7 +139,6 @@ bool Swaps::swap_some(Session& session, int64_t& left) {
     left -= sequences_[index].table.size;
     move(session, index, plan);
   }
-  plan = Swapping{};
   return false;
 }
 
@@ -134,19 +168,23 @@ void Swaps::move(Session& session, uint32_t index, Swapping& plan) {
   send_table(session, sequence, allocated);
 }
 
-void Swaps::end(Session& session) {
-  const Swapping& plan = session.swapping;
-  for (size_t i = plan.copies.size(); i-- > 0;)
-    if (!plan.is_used[i]) tables_.release(session, plan.destination, &plan.copies[i], 1, kEnded);
-  session.swapping = Swapping{};
+bool Swaps::release_some(Session& session, int64_t plan_number, int64_t& left) {
+  Swapping& plan = session.swapping;
+  stores_[plan.destination].promise(session.handle, 0);
+  for (; !plan.copies.empty(); plan.copies.pop_back(), plan.is_used.pop_back(), --left) {
+    if (left <= 0) return true;
+    if (!plan.is_used.back())
+      tables_.release(session, plan.destination, &plan.copies.back(), 1, plan_number);
+  }
+  return false;
 }
 
 void Swaps::check(const Session& session, BlockUses& uses) const {
   const Swapping& swapping = session.swapping;
   const Require require("swap");
-  const size_t num = swapping.copies.size();
-  require(swapping.blocks.size() == num && swapping.is_ahead.size() == num &&
-              swapping.is_used.size() == num && swapping.next_block <= num,
+  const size_t num = swapping.blocks.size();
+  require(swapping.is_ahead.size() == num && swapping.next_block <= num &&
+              swapping.copies.size() <= num && swapping.is_used.size() == swapping.copies.size(),
           "its columns differ");
   for (size_t i = 0; i < swapping.indices.size(); ++i) {
     const Sequence& sequence = sequences_[swapping.indices[i]];

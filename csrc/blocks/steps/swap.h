@@ -4,20 +4,22 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
-#include "index/publish.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 #include "steps/families.h"
 #include "steps/plans.h"
+#include "steps/publish.h"
 #include "steps/tables.h"
 
 namespace kvplane::blocks {
 
 // Owns a session's `swapping`, and a sequence's tier. Invariants: the copies of a swap in slices
 // are held by it until a table refers to them; a block is copied once, however many of the
-// sequences share it; tables move after all blocks were copied. The pool calls `plan` first, which
-// changes nothing.
+// sequences share it; blocks are copied once all copies are allocated, and tables move after that.
+//
+// The pool calls the functions that return whether some work is left in the order in which they are
+// declared, each until nothing is left. `left` counts the blocks that may still be handled.
 class Swaps {
  public:
   Swaps(Shared& shared, Stores& stores, SequenceStore& sequences, Tables& tables, PlanLog& plans,
@@ -30,18 +32,25 @@ class Swaps {
         publisher_(publisher),
         families_(families) {}
 
-  Failure plan(const Session& session, Span<int64_t> ids, int64_t headroom, Swapping& plan) const;
-  // Allocates the blocks that a swap copies to.
-  void begin(Session& session, Swapping& plan);
-  // Returns whether some are left.
-  bool swap_some(Session& session, int64_t& left);
-  // The session ends within it.
-  void end(Session& session);
+  // Begins `plan`, whose destination and headroom are set; changes nothing. The failure of the first
+  // sequence that cannot be swapped.
+  Failure begin(const Session& session, Span<int64_t> ids, Swapping& plan) const;
+  // Notes the blocks of the tables.
+  bool note_some(Swapping& plan, int64_t& left) const;
+  // Whether there is room for the copies that are not allocated yet.
+  Failure check_room(const Session& session, const Swapping& plan) const;
+  // Allocates copies; the session has room for them.
+  bool allocate_some(Session& session, int64_t& left);
+  // Copies blocks, and moves tables.
+  bool move_some(Session& session, int64_t& left);
+  // In place of the rest, when the swap is refused or the session ends: releases the copies that no
+  // table refers to. The session may touch them until `plan` has run.
+  bool release_some(Session& session, int64_t plan, int64_t& left);
   // Throws std::logic_error saying what is wrong; adds what a swap in slices uses.
   void check(const Session& session, BlockUses& uses) const;
 
  private:
-  void add_to_swap(const Sequence& sequence, int64_t i, IdMap& shared, Swapping& plan) const;
+  void note_entry(const Sequence& sequence, int64_t i, Swapping& plan) const;
   void move(Session& session, uint32_t index, Swapping& plan);
   void send_table(Session& session, Sequence& sequence, const std::vector<uint8_t>& allocated);
 

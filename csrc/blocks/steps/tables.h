@@ -6,10 +6,10 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
-#include "index/announcements.h"
+#include "feeds/announcements.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 
 namespace kvplane::blocks {
 

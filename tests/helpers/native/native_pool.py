@@ -19,6 +19,7 @@ DEVICE, HOST = 1, 2
 NO_BLOCK = 0xFFFFFFFF
 FEW_BLOCKS = 2
 """Half of all plans prepare publications and whole tables by so many blocks at a time."""
+PROMPT = list(range(6))
 
 Failure = tuple[int, int, int, int, int]
 Rows = tuple[list[int], list[Failure]]
@@ -241,6 +242,14 @@ class OneGroup(Pool):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
+    def find(
+        self, root: bytes, token_ids: bytes = b"", hashes: bytes = b""
+    ) -> tuple[tuple[int, int], tuple[bytes, ...]]:
+        """Search for a prompt at once; return the counts and the columns of the blocks found."""
+        search = self.search(self.group, root, token_ids, hashes, True)
+        assert not search.search_some(1 << 40)
+        return search.counts(), search.blocks()
+
 
 def new_pool(
     num_device: int, num_host: int = 0, *, block_size: int = 4, **options: int
@@ -321,6 +330,26 @@ class Caller(View):
         payload = self.pool.finish(self.handle, b"")
         return None if payload is None else decoded(payload)
 
+    def ran(self) -> None:
+        """End the step. Its plan has run, and the pool, which has one group, is sound."""
+        self.finish()
+        self.receipted()
+        self.pool.check_integrity()
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Run a step whose plan stays in flight."""
+        self.begin()
+        yield
+        self.finish()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step; at its end its plan has run."""
+        self.begin()
+        yield
+        self.ran()
+
     def admit(
         self,
         sequence_id: int,
@@ -367,12 +396,11 @@ class Caller(View):
 
     def swap(self, ids: Sequence[int], tier: int) -> int | Failure:
         """Swap; return the blocks moved, every other time some at once, or the failure."""
-        if self.number % 2:
-            whole: int | Failure = self.pool.swap(self.handle, i64(ids), tier)
-            return whole
-        answer: int | Failure = self.pool.swap(self.handle, i64(ids), tier, 0, FEW_BLOCKS)
-        while isinstance(answer, int) and self.pool.swap_some(self.handle, FEW_BLOCKS):
+        most = 1 << 40 if self.number % 2 else FEW_BLOCKS
+        answer: int | Failure | None = self.pool.swap(self.handle, i64(ids), tier, 0, most)
+        while answer is None:
             self.check_some()
+            answer = self.pool.swap_some(self.handle, FEW_BLOCKS)
         return answer
 
     # What follows
@@ -405,6 +433,16 @@ class Caller(View):
         return answer
 
 
+def with_prompt(
+    tokens: Sequence[int] = PROMPT, num_device: int = 8, num_host: int = 8, **options: int
+) -> Caller:
+    """Return the session of a new pool with sequence 1, which is written."""
+    caller = Caller(new_pool(num_device, num_host, **options))
+    with caller.step():
+        assert len(caller.admit(1, tokens)) == 3
+    return caller
+
+
 class _Checks:
     """Checks a pool's operations as those of a step, without running them."""
 
@@ -413,9 +451,6 @@ class _Checks:
 
     def __getattr__(self, name: str) -> Any:
         return partial(getattr(self._pool, name), check_as=self._number)
-
-    def swap_some(self, handle: int, max_blocks: int) -> bool:
-        return False
 
 
 def _append_columns(rows: Sequence[tuple[int, int, int, Sequence[int], int]]) -> tuple[bytes, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import pytest
+from kvplane_blocks import Pool as NativePool
 
 from control_plane import queries
 from control_plane.pools.pool import Pool
@@ -228,6 +229,8 @@ def cached(pool: Pool, root: bytes) -> tuple[Any, ...]:
         chain, block_hash = b"", last
         while block_hash in parent_of:
             chain, block_hash = block_hash + chain, parent_of[block_hash]
-        *known, _, _, priorities = pool.primary.explain_hashes(root, chain)
+        search = NativePool([pool.primary]).search(pool.primary, root, b"", chain, True)
+        assert not search.search_some(1 << 40)
+        *known, _, _, priorities = search.blocks()
         kept[last] = (*known, priorities)
     return revision, tiers, hashes, kept

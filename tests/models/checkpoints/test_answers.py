@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
 from tests.e2e.engine_planes import ROOT, Process
@@ -83,37 +83,6 @@ def test_half_precision_computes_what_it_computes_in_transformers(
         wanted = model(tokens, use_cache=False).logits[0, len(PROMPT) - 1 : -1].float()
     assert answer.logits is not None
     assert float((answer.logits - wanted).abs().max() / wanted.std()) < tolerance
-
-
-def test_repetitions_are_penalised_as_the_generation_config_says(
-    tmp_path: Path, control: str
-) -> None:
-    folder = save(tmp_path / "m")
-    free = expected(folder, PROMPT, eos_token_id=None)
-    config = GenerationConfig(repetition_penalty=1.5, eos_token_id=None, pad_token_id=0)
-    config.save_pretrained(folder)
-    wanted = expected(folder, PROMPT)
-    assert wanted != free
-    with engine(folder, control) as llm:
-        answers = [
-            llm.generate([PROMPT], SamplingParams(max_tokens=NUM_NEW, repetition_penalty=penalty))
-            for penalty in (None, 1.0)
-        ]
-    assert [answer[0].outputs[0].token_ids for answer in answers] == [wanted, free]
-
-
-def test_a_chat_is_answered_in_the_models_template(tmp_path: Path, control: str) -> None:
-    folder = save(tmp_path / "m")
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ {'user': '11 ', 'assistant': '12 '}[m['role']] }}"
-        "{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}12{% endif %}"
-    )
-    said = [("user", "40 41"), ("assistant", "42"), ("user", "43 44")]
-    wanted = expected(folder, [11, 40, 41, 12, 42, 11, 43, 44, 12], eos_token_id=None)
-    with engine(folder, control) as llm:
-        params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
-        messages = [{"role": role, "content": content} for role, content in said]
-        assert llm.chat([messages], params)[0].outputs[0].token_ids == wanted
 
 
 QUANTISE = """

@@ -1,16 +1,20 @@
-"""Cached prefixes: which are found, in which tier, and what can be asked of them."""
+"""Cached prefixes: which are found, in which tier, and which requests about prefixes are wrong."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.v1 import prefix_pb2 as pb
-from tests.helpers.planning.operations_world import prompt
+from tests.helpers.planning.operations_world import BLOCK, POOL, prompt
+
+Wrong = tuple[str, Any, str]
 
 # The host tier.
 
@@ -50,31 +54,67 @@ async def test_the_longest_match_of_every_pool_is_found_without_a_session(world,
     other.hang_up()
 
 
+# Requests that are wrong: method, request, and the field that the refusal names.
+
+TOKENS, ONE_BLOCK = ops.pack_tokens(prompt(2)), ops.pack_tokens(range(BLOCK))
+NEGATIVE = b"\0\0\0\x80"
+LATER = pb.ForgetScope.ValueType(9)
+
+
+def find(field: str, **fields: Any) -> Wrong:
+    return "FindPrefix", pb.FindPrefixRequest(**fields), field
+
+
+def retain(field: str, **fields: Any) -> Wrong:
+    """The request is right but for ``fields``."""
+    right = {"token_ids": TOKENS, "time_to_live": Duration(seconds=1), "priority": 50}
+    return "RetainPrefix", pb.RetainPrefixRequest(pool_id=POOL, **{**right, **fields}), field
+
+
+def forget(field: str, **fields: Any) -> Wrong:
+    """The request is to forget a prefix unless ``fields`` say otherwise."""
+    asked = {"pool_id": POOL, "scope": pb.FORGET_SCOPE_PREFIX, **fields}
+    return "ForgetPrefixes", pb.ForgetPrefixesRequest(**asked), field
+
+
 WRONG = {
-    "nothing": ({}, "token_ids"),
-    "part of a token": ({"token_ids": bytes(7)}, "token_ids"),
-    "a negative token": (
-        {"token_ids": ops.pack_tokens([1, 2**31 - 1]) + b"\0\0\0\x80"},
-        "token_ids",
+    "find nothing": find("token_ids"),
+    "find part of a token": find("token_ids", token_ids=bytes(7)),
+    "find a negative token": find("token_ids", token_ids=TOKENS + NEGATIVE),
+    "find part of a hash": find("hashes", hashes=bytes(15)),
+    "find by tokens and hashes": find("hashes", token_ids=bytes(4), hashes=bytes(16)),
+    "find in a long namespace": find("namespace", token_ids=bytes(4), namespace="n" * 129),
+    "retain no tokens": retain("token_ids", token_ids=b""),
+    "retain a negative token": retain("token_ids", token_ids=TOKENS + NEGATIVE),
+    "retain part of a token": retain("token_ids", token_ids=bytes(7)),
+    "retain no tokens any more": retain("token_ids", token_ids=b"", time_to_live=None),
+    "retain for no time": retain("time_to_live", time_to_live=Duration()),
+    "retain for negative time": retain("time_to_live", time_to_live=Duration(seconds=-1)),
+    "retain by priority 0": retain("priority", priority=0),
+    "retain by priority 101": retain("priority", priority=101),
+    "forget no tokens": forget("token_ids"),
+    "forget part of a block": forget("token_ids", token_ids=ONE_BLOCK[:-4]),
+    "forget more than a block": forget("token_ids", token_ids=ONE_BLOCK + bytes(4)),
+    "forget a negative token": forget("token_ids", token_ids=ONE_BLOCK[:-4] + NEGATIVE),
+    "forget in no scope": forget("scope", scope=0),
+    "forget in an unknown scope": forget("scope", scope=LATER),
+    "forget tokens of a namespace": forget(
+        "token_ids", scope=pb.FORGET_SCOPE_NAMESPACE, token_ids=ONE_BLOCK
     ),
-    "part of a hash": ({"hashes": bytes(15)}, "hashes"),
-    "both": ({"token_ids": bytes(4), "hashes": bytes(16)}, "hashes"),
-    "a long namespace": ({"token_ids": bytes(4), "namespace": "n" * 129}, "namespace"),
+    "forget a long namespace": forget(
+        "namespace", scope=pb.FORGET_SCOPE_NAMESPACE, namespace="n" * 129
+    ),
+    "forget in no pool": forget("pool_id", scope=pb.FORGET_SCOPE_TENANT, pool_id=""),
 }
 
 
 @pytest.mark.parametrize("why", WRONG)
-async def test_a_question_that_is_wrong_is_refused_and_the_next_is_answered(
-    world, caller, why
-) -> None:
-    await caller.admit(1, prompt(2))
-    fields, field = WRONG[why]
+async def test_a_request_that_is_wrong_is_refused_by_its_field(world, caller, why) -> None:
+    await caller.cache(prompt(2))
+    method, request, field = WRONG[why]
 
-    async def find() -> None:
+    async def call() -> None:
         with typed_errors():
-            await world.stub.FindPrefix(pb.FindPrefixRequest(**fields))
+            await getattr(world.stub, method)(request)
 
-    await caller.denied(find(), InvalidRequestError, field)
-    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(prompt(2)))
-    (answer,) = (await world.stub.FindPrefix(request)).matches
-    assert answer.num_device_tokens == 16
+    await caller.denied(call(), InvalidRequestError, field)

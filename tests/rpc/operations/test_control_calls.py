@@ -9,8 +9,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from control_plane import pages
 from control_plane.server.server import ControlPlaneServer
@@ -70,18 +68,6 @@ async def test_it_says_who_it_is_and_lists_pools_and_sessions_in_pages(
         other.hang_up()
 
 
-async def test_it_describes_a_pool(stub: Stub, session: RawSession, shard: RawShard) -> None:
-    await session.admit(1, PROMPT)
-    pool = await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))
-    assert pool.layout == LAYOUT.to_proto()
-    assert pool.ready
-    assert [tier.num_blocks for tier in pool.usage] == [16, 8]
-    assert pool.usage[0].num_held_blocks == 3
-    [info] = pool.shards
-    assert (info.epoch, info.address, info.connected) == (11, "127.0.0.1:1", True)
-    assert info.shard == shard.hello.shard
-
-
 async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) -> None:
     opening = pb.OpenSessionRequest(pool_id="x", layout=LAYOUT.to_proto())
     find = ppb.FindPrefixRequest(token_ids=bytes(4), pool_ids=["pool", "x"])
@@ -97,34 +83,7 @@ async def test_it_refuses_pools_that_are_not_there(stub: Stub, shard: RawShard) 
     await refused(stub.OpenSession(opening), *wanted)
 
 
-async def test_an_error_carries_reason_domain_and_field_in_its_details(stub: Stub) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as failure:
-        await stub.GetPool(pool_pb2.GetPoolRequest())
-    status = rpc_status.from_call(failure.value)  # type: ignore[arg-type]
-    assert status is not None
-    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-    assert status.details[0].Unpack(info)
-    assert (info.reason, info.domain) == ("INVALID_REQUEST", "kvplane")
-    assert info.metadata["field"] == "pool_id"
-    assert status.details[1].Unpack(bad)
-    assert bad.field_violations[0].field == "pool_id"
-
-
 # Sessions.
-
-
-async def test_a_lease_is_renewed_and_a_session_closed_twice(
-    stub: Stub, session: RawSession
-) -> None:
-    renewal = pb.RenewSessionRequest(session=session.ref)
-    assert (await stub.RenewSession(renewal)).time_to_live.seconds == 30
-    for _ in range(2):
-        await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
-    missing = ("NOT_FOUND", "SESSION_NOT_FOUND", "session.session_id")
-    await refused(stub.RenewSession(renewal), *missing)
-    renewal.session.incarnation -= 1
-    stale = ("ABORTED", "STALE_INCARNATION", "session.incarnation")
-    await refused(stub.RenewSession(renewal), *stale)
 
 
 async def test_a_session_is_shown_as_it_is_and_its_lease_is_not_renewed(

@@ -111,18 +111,3 @@ def test_the_same_images_in_another_order_are_another_prompt(with_images) -> Non
     assert with_images(tokens, {4: DOG, 2: CAT}, BLOCK) == ids
     for images in ({2: DOG, 4: CAT}, {2: CAT}, {4: DOG}, {2: CAT, 4: CAT}, {}):
         assert with_images(tokens, images, BLOCK)[:BLOCK] != ids[:BLOCK]
-
-
-async def test_different_images_share_only_what_is_before_them(world, with_images) -> None:
-    """And placeholders alone do not tell them apart, which is why the page says what to send."""
-    tokens = about_an_image(BLOCK + 1)
-    cat, dog = (with_images(tokens, {BLOCK + 1: image}, BLOCK) for image in (CAT, DOG))
-    one, other = await world.caller(), await world.caller()
-    await one.admit(1, cat)
-    for ids, num_tokens in ((cat, 4 * BLOCK), (dog, BLOCK), (tokens, BLOCK)):
-        (match,) = await world.client.find_prefix(ids)
-        assert match.num_device_tokens == num_tokens
-    assert (await other.admit(1, dog)).num_cached_tokens == BLOCK, "the text's first block"
-    assert not {*(await one.table(1))[1:]} & {*(await other.table(1))[1:]}
-    await one.admit(2, tokens)
-    assert await other.num_cached(tokens) >= 3 * BLOCK

@@ -9,15 +9,12 @@ import pytest
 from kvplane import ops
 from kvplane.errors import (
     BlockInUseError,
-    InvalidRequestError,
     QuotaExceededError,
 )
 from kvplane.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.results import ForgetResult
-from kvplane.transport.connection import typed_errors
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
-from kvplane.wire.v1 import prefix_pb2 as pb
-from tests.helpers.planning.operations_world import POOL, Caller, StoppedClock, World, prompt
+from tests.helpers.planning.operations_world import Caller, StoppedClock, World, prompt
 
 TIME_S, PRIORITY = 60, 90
 
@@ -58,61 +55,6 @@ async def test_a_retention_that_is_refused_leaves_earlier_ones_as_they_are(clock
     assert await priorities(retainer) == [PRIORITY, PRIORITY, 0], "it ends no earlier"
     clock.advance(2)
     assert await priorities(retainer) == [0, 0, 0], "and no later"
-
-
-LONG = prompt(2)
-INVALID = {
-    "no tokens": (lambda c: c.retain([], time_to_live_s=1), "token_ids"),
-    "a negative token": (lambda c: c.retain([*LONG, -1], time_to_live_s=1), "token_ids"),
-    "part of a token": (lambda c: c.retain(bytes(7), time_to_live_s=1), "token_ids"),
-    "no tokens, at the end": (lambda c: c.retain([], time_to_live_s=None), "token_ids"),
-    "no time": (lambda c: c.retain(LONG, time_to_live_s=0), "time_to_live"),
-    "negative time": (lambda c: c.retain(LONG, time_to_live_s=-1), "time_to_live"),
-    "priority 0": (lambda c: c.retain(LONG, time_to_live_s=1, priority=0), "priority"),
-    "priority 101": (lambda c: c.retain(LONG, time_to_live_s=1, priority=101), "priority"),
-    "forget no tokens": (lambda c: c.forget([]), "token_ids"),
-    "forget part of a block": (lambda c: c.forget(prompt(1, extra=0)[:7]), "token_ids"),
-    "forget more than a block": (lambda c: c.forget(prompt(1)), "token_ids"),
-    "forget a negative token": (lambda c: c.forget([*range(7), -1]), "token_ids"),
-}
-
-
-@pytest.mark.parametrize("why", INVALID)
-async def test_a_wrong_request_is_refused_by_its_field(retainer, why) -> None:
-    call, field = INVALID[why]
-    await retainer.denied(call(retainer), InvalidRequestError, field)
-
-
-LATER = pb.ForgetScope.ValueType(9)
-WRONG = {
-    "no scope": (pb.ForgetPrefixesRequest(pool_id=POOL), "scope"),
-    "an unknown scope": (pb.ForgetPrefixesRequest(pool_id=POOL, scope=LATER), "scope"),
-    "tokens of a namespace": (
-        pb.ForgetPrefixesRequest(
-            pool_id=POOL, scope=pb.FORGET_SCOPE_NAMESPACE, token_ids=ops.pack_tokens(range(8))
-        ),
-        "token_ids",
-    ),
-    "a long namespace": (
-        pb.ForgetPrefixesRequest(
-            pool_id=POOL, scope=pb.FORGET_SCOPE_NAMESPACE, namespace="n" * 129
-        ),
-        "namespace",
-    ),
-    "no pool": (pb.ForgetPrefixesRequest(scope=pb.FORGET_SCOPE_TENANT), "pool_id"),
-}
-
-
-@pytest.mark.parametrize("why", WRONG)
-async def test_what_the_client_cannot_send_is_refused_too(world, caller, why) -> None:
-    await caller.cache(prompt(2))
-    request, field = WRONG[why]
-
-    async def forget() -> None:
-        with typed_errors():
-            await world.stub.ForgetPrefixes(request)
-
-    await caller.denied(forget(), InvalidRequestError, field)
 
 
 # Forgetting.

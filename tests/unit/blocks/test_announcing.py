@@ -30,17 +30,14 @@ def test_what_is_below_a_spare_that_takes_over_is_announced_again_in_pieces() ->
     short, long = Caller(pool), Caller(pool)
     prompt = [7, *[8] * num]
     for caller, tokens in ((short, prompt[:1]), (long, prompt)):
-        caller.begin()
-        assert len(caller.admit(1, tokens)) == 3
-        caller.finish()
+        with caller.in_flight():
+            assert len(caller.admit(1, tokens)) == 3
     for caller in (short, long):
         caller.receipted()
     while pool.has_publications:
         pool.take_publications(num)
-    short.begin()
-    short.free(1)
-    short.finish()
-    short.receipted()
+    with short.step():
+        short.free(1)
     pool.check_integrity()
 
     other = Caller(pool, root=b"other")
@@ -93,12 +90,10 @@ def test_what_can_be_found_beside_it_is_announced_in_pieces() -> None:
     num = 3 * length
     pool = new_pool(num + 3, block_size=1)
     caller = Caller(pool)
-    caller.begin()
-    prompts = ([8, 9, 9], [1] * length, [2] * length, [3] * length)
-    for sequence_id, prompt in enumerate(prompts, 1):
-        assert len(caller.admit(sequence_id, prompt)) == 3
-    caller.finish()
-    caller.receipted()
+    with caller.step():
+        prompts = ([8, 9, 9], [1] * length, [2] * length, [3] * length)
+        for sequence_id, prompt in enumerate(prompts, 1):
+            assert len(caller.admit(sequence_id, prompt)) == 3
     pool.forget(caller.root, i32([8]), True, 1)
     sizes, begin = [], 0
     while begin < num + 3:
@@ -120,23 +115,17 @@ def test_what_can_be_found_is_not_withdrawn_though_its_parent_is_not_on_the_devi
     pool = new_pool(8, window_tokens=6)
     caller, other = Caller(pool), Caller(pool)
     for first, tokens in ((0, list(range(16))), (16, [16])):
-        caller.begin()
-        if first == 0:
-            assert len(caller.admit(1, tokens)) == 3
-        else:
-            caller.append((1, first, 1, tokens, 0))
-        caller.finish()
-        caller.receipted()
+        with caller.step():
+            if first == 0:
+                assert len(caller.admit(1, tokens)) == 3
+            else:
+                caller.append((1, first, 1, tokens, 0))
     held = [ref.index for ref in caller.table(1) if ref]
     assert len(held) == 3
-    other.begin()
-    assert len(other.admit(1, list(range(100, 120)))) == 3  # takes all other blocks
-    other.finish()
-    other.receipted()
-    other.begin()
-    other.free(1)
-    other.finish()
-    other.receipted()
+    with other.step():
+        assert len(other.admit(1, list(range(100, 120)))) == 3  # takes all other blocks
+    with other.step():
+        other.free(1)
     pool.forget(other.root, i32(range(100, 104)), False, 1)
     runs, indices, _, _ = pool.publications_in(0, 8)
     assert not {*held[:2]} & {*ints(indices, "i")}, "they can be found"

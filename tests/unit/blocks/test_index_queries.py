@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,8 +16,9 @@ from tests.helpers.native.native_pool import OneGroup, i32, ints
 
 
 def match_hashes(pool: OneGroup, root: bytes, hashes: list[bytes]) -> tuple[int, int, bytes]:
-    answer: tuple[int, int, bytes] = pool.match_hashes(root, b"".join(hashes))
-    return answer
+    """Return how many blocks were found on the device and behind them, and their hashes."""
+    (num_device, num_host), (found, *_) = pool.find(root, hashes=b"".join(hashes))
+    return num_device, num_host, found
 
 
 def test_hashes_find_what_tokens_find() -> None:
@@ -30,7 +32,6 @@ def test_hashes_find_what_tokens_find() -> None:
             found = pool.match(writer.root, i32(prompt))
             assert match_hashes(pool, writer.root, hashes) == found
             assert found[2] == b"".join(hashes[: found[0] + found[1]])
-            assert pool.explain(writer.root, i32(prompt))[0] == found[2]
             writer.cache(prompt)
         assert pool.counters()[9] > 0  # some were in the host tier
 
@@ -57,7 +58,7 @@ def test_hashes_that_are_no_chain_are_found_as_far_as_they_are(order: list[int])
             int(order[0] == 0),
             0,
         )
-        assert pool.match_hashes(b"root", hashes[0] + hashes[1][:15])[:2] == (1, 0)
+        assert match_hashes(pool, b"root", [hashes[0], hashes[1][:15]])[:2] == (1, 0)
 
 
 def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
@@ -71,9 +72,10 @@ def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
         pool.retain(writer.root, writer.owner, i32(blocks(1)), 8, 1e9, 10)
         hashes, *columns = pool.explain(b"root", i32([*blocks(1, 2, 3), 5]))
         assert hashes == b"".join(hashes_of(b"root", blocks(1, 2)))
-        by_hashes = pool.explain_hashes(b"root", b"".join(hashes_of(b"root", blocks(1, 2, 3))))
-        assert by_hashes == (hashes, *columns)
-        assert pool.explain_hashes(b"root", hashes[:16])[1] == b"\x01", "of the first block alone"
+        by_hashes = b"".join(hashes_of(b"root", blocks(1, 2, 3)))
+        assert pool.find(b"root", hashes=by_hashes)[1] == (hashes, *columns)
+        first_alone = pool.find(b"root", hashes=hashes[:16])[1]
+        assert first_alone[1] == b"\x01"
         widths = ("B", "i", "q", "i", "q", "q", "q", "B")
         tiers, indices, generations, refs, hits, ages, idle, priorities = (
             ints(column, width) for column, width in zip(columns, widths, strict=True)
@@ -83,6 +85,49 @@ def test_explain_says_what_lies_where_and_how_it_was_used() -> None:
         _, table, of_table, _, _ = pool.table(writer.handle, running)
         assert (indices[0], generations[0]) == (ints(table, "i")[0], ints(of_table, "q")[0])
         assert all(not column for column in pool.explain(b"other", i32(blocks(1))))
+
+
+PROMPT = (1, 2, 3, 4, 5)
+BETWEEN: dict[str, Callable[[OneGroup, Writer], object]] = {
+    "nothing": lambda pool, writer: None,
+    "its tail is evicted": lambda pool, writer: writer.cache(blocks(7, 8, 9)),
+    "most of it is evicted": lambda pool, writer: writer.cache(blocks(11, 12, 13, 14, 15, 16, 17)),
+    "its middle is forgotten": lambda pool, writer: pool.forget(
+        writer.root, i32(blocks(1, 2)), False, 99
+    ),
+    "all is forgotten": lambda pool, writer: pool.forget_roots([writer.root], False),
+    "it is forgotten and cached again": lambda pool, writer: (
+        pool.forget(writer.root, i32(blocks(1, 2)), False, 99),
+        writer.cache(blocks(*PROMPT)),
+    ),
+    "it is used": lambda pool, writer: writer.write(blocks(*PROMPT)),
+    "more of it is cached": lambda pool, writer: writer.cache(blocks(*PROMPT, 6)),
+}
+
+
+@pytest.mark.parametrize("num_host", [0, 4])
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("num_slices", [1, 2, 5])
+def test_a_search_in_slices_finds_what_there_is_when_it_ends(
+    num_slices: int, between: str, num_host: int
+) -> None:
+    with checked_pool(8, num_host) as pool:
+        writer = Writer(pool)
+        writer.cache(blocks(*PROMPT))
+        prompt = blocks(*PROMPT, 6)
+        for by_hashes in (False, True):
+            hashes = b"".join(hashes_of(writer.root, prompt)) if by_hashes else b""
+            given = (b"", hashes) if by_hashes else (i32(prompt), b"")
+            search = pool.search(pool.group, writer.root, *given, True)
+            for _ in range(num_slices):
+                search.search_some(1)
+            if not by_hashes:
+                BETWEEN[between](pool, writer)
+            while search.search_some(1):
+                pass
+            counts, columns = search.counts(), search.blocks()
+            assert (counts, columns) == pool.find(writer.root, i32(prompt))
+            assert len(columns[1]) == sum(counts), "a tier for each block that is counted"
 
 
 def test_memory_grows_by_what_is_said_a_block_and_an_entry() -> None:

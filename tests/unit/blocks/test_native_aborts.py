@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Kind, i32, i64, new_pool
-
-PROMPT = list(range(6))
-
-
-def ran(caller: Caller) -> None:
-    """The step's plan has run."""
-    caller.finish()
-    caller.receipted()
-    caller.pool.check_integrity()
-
-
-def with_prompt(tokens: list[int], num_device: int = 8, num_host: int = 8) -> Caller:
-    """A session with sequence 1, which is written."""
-    caller = Caller(new_pool(num_device, num_host))
-    caller.begin()
-    assert len(caller.admit(1, tokens)) == 3
-    ran(caller)
-    return caller
+from tests.helpers.native.native_pool import (
+    DEVICE,
+    HOST,
+    PROMPT,
+    Caller,
+    Kind,
+    i32,
+    i64,
+    new_pool,
+    with_prompt,
+)
 
 
 def test_an_abort_leaves_what_receipts_say_was_written() -> None:
-    caller = with_prompt(PROMPT)
-    caller.begin()
-    caller.append((1, 6, 6, [6, 7, 8], 8))
-    caller.admit(2, [9] * 5)
-    caller.finish()
+    caller = with_prompt()
+    with caller.in_flight():
+        caller.append((1, 6, 6, [6, 7, 8], 8))
+        caller.admit(2, [9] * 5)
     caller.abort()
     caller.pool.check_integrity()
     state = caller.state(1)
@@ -47,33 +38,29 @@ def test_an_abort_leaves_what_receipts_say_was_written() -> None:
 
 
 def test_an_abort_undoes_copies_and_swaps() -> None:
-    caller = with_prompt(PROMPT)
-    caller.begin()
-    caller.fork((1, 2))
-    ran(caller)
+    caller = with_prompt()
+    with caller.step():
+        caller.fork((1, 2))
     before = caller.table(1)
-    caller.begin()
-    caller.append((2, 6, 1, [9], 0))
-    caller.finish()
-    caller.begin()
-    assert caller.swap([1, 2], HOST) == 3
-    caller.finish()
+    with caller.in_flight():
+        caller.append((2, 6, 1, [9], 0))
+    with caller.in_flight():
+        assert caller.swap([1, 2], HOST) == 3
     caller.abort()
     caller.pool.check_integrity()
     assert caller.table(1) == caller.table(2) == before
     assert [state.tier for state in caller.states()] == [DEVICE, DEVICE]
     caller.begin()
-    ran(caller)
+    caller.ran()
     assert caller.pool.usage(HOST) == (8, 8, 0, 0, 0)
     assert caller.pool.usage(DEVICE)[3:] == (2, 0)
 
 
 def test_frees_and_forks_of_an_aborted_step_stay() -> None:
-    caller = with_prompt(PROMPT)
-    caller.begin()
-    caller.fork((1, 2))
-    caller.free(1)
-    caller.finish()
+    caller = with_prompt()
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.free(1)
     caller.abort()
     assert [state.sequence_id for state in caller.states()] == [2]
     assert caller.state(2).num_written == 6
@@ -81,24 +68,21 @@ def test_frees_and_forks_of_an_aborted_step_stay() -> None:
 
 def test_what_was_freed_before_an_aborted_plan_is_not_published() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    caller.free(1)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        caller.free(1)
     caller.abort()
     caller.begin()
-    ran(caller)
+    caller.ran()
     assert caller.pool.match(b"root", i32(range(8)))[0] == 0
     assert caller.pool.usage(DEVICE) == (8, 8, 0, 0, 0)
 
 
 def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None:
     caller = with_prompt(list(range(300)), num_device=200)
-    caller.begin()
-    caller.fork((1, 2), (1, 3))
-    ran(caller)
+    with caller.step():
+        caller.fork((1, 2), (1, 3))
     caller.abort(keeps_tables=False)
     caller.begin()
     caller.append((3, 300, 1, [5], 0))
@@ -119,15 +103,12 @@ def test_what_goes_before_the_plan_after_an_abort_is_made_is_not_published(is_cu
     """That plan has none of the copies from the host tier that were to fill its blocks."""
     tokens = list(range(1, 9))
     caller = with_prompt(tokens, num_device=8, num_host=8)
-    caller.begin()
-    caller.free(1)
-    ran(caller)
-    caller.begin()
-    assert len(caller.admit(2, [50] * 32)) == 3, "which moves the first prompt to the host tier"
-    ran(caller)
-    caller.begin()
-    caller.free(2)
-    ran(caller)
+    with caller.step():
+        caller.free(1)
+    with caller.step():
+        assert len(caller.admit(2, [50] * 32)) == 3, "which moves the first prompt to the host tier"
+    with caller.step():
+        caller.free(2)
     assert caller.pool.match(b"root", i32(tokens))[:2] == (0, 2)
     caller.abort()
     if not is_cut:
@@ -148,10 +129,9 @@ def test_what_goes_before_the_plan_after_an_abort_is_made_is_not_published(is_cu
 def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there() -> None:
     for num_pieces in range(4):
         caller = Caller(new_pool(16))
-        caller.begin()
-        for i in (1, 2, 3):
-            caller.admit(i, [i] * 12)
-        caller.finish()
+        with caller.in_flight():
+            for i in (1, 2, 3):
+                caller.admit(i, [i] * 12)
         left = [caller.pool.abort(caller.handle, 2, True, 1) for _ in range(num_pieces)]
         assert left == [True, True, False][:num_pieces]
         caller.pool.check_integrity()
@@ -167,9 +147,8 @@ def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there
 
 def test_what_was_released_comes_back_some_at_a_time_where_no_plan_is_left() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, [1] * 20)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, [1] * 20)
     caller.abort()
     number = caller.number
     num_pieces = 1
@@ -182,25 +161,26 @@ def test_what_was_released_comes_back_some_at_a_time_where_no_plan_is_left() -> 
 
 
 def test_a_session_may_end_within_a_swap() -> None:
-    is_left, num_pieces = True, 0
-    while is_left:
-        caller = with_prompt(PROMPT)
+    answer, num_pieces = None, 0
+    while answer is None:
+        caller = with_prompt()
+        with caller.step():
+            caller.fork((1, 2))
+            caller.append((2, 6, 1, [9], 0))
         caller.begin()
-        caller.fork((1, 2))
-        caller.append((2, 6, 1, [9], 0))
-        ran(caller)
-        caller.begin()
-        assert caller.pool.swap(caller.handle, i64([1, 2]), HOST, 0, 0) == 3
+        assert caller.pool.swap(caller.handle, i64([1, 2]), HOST, 0, 0) is None
         for _ in range(num_pieces):
-            is_left = caller.pool.swap_some(caller.handle, 1)
+            answer = caller.pool.swap_some(caller.handle, 1)
             caller.pool.check_integrity()
         num_pieces += 1
-        caller.pool.end_session(caller.handle)
-        caller.pool.check_integrity()
+        is_left = caller.pool.end_session(caller.handle, 1)
+        while is_left:
+            caller.pool.check_integrity()
+            is_left = caller.pool.end_some(caller.handle, 1)
         caller.pool.session_fenced(caller.handle)
         caller.pool.check_integrity()
         assert [caller.pool.usage(tier)[3:] for tier in (DEVICE, HOST)] == [(0, 0), (0, 0)]
-    assert num_pieces > 4
+    assert answer == 3 and num_pieces > 8
 
 
 def changes_after_an_abort(caller: Caller) -> list[tuple[int, int, int, int]]:
@@ -216,49 +196,42 @@ def changes_after_an_abort(caller: Caller) -> list[tuple[int, int, int, int]]:
 def test_what_the_data_plane_has_of_a_table_is_kept_after_an_abort() -> None:
     """Also after another one: until a plan with a change has run, what was changed is sent."""
     caller = with_prompt(list(range(16)), num_device=20)
-    caller.begin()
-    caller.append((1, 16, 4, [1, 2, 3, 4], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 16, 4, [1, 2, 3, 4], 0))
     for _ in range(2):
         assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 4)]
-    caller.begin()
-    caller.append((1, 16, 4, [1, 2, 3, 4], 0))
-    ran(caller)
+    with caller.step():
+        caller.append((1, 16, 4, [1, 2, 3, 4], 0))
     assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 5)]
 
 
 def test_what_only_plans_in_flight_changed_is_sent_after_an_abort() -> None:
     caller = with_prompt(list(range(16)), num_device=20)
-    caller.begin()
-    assert caller.truncate((1, 10))[1] == []
-    caller.finish()
+    with caller.in_flight():
+        assert caller.truncate((1, 10))[1] == []
     assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 3)]
-    caller.begin()
-    caller.append((1, 10, 4, [7, 8, 9, 9], 3))
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 10, 4, [7, 8, 9, 9], 3))
     caller.receipted(caller.number)
     assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 4)], "lookahead is given back"
-    caller.begin()
-    caller.fork((1, 2))
-    caller.finish()
+    with caller.in_flight():
+        caller.fork((1, 2))
     changes = changes_after_an_abort(caller)
     assert changes == [(Kind.KEEP, 1, 0, 4), (Kind.FORK, 2, 0, 4)]
 
 
 def test_a_sequence_of_the_same_id_keeps_nothing() -> None:
     caller = with_prompt(list(range(16)), num_device=20)
-    caller.begin()
-    caller.free(1)
-    caller.finish()
-    caller.begin()
-    assert len(caller.admit(1, list(range(16)))) == 3
-    caller.finish()
+    with caller.in_flight():
+        caller.free(1)
+    with caller.in_flight():
+        assert len(caller.admit(1, list(range(16)))) == 3
     changes = changes_after_an_abort(caller)
     assert all(kind != Kind.KEEP for kind, *_ in changes)
 
 
 def test_a_block_given_up_before_whole_tables_is_no_source_of_theirs() -> None:
-    caller = with_prompt(PROMPT)
+    caller = with_prompt()
     caller.abort()
     assert len(caller.admit(2, [9, 9], admitted_by=2)) == 3
     caller.begin()
@@ -285,16 +258,15 @@ def test_a_granted_sequence_is_in_the_next_plan_and_computes_nothing() -> None:
 def test_a_check_between_steps_does_not_shift_a_grant() -> None:
     caller = with_prompt(list(range(4)), num_device=4, num_host=4)
     for token in (50, 51, 52, 53):
-        caller.begin()
-        caller.free(1)
-        caller.admit(1, [token] * 4)
-        ran(caller)
+        with caller.step():
+            caller.free(1)
+            caller.admit(1, [token] * 4)
     assert caller.pool.match(b"root", i32(range(4)))[:2] == (0, 1)
     with caller.checks():
         caller.free(1)
     assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
     caller.begin()
-    ran(caller)
+    caller.ran()
     assert caller.state(2).num_written == 4
 
 
@@ -327,9 +299,8 @@ def test_a_cut_sequence_that_no_plan_touches_is_free_at_once() -> None:
 
 def test_what_a_cut_sequence_wrote_is_published_when_its_receipt_comes() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
     caller.pool.cut(caller.handle, 1)
     assert caller.pool.usage(DEVICE)[4] == 2
     caller.receipted()
@@ -338,12 +309,10 @@ def test_what_a_cut_sequence_wrote_is_published_when_its_receipt_comes() -> None
 
 def test_no_block_of_an_unfinished_plan_goes_to_another_session() -> None:
     caller = Caller(new_pool(2))
-    caller.begin()
-    caller.admit(1, [1] * 8)
-    caller.finish()
-    caller.begin()
-    caller.free(1)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, [1] * 8)
+    with caller.in_flight():
+        caller.free(1)
     other = Caller(caller.pool)
     other.begin()
     assert len(other.admit(1, [2])) == 5
@@ -354,10 +323,9 @@ def test_no_block_of_an_unfinished_plan_goes_to_another_session() -> None:
 
 def test_an_ended_session_is_fenced_before_its_blocks_are_allocated() -> None:
     caller = with_prompt(list(range(8)), num_device=4)
-    caller.begin()
-    caller.fork((1, 2))
-    caller.append((1, 8, 4, [], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.append((1, 8, 4, [], 0))
     caller.pool.end_session(caller.handle)
     caller.pool.check_integrity()
     assert caller.pool.usage(DEVICE) == (4, 1, 0, 0, 3)
@@ -376,9 +344,8 @@ def test_sequences_of_later_sessions_are_apart_from_those_that_ended_in_flight()
     pool = new_pool(16)
     for _ in range(3):
         caller = Caller(pool)
-        caller.begin()
-        caller.admit(1, PROMPT, forks=[2])
-        caller.finish()
+        with caller.in_flight():
+            caller.admit(1, PROMPT, forks=[2])
         pool.end_session(caller.handle)
         pool.session_fenced(caller.handle)
     caller = Caller(pool)
@@ -392,10 +359,9 @@ def test_sequences_of_later_sessions_are_apart_from_those_that_ended_in_flight()
 def test_a_session_that_ends_with_a_draft_leaves_nothing_pinned() -> None:
     caller = with_prompt(list(range(4)), num_device=4, num_host=4)
     for token in (50, 51, 52, 53):
-        caller.begin()
-        caller.free(1)
-        caller.admit(1, [token] * 4)
-        ran(caller)
+        with caller.step():
+            caller.free(1)
+            caller.admit(1, [token] * 4)
     assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
     caller.pool.cut(caller.handle, 2)
     caller.pool.end_session(caller.handle)
@@ -406,11 +372,10 @@ def test_a_session_that_ends_with_a_draft_leaves_nothing_pinned() -> None:
 
 
 def test_a_session_is_not_fenced_before_its_plans_have_ended() -> None:
-    caller = with_prompt(PROMPT)
-    caller.begin()
-    caller.swap([1], HOST)
-    caller.free(1)
-    caller.finish()
+    caller = with_prompt()
+    with caller.in_flight():
+        caller.swap([1], HOST)
+        caller.free(1)
     is_left = caller.pool.end_session(caller.handle, 0)
     while is_left:
         with pytest.raises(IndexError):
@@ -425,15 +390,12 @@ def test_what_is_free_at_once_is_not_kept_for_receipts() -> None:
     """A grant that comes when its step has begun counts for the next."""
     caller = Caller(new_pool(8, 6))
     for i, tokens in ((1, [0] * 9), (2, [5] * 32)):  # the first is evicted to the host tier
-        caller.begin()
-        caller.admit(i, tokens)
-        ran(caller)
-        caller.begin()
-        caller.free(i)
-        ran(caller)
-    caller.begin()
-    assert caller.admit(3, [0] * 13, num_compute=0, admitted_by=caller.number) == (8, 2, 0)
-    ran(caller)
+        with caller.step():
+            caller.admit(i, tokens)
+        with caller.step():
+            caller.free(i)
+    with caller.step():
+        assert caller.admit(3, [0] * 13, num_compute=0, admitted_by=caller.number) == (8, 2, 0)
     caller.begin()
     caller.pool.cut(caller.handle, 3)
     caller.pool.check_integrity()

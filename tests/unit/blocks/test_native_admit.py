@@ -10,19 +10,12 @@ SIZE = 4
 ABC = list(range(12))
 
 
-def ran(caller: Caller) -> None:
-    """The step's plan has run."""
-    caller.finish()
-    caller.receipted()
-
-
 def admitted(
     caller: Caller, sequence_id: int, tokens: list[int], **options: int
 ) -> tuple[int, ...]:
     """Admit in a step of its own, whose plan runs."""
-    caller.begin()
-    answer = caller.admit(sequence_id, tokens, **options)
-    ran(caller)
+    with caller.step():
+        answer = caller.admit(sequence_id, tokens, **options)
     caller.pool.check_integrity()
     return answer
 
@@ -60,9 +53,8 @@ def test_hits_that_are_in_use_cost_nothing() -> None:
 def test_hits_that_are_idle_are_taken_from_what_can_be_allocated() -> None:
     caller = Caller(new_pool(4))
     admitted(caller, 1, ABC)
-    caller.begin()
-    caller.free(1)
-    ran(caller)
+    with caller.step():
+        caller.free(1)
     assert caller.pool.usage(DEVICE) == (4, 1, 3, 0, 0)
     assert admitted(caller, 2, [*ABC[:8], 1, 2, 3, 4, 5]) == (8, 4, 5)
     assert caller.pool.usage(DEVICE)[1:] == (0, 0, 4, 0)
@@ -83,18 +75,16 @@ def test_a_prompt_that_is_cached_whole_computes_its_last_token_in_a_copy() -> No
 def test_without_room_for_the_copy_the_last_block_is_computed_again() -> None:
     caller = Caller(new_pool(3))
     admitted(caller, 1, ABC)
-    caller.begin()
-    caller.free(1)
-    ran(caller)
+    with caller.step():
+        caller.free(1)
     assert admitted(caller, 2, ABC) == (8, 3, 4)
 
 
 def test_a_prompt_that_a_sequence_of_the_session_computes_is_shared_before_it_is_written() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    assert caller.admit(1, [*ABC, 50]) == (0, 4, 13)
-    assert caller.admit(2, [*ABC, 60]) == (12, 4, 1)
-    caller.finish()
+    with caller.in_flight():
+        assert caller.admit(1, [*ABC, 50]) == (0, 4, 13)
+        assert caller.admit(2, [*ABC, 60]) == (12, 4, 1)
     assert blocks(caller, 1)[:3] == blocks(caller, 2)[:3]
     assert caller.state(2).num_written == 0
     caller.receipted()
@@ -104,9 +94,8 @@ def test_a_prompt_that_a_sequence_of_the_session_computes_is_shared_before_it_is
 
 def test_what_another_session_computes_is_found_only_when_it_is_written() -> None:
     caller = Caller(new_pool(16))
-    caller.begin()
-    caller.admit(1, ABC)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, ABC)
     other = Caller(caller.pool)
     other.begin()
     assert other.admit(1, ABC) == (0, 3, 12)
@@ -140,11 +129,10 @@ def test_n_sequences_of_one_prompt_share_its_blocks_and_are_admitted_all_or_none
 
 def test_a_fork_of_an_admission_does_not_copy_what_the_same_plan_computes() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, [1, 2, 3], forks=[2])
-    assert caller.append((2, 3, 1, [4], 0))[1] == [(0, Code.BUSY, 2, 0, 0)]
-    assert caller.swap([2], HOST) == (0, Code.BUSY, 2, 0, 0)
-    ran(caller)
+    with caller.step():
+        caller.admit(1, [1, 2, 3], forks=[2])
+        assert caller.append((2, 3, 1, [4], 0))[1] == [(0, Code.BUSY, 2, 0, 0)]
+        assert caller.swap([2], HOST) == (0, Code.BUSY, 2, 0, 0)
     caller.begin()
     assert caller.append((2, 3, 1, [4], 0), (1, 3, 1, [5], 0)) == ([1, 1], [])
     plan = caller.finish()
@@ -153,26 +141,23 @@ def test_a_fork_of_an_admission_does_not_copy_what_the_same_plan_computes() -> N
 
 def test_what_the_same_plan_computes_is_not_copied_after_a_truncate() -> None:
     caller = Caller(new_pool(8, 8))
-    caller.begin()
-    caller.admit(1, ABC)
-    caller.admit(2, [*ABC, 1], num_compute=0)
-    assert caller.truncate((2, 6)) == ([0], [])
-    assert caller.append((2, 6, 1, [9], 0))[1] == [(0, Code.BUSY, 2, 0, 0)]
-    assert caller.swap([2], HOST) == (0, Code.BUSY, 2, 0, 0)
-    ran(caller)
+    with caller.step():
+        caller.admit(1, ABC)
+        caller.admit(2, [*ABC, 1], num_compute=0)
+        assert caller.truncate((2, 6)) == ([0], [])
+        assert caller.append((2, 6, 1, [9], 0))[1] == [(0, Code.BUSY, 2, 0, 0)]
+        assert caller.swap([2], HOST) == (0, Code.BUSY, 2, 0, 0)
     caller.begin()
     assert caller.append((2, 6, 1, [9], 0))[1] == []
 
 
 def test_chunks_take_blocks_as_they_come() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    assert caller.admit(1, ABC, num_compute=5) == (0, 2, 5)
-    ran(caller)
+    with caller.step():
+        assert caller.admit(1, ABC, num_compute=5) == (0, 2, 5)
     assert caller.pool.usage(DEVICE)[3] == 2
-    caller.begin()
-    assert caller.append((1, 5, 7, [], 0)) == ([3], [])
-    ran(caller)
+    with caller.step():
+        assert caller.append((1, 5, 7, [], 0)) == ([3], [])
     assert caller.pool.match(b"root", b"".join(t.to_bytes(4, "little") for t in ABC))[0] == 3
 
 
@@ -240,12 +225,10 @@ def test_a_block_that_equals_a_published_one_takes_over_its_prefix() -> None:
     admitted(caller, 2, ABC[:8], skip=True)
     first, spare = blocks(caller, 1), blocks(caller, 2)
     assert caller.pool.take_publications(9)[0][1:2] == (_column(first),)
-    caller.begin()
-    caller.free(1)
-    ran(caller)
-    caller.begin()
-    assert caller.admit(3, [7] * 12)[0] == 0  # evicts what 1 had
-    ran(caller)
+    with caller.step():
+        caller.free(1)
+    with caller.step():
+        assert caller.admit(3, [7] * 12)[0] == 0  # evicts what 1 had
     caller.pool.check_integrity()
     told = [run[1] for run in caller.pool.take_publications(1)]
     assert _column(spare[:1]) in told and _column(spare[1:]) in told
@@ -259,28 +242,24 @@ def test_blocks_evicted_beside_one_whose_spare_takes_its_place_leave_nothing_beh
     first, second, other = Caller(pool), Caller(pool), Caller(pool)
     admitted(first, 1, [1, 2, 3])
     admitted(second, 1, [1, 2, 3], skip=True)
-    second.begin()
-    assert second.append((1, 3, 1, [4], 0))[1] == []  # the window passes two of its blocks
-    ran(second)
-    first.begin()
-    first.free(1)
-    ran(first)
-    other.begin()
-    assert len(other.admit(1, [10, 11, 12, 13, 14])) == 3  # evicts the last two of the first prompt
-    other.finish()
+    with second.step():
+        assert second.append((1, 3, 1, [4], 0))[1] == []  # the window passes two of its blocks
+    with first.step():
+        first.free(1)
+    with other.in_flight():
+        assert (
+            len(other.admit(1, [10, 11, 12, 13, 14])) == 3
+        )  # evicts the last two of the first prompt
     pool.check_integrity()
-    second.begin()
-    second.free(1)
-    ran(second)
+    with second.step():
+        second.free(1)
     other.receipted()
-    other.begin()
-    other.free(1)
-    ran(other)
+    with other.step():
+        other.free(1)
     pool.check_integrity()
     assert pool.usage(DEVICE) == (8, 0, 8, 0, 0)
-    other.begin()
-    assert len(other.admit(2, list(range(20, 28)))) == 3
-    ran(other)
+    with other.step():
+        assert len(other.admit(2, list(range(20, 28)))) == 3
     pool.check_integrity()
 
 

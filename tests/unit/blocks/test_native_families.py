@@ -18,20 +18,12 @@ from tests.helpers.native.native_pool import DEVICE, HOST, Caller, ints, new_poo
 def with_forks() -> Caller:
     """A session with sequence 1, a fork 2 of it, and a fork 3 of that one, all written."""
     caller = Caller(new_pool(16, 16))
-    caller.begin()
-    caller.admit(1, list(range(6)), forks=[2])
-    ran(caller)
-    caller.begin()
-    caller.fork((2, 3))
-    ran(caller)
+    with caller.step():
+        caller.admit(1, list(range(6)), forks=[2])
+    with caller.step():
+        caller.fork((2, 3))
     assert events(caller) == [(FAMILY_STARTED, 1)]
     return caller
-
-
-def ran(caller: Caller) -> None:
-    caller.finish()
-    caller.receipted()
-    caller.pool.check_integrity()
 
 
 def events(caller: Caller) -> list[tuple[int, int]]:
@@ -39,12 +31,11 @@ def events(caller: Caller) -> list[tuple[int, int]]:
 
 
 def step(caller: Caller, *freed: int, swapped: tuple[int, ...] = (), tier: int = HOST) -> None:
-    caller.begin()
-    if freed:
-        caller.free(*freed)
-    if swapped:
-        assert isinstance(caller.swap(swapped, tier), int)
-    ran(caller)
+    with caller.step():
+        if freed:
+            caller.free(*freed)
+        if swapped:
+            assert isinstance(caller.swap(swapped, tier), int)
 
 
 def test_forks_of_forks_are_in_the_family_until_the_last_is_gone() -> None:
@@ -56,9 +47,8 @@ def test_forks_of_forks_are_in_the_family_until_the_last_is_gone() -> None:
     step(caller, 2)
     assert events(caller) == [(FAMILY_ENDED, 1)]
     assert caller.pool.family_on_device(caller.handle, 1) == b""
-    caller.begin()
-    caller.admit(1, [7])
-    ran(caller)
+    with caller.step():
+        caller.admit(1, [7])
     assert events(caller) == [(FAMILY_STARTED, 2)], "a family's number is not used again"
 
 
@@ -69,9 +59,8 @@ def test_a_family_leaves_the_device_with_its_last_member() -> None:
     assert ints(caller.pool.family_on_device(caller.handle, 1), "q") == [3]
     step(caller, swapped=(3,))
     assert events(caller) == [(FAMILY_LEFT_DEVICE, 1)]
-    caller.begin()
-    caller.fork((3, 4))
-    ran(caller)
+    with caller.step():
+        caller.fork((3, 4))
     assert events(caller) == [], "a fork of it is on the host tier too"
     step(caller, swapped=(4,), tier=DEVICE)
     assert events(caller) == [(FAMILY_STARTED, 1)]
@@ -87,9 +76,8 @@ def test_an_abort_tells_once_where_families_are(tier: int) -> None:
     if tier == DEVICE:
         step(caller, swapped=(1, 2, 3))
     events(caller)
-    caller.begin()
-    caller.swap([1, 2, 3], tier)
-    caller.finish()
+    with caller.in_flight():
+        caller.swap([1, 2, 3], tier)
     there = FAMILY_STARTED if tier == DEVICE else FAMILY_LEFT_DEVICE
     back = FAMILY_LEFT_DEVICE if tier == DEVICE else FAMILY_STARTED
     assert events(caller) == [(there, 1)]
@@ -99,9 +87,8 @@ def test_an_abort_tells_once_where_families_are(tier: int) -> None:
 
 def test_what_is_undone_before_it_is_told_is_not_told() -> None:
     caller = with_forks()
-    caller.begin()
-    caller.swap([1, 2, 3], HOST)
-    caller.finish()
+    with caller.in_flight():
+        caller.swap([1, 2, 3], HOST)
     caller.abort()
     assert events(caller) == []
 
@@ -118,12 +105,10 @@ def test_a_family_holds_what_its_members_on_the_device_hold() -> None:
 def test_the_first_layer_group_alone_tells() -> None:
     groups = [LayerGroup(4, num, num) for num in (16, 8)]
     caller = Caller(Pool(groups))
-    caller.begin()
-    caller.admit(1, list(range(6)))
-    caller.finish()
-    caller.begin()
-    caller.swap([1], HOST)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(6)))
+    with caller.in_flight():
+        caller.swap([1], HOST)
     caller.abort()
     assert caller.pool.family_on_device(caller.handle, 1) != b""
     assert caller.pool.family_held(caller.handle, 1) == 0, "nothing was written"

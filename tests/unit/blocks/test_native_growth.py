@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
-
-PROMPT = list(range(6))
-
-
-def ran(caller: Caller) -> None:
-    """The step's plan has run."""
-    caller.finish()
-    caller.receipted()
-    caller.pool.check_integrity()
-
-
-def with_prompt(num_device: int = 8, tokens: list[int] = PROMPT, **options: int) -> Caller:
-    """A session with sequence 1, which is written."""
-    caller = Caller(new_pool(num_device, 8, **options))
-    caller.begin()
-    assert len(caller.admit(1, tokens)) == 3
-    ran(caller)
-    return caller
+from tests.helpers.native.native_pool import (
+    DEVICE,
+    HOST,
+    Caller,
+    Code,
+    Kind,
+    dump,
+    i32,
+    new_pool,
+    with_prompt,
+)
 
 
 def test_an_append_in_place_changes_no_table() -> None:
@@ -57,9 +49,8 @@ def test_lookahead_slots_are_allocated_and_not_computed() -> None:
 
 def test_of_two_sharers_the_first_copies_and_the_last_writes_in_place() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.fork((1, 2))
-    ran(caller)
+    with caller.step():
+        caller.fork((1, 2))
     (shared,) = {caller.table(1)[1], caller.table(2)[1]}
     caller.begin()
     assert caller.append((2, 6, 1, [7], 0), (1, 6, 1, [8], 0)) == ([2, 2], [])
@@ -71,9 +62,8 @@ def test_of_two_sharers_the_first_copies_and_the_last_writes_in_place() -> None:
 
 def test_what_a_copy_reads_is_not_written_before_its_plan_has_run() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.fork((1, 2))
-    ran(caller)
+    with caller.step():
+        caller.fork((1, 2))
     shared = caller.table(1)[1]
     caller.begin()
     caller.append((2, 6, 1, [7], 0))
@@ -111,18 +101,17 @@ def test_refused_appends() -> None:
 
 def test_an_append_is_sure_of_its_room_by_its_columns_alone() -> None:
     caller = with_prompt(num_device=4)  # of 4 tokens each, of which the prompt has 2
-    caller.begin()
-    before = dump(caller.pool, [caller])
-    for rows in (
-        [(1, 6, 4, [], 0)],  # takes 1: at most 2 for a sequence, and 1 for 4 slots
-        [(1, 6, 1, [], 3)],
-        [(1, 6, 1, [], 0), (9, 0, 0, [], 0)],
-    ):
-        assert caller.append_if_sure(*rows) is None
-        assert dump(caller.pool, [caller]) == before
-    assert caller.append_if_sure((1, 6, 3, [], 0)) == ([3], [])
-    assert caller.append_if_sure((9, 0, 1, [], 0)) is None, "one block is left"
-    caller.finish()
+    with caller.in_flight():
+        before = dump(caller.pool, [caller])
+        for rows in (
+            [(1, 6, 4, [], 0)],  # takes 1: at most 2 for a sequence, and 1 for 4 slots
+            [(1, 6, 1, [], 3)],
+            [(1, 6, 1, [], 0), (9, 0, 0, [], 0)],
+        ):
+            assert caller.append_if_sure(*rows) is None
+            assert dump(caller.pool, [caller]) == before
+        assert caller.append_if_sure((1, 6, 3, [], 0)) == ([3], [])
+        assert caller.append_if_sure((9, 0, 1, [], 0)) is None, "one block is left"
     caller.begin()
     assert caller.free(1) == ([3], [])
     refused = caller.append_if_sure((9, 0, 1, [], 0))
@@ -138,9 +127,8 @@ def test_a_neighbour_of_a_refused_item_is_done() -> None:
 
 def test_a_truncate_gives_back_what_was_written_and_what_was_not() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.append((1, 6, 10, [6, 7, 8], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.append((1, 6, 10, [6, 7, 8], 0))
     caller.begin()
     assert caller.truncate((1, 7)) == ([2], [])
     plan = caller.finish()
@@ -170,13 +158,11 @@ def test_a_truncated_block_that_is_published_is_left_to_its_readers() -> None:
 
 def test_what_was_truncated_before_its_receipt_is_not_published() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    caller.truncate((1, 6))
-    caller.append((1, 6, 2, [90, 91], 0))
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        caller.truncate((1, 6))
+        caller.append((1, 6, 2, [90, 91], 0))
     caller.pool.receipted(caller.handle, 1)
     assert caller.pool.match(b"root", i32(range(8)))[0] == 1
     caller.receipted()
@@ -223,17 +209,14 @@ def test_forks_copy_neither_tokens_nor_tables() -> None:
 
 def test_children_differ_from_where_they_grow() -> None:
     caller = with_prompt(num_device=400, tokens=list(range(599)))
-    caller.begin()
-    caller.fork((1, 2), (2, 3))
-    ran(caller)
-    caller.begin()
-    caller.append((3, 599, 9, [], 0))
-    ran(caller)
+    with caller.step():
+        caller.fork((1, 2), (2, 3))
+    with caller.step():
+        caller.append((3, 599, 9, [], 0))
     assert caller.table(3)[:149] == caller.table(1)[:149]
     assert caller.table(3)[149] != caller.table(1)[149] == caller.table(2)[149]
-    caller.begin()
-    caller.free(1, 2)
-    ran(caller)
+    with caller.step():
+        caller.free(1, 2)
     assert len(caller.table(3)) == 152
     caller.pool.check_integrity()
 
@@ -251,13 +234,11 @@ def test_a_sequence_that_this_step_computes_is_busy() -> None:
 
 def test_a_sequence_freed_before_its_receipt_is_published_all_the_same() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    assert caller.free(1) == ([2], [])
-    assert caller.free(1, 0)[1] == [(0, Code.NOT_FOUND, 1, 0, 0), (1, Code.NOT_FOUND, 0, 0, 0)]
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        assert caller.free(1) == ([2], [])
+        assert caller.free(1, 0)[1] == [(0, Code.NOT_FOUND, 1, 0, 0), (1, Code.NOT_FOUND, 0, 0, 0)]
     assert caller.pool.match(b"root", i32(range(8)))[0] == 0
     caller.receipted()
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
@@ -266,15 +247,13 @@ def test_a_sequence_freed_before_its_receipt_is_published_all_the_same() -> None
 
 def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it() -> None:
     caller = Caller(new_pool(8))
-    caller.begin()
-    caller.admit(1, list(range(8)))
-    caller.finish()
-    caller.begin()
-    caller.fork((1, 2))
-    caller.free(1)
-    caller.truncate((2, 6))
-    assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.free(1)
+        caller.truncate((2, 6))
+        assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
     caller.pool.receipted(caller.handle, 1)
     (run,) = caller.pool.take_publications(9)
     assert caller.table(2)[1].index.to_bytes(4, "little") not in [run[1][:4], run[1][4:]]
@@ -284,19 +263,15 @@ def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it
 
 def test_a_freed_sequence_of_which_the_chain_was_evicted_is_not_published_elsewhere() -> None:
     caller = Caller(new_pool(4))
-    caller.begin()
-    caller.admit(1, list(range(4)))
-    ran(caller)
-    caller.begin()
-    caller.append((1, 4, 4, [4, 5, 6, 7], 0))
-    caller.finish()
-    caller.begin()
-    caller.append((1, 8, 4, [8, 9, 10, 11], 0))
-    caller.finish()
-    caller.begin()
-    caller.free(1)
-    caller.admit(2, [50] * 8, num_compute=8)
-    caller.finish()
+    with caller.step():
+        caller.admit(1, list(range(4)))
+    with caller.in_flight():
+        caller.append((1, 4, 4, [4, 5, 6, 7], 0))
+    with caller.in_flight():
+        caller.append((1, 8, 4, [8, 9, 10, 11], 0))
+    with caller.in_flight():
+        caller.free(1)
+        caller.admit(2, [50] * 8, num_compute=8)
     for plan in (2, 3, 4):
         caller.pool.receipted(caller.handle, plan)
         caller.pool.check_integrity()
@@ -305,9 +280,8 @@ def test_a_freed_sequence_of_which_the_chain_was_evicted_is_not_published_elsewh
 
 def test_tokens_that_are_deferred_publish_what_is_written() -> None:
     caller = with_prompt()
-    caller.begin()
-    caller.append((1, 6, 6, [], 0))
-    ran(caller)
+    with caller.step():
+        caller.append((1, 6, 6, [], 0))
     assert caller.pool.match(b"root", i32(range(12)))[0] == 1
     before = dump(caller.pool, [caller])
     for rows, failure in [
@@ -332,12 +306,10 @@ def test_tokens_that_are_deferred_publish_what_is_written() -> None:
 def test_unpublished_blocks_are_reused_before_published_ones_and_tails_before_heads() -> None:
     caller = with_prompt(num_device=5, tokens=list(range(14)))
     one = [ref.index for ref in caller.table(1) if ref]
-    caller.begin()
-    caller.free(1)
-    ran(caller)
-    caller.begin()
-    caller.admit(2, [9] * 16)
-    ran(caller)
+    with caller.step():
+        caller.free(1)
+    with caller.step():
+        caller.admit(2, [9] * 16)
     taken = [ref.index for ref in caller.table(2) if ref]
     assert one[0] not in taken and set(one[1:]) < set(taken)
     assert taken.index(one[3]) < taken.index(one[2]) < taken.index(one[1])
@@ -359,15 +331,15 @@ def test_a_sequence_goes_on_when_it_is_scheduled_receipted_moved_or_given_blocks
     caller.receipted()
     assert pool.family_progress(caller.handle, 1) == (2.0, False)
     at(3.0)
-    ran(caller)
+    caller.ran()
     assert pool.family_progress(caller.handle, 1) == (2.0, False), "a step without it"
     assert pool.reserve(caller.handle, 1, 1)
     assert pool.family_progress(caller.handle, 1) == (3.0, False)
     at(4.0)
     caller.swap([1], HOST)
-    ran(caller)
+    caller.ran()
     assert pool.family_progress(caller.handle, 1) == (0.0, False), "none is on the device"
     at(5.0)
     caller.swap([1], DEVICE)
-    ran(caller)
+    caller.ran()
     assert pool.family_progress(caller.handle, 1) == (5.0, False)

@@ -19,10 +19,8 @@ FEW = i32([1])
 def caller() -> Caller:
     """A session in a step, with sequence 1 of six tokens."""
     caller = Caller(new_pool(8, 4))
-    caller.begin()
-    caller.admit(1, list(range(6)))
-    caller.finish()
-    caller.receipted()
+    with caller.step():
+        caller.admit(1, list(range(6)))
     caller.begin()
     return caller
 
@@ -191,11 +189,9 @@ OPERATIONS: dict[str, Operation] = {
 @pytest.mark.parametrize("num_device", [6, 8, 20])
 def test_a_check_says_what_comes_of_it(name: str, num_device: int) -> None:
     caller = Caller(new_pool(num_device, 4, max_sequences=7))
-    caller.begin()
-    caller.admit(1, list(range(6)), forks=[2, 3])
-    caller.admit(4, [50] * 16)
-    caller.finish()
-    caller.receipted()
+    with caller.step():
+        caller.admit(1, list(range(6)), forks=[2, 3])
+        caller.admit(4, [50] * 16)
     before = dump(caller.pool, [caller])
     with caller.checks():
         predicted = OPERATIONS[name](caller)
@@ -210,10 +206,8 @@ def test_a_check_says_what_comes_of_it(name: str, num_device: int) -> None:
 
 def test_items_are_checked_by_themselves() -> None:
     caller = Caller(new_pool(4, max_sequences=3))
-    caller.begin()
-    caller.admit(1, list(range(12)), forks=[2])
-    caller.finish()
-    caller.receipted()
+    with caller.step():
+        caller.admit(1, list(range(12)), forks=[2])
     with caller.checks():
         rows = [(1, 12, 4, [], 0), (2, 12, 4, [], 0), (1, 13, 1, [], 0)]
         assert caller.append(*rows)[1] == [(2, Code.POSITION, 1, 12, 13)]

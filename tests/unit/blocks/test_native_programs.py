@@ -74,7 +74,7 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
         ),
         (
             WRITER,
-            "steps/proto_writer.h",
+            "sessions/proto_writer.h",
             "num_values * sizeof(T)",
             "2 * num_values * sizeof(T)",
             "AddressSanitizer",

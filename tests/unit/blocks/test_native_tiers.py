@@ -5,35 +5,25 @@ from __future__ import annotations
 import pytest
 from kvplane_blocks._native import ColumnError
 
-from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, Kind, dump, i32, new_pool
-
-PROMPT = list(range(6))
-
-
-def ran(caller: Caller) -> None:
-    """The step's plan has run."""
-    caller.finish()
-    caller.receipted()
-    caller.pool.check_integrity()
-
-
-def with_prompt(
-    tokens: list[int], num_device: int = 8, num_host: int = 8, window: int = 0
-) -> Caller:
-    """A session with sequence 1, which is written."""
-    caller = Caller(new_pool(num_device, num_host, window_tokens=window))
-    caller.begin()
-    assert len(caller.admit(1, tokens)) == 3
-    ran(caller)
-    return caller
+from tests.helpers.native.native_pool import (
+    DEVICE,
+    HOST,
+    Caller,
+    Code,
+    Kind,
+    dump,
+    i32,
+    i64,
+    new_pool,
+    with_prompt,
+)
 
 
 def test_a_group_is_swapped_out_and_in_and_shared_blocks_are_copied_once() -> None:
-    caller = with_prompt(PROMPT)
-    caller.begin()
-    caller.fork((1, 2))
-    caller.append((2, 6, 1, [9], 0))
-    ran(caller)
+    caller = with_prompt()
+    with caller.step():
+        caller.fork((1, 2))
+        caller.append((2, 6, 1, [9], 0))
     first, second = caller.table(1), caller.table(2)
     caller.begin()
     assert caller.swap([1, 2], HOST) == 3
@@ -47,27 +37,24 @@ def test_a_group_is_swapped_out_and_in_and_shared_blocks_are_copied_once() -> No
     caller.receipted()
     assert caller.pool.usage(DEVICE)[3] == 0
     assert caller.append((1, 6, 1, [], 0))[1] == [(0, Code.SWAPPED, 1, HOST, 0)]
-    caller.begin()
-    assert caller.swap([2], DEVICE) == 2
-    ran(caller)
+    with caller.step():
+        assert caller.swap([2], DEVICE) == 2
     assert caller.state(2).tier == DEVICE and caller.state(1).tier == HOST
-    caller.begin()
-    assert caller.append((2, 7, 1, [3], 0)) == ([2], [])
-    ran(caller)
+    with caller.step():
+        assert caller.append((2, 7, 1, [3], 0)) == ([2], [])
 
 
 def test_a_sequence_that_others_share_leaves_its_blocks_to_them() -> None:
-    caller = with_prompt(PROMPT)
-    caller.begin()
-    caller.fork((1, 2))
-    before = caller.table(2)
-    assert caller.swap([1], HOST) == 2
-    ran(caller)
+    caller = with_prompt()
+    with caller.step():
+        caller.fork((1, 2))
+        before = caller.table(2)
+        assert caller.swap([1], HOST) == 2
     assert caller.table(2) == before
 
 
 def test_a_table_that_forks_share_is_copied_once() -> None:
-    caller = with_prompt(PROMPT)
+    caller = with_prompt()
     caller.begin()
     caller.fork((1, 2))
     assert caller.swap([1, 2], HOST) == 2
@@ -79,23 +66,20 @@ def test_a_table_that_forks_share_is_copied_once() -> None:
 
 def test_swapped_sequences_fork_truncate_and_publish_when_they_are_back() -> None:
     caller = with_prompt(list(range(9)))
-    caller.begin()
-    caller.swap([1], HOST)
-    assert caller.fork((1, 2)) == ([3], [])
-    assert caller.truncate((2, 5)) == ([0], [])
-    ran(caller)
+    with caller.step():
+        caller.swap([1], HOST)
+        assert caller.fork((1, 2)) == ([3], [])
+        assert caller.truncate((2, 5)) == ([0], [])
     assert len(caller.table(2)) == 2
-    caller.begin()
-    assert caller.swap([1, 2], DEVICE) == 3
-    ran(caller)
+    with caller.step():
+        assert caller.swap([1, 2], DEVICE) == 3
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
 
 
 def test_refused_swaps() -> None:
     caller = with_prompt(list(range(16)), num_host=4)
-    caller.begin()
-    caller.admit(2, [50] * 4)
-    ran(caller)
+    with caller.step():
+        caller.admit(2, [50] * 4)
     caller.begin()
     before = dump(caller.pool, [caller])
     assert caller.swap([9], HOST) == (0, Code.NOT_FOUND, 9, 0, 0)
@@ -112,6 +96,47 @@ def test_refused_swaps() -> None:
     assert caller.swap([2], HOST) == (0, Code.LATER, 1, 0, HOST)
 
 
+def test_a_swap_allocates_in_slices_between_which_nobody_takes_what_it_needs() -> None:
+    caller = with_prompt(list(range(16)), num_host=6)
+    pool, other = caller.pool, Caller(caller.pool, b"other")
+    caller.begin()
+    answer, held = pool.swap(caller.handle, i64([1]), HOST, 0, 1), list[int]()
+    while answer is None:
+        held.append(pool.usage(HOST)[3])
+        assert pool.num_obtainable(other.handle, HOST) == 2
+        assert pool.num_obtainable(caller.handle, HOST) == 6 - held[-1]
+        pool.check_integrity()
+        answer = pool.swap_some(caller.handle, 1)
+    assert answer == 4
+    assert held[:6] == [0, 1, 2, 3, 4, 4]
+
+
+def test_a_swap_that_runs_short_between_its_slices_gives_back_what_it_allocated() -> None:
+    caller = with_prompt(list(range(100, 116)), num_host=4)
+    pool, other, third = caller.pool, Caller(caller.pool), Caller(caller.pool, b"third")
+    for each, tokens in ((other, [0] * 4), (third, list(range(200, 216)))):
+        with each.step():
+            assert len(each.admit(1, tokens)) == 3, "the last evicts what is cached"
+        with each.step():
+            each.free(1)
+    assert pool.match(b"root", i32([0] * 4))[:2] == (0, 1)
+    table, usage = caller.table(1), pool.usage(HOST)
+    assert usage == (4, 3, 1, 0, 0)
+    caller.begin()
+    assert pool.swap(caller.handle, i64([1]), HOST, 0, 3) is None
+    assert pool.usage(HOST)[3] == 2
+    with other.step():
+        assert other.admit(2, [*[0] * 4, 9]) == (4, 2, 1), "copied from the host tier"
+        num_slices, answer = 0, None
+        while answer is None:
+            answer, num_slices = pool.swap_some(caller.handle, 1), num_slices + 1
+            pool.check_integrity()
+        assert (answer, num_slices) == ((0, Code.LATER, 4, 3, HOST), 2)
+        assert caller.table(1) == table
+        assert pool.usage(HOST) == (4, 3, 0, 1, 0), "that of the prefix is read"
+    assert caller.swap([1], HOST) == 4
+
+
 def filled(num_device: int, num_host: int) -> Caller:
     """A pool of which all blocks are cached: those of [0] * 4, then of [1] * 4, and so on."""
     caller = Caller(new_pool(num_device, num_host))
@@ -120,9 +145,8 @@ def filled(num_device: int, num_host: int) -> Caller:
         caller.admit(1, [i] * 4)
         caller.finish()
         caller.receipted()
-        caller.begin()
-        caller.free(1)
-        ran(caller)
+        with caller.step():
+            caller.free(1)
     return caller
 
 
@@ -154,12 +178,10 @@ def test_what_is_evicted_is_copied_to_the_host_tier_and_found_after_its_receipt(
 def test_what_the_host_tier_has_is_not_copied_again() -> None:
     caller = filled(4, 8)
     for tokens in ([9] * 4, [0] * 4):
-        caller.begin()
-        caller.admit(1, tokens)
-        ran(caller)
-        caller.begin()
-        caller.free(1)
-        ran(caller)
+        with caller.step():
+            caller.admit(1, tokens)
+        with caller.step():
+            caller.free(1)
     assert caller.pool.match(b"root", i32([0] * 4))[:2] == (1, 0)
     num_copied = caller.pool.usage(HOST)[2]
     caller.begin()
@@ -196,15 +218,14 @@ def test_an_aborted_copy_to_the_host_tier_is_not_found() -> None:
     assert plan is not None and len(plan.allocations) == 1
     caller.abort()
     caller.begin()
-    ran(caller)
+    caller.ran()
     assert caller.pool.usage(HOST)[2:] == (num_found, 0, 0)
 
 
 def test_what_is_forgotten_while_it_is_copied_to_the_host_tier_does_not_stay_there() -> None:
     caller = filled(4, 4)
-    caller.begin()
-    caller.admit(1, [9] * 4)
-    caller.finish()
+    with caller.in_flight():
+        caller.admit(1, [9] * 4)
     pool = caller.pool
     assert pool.forget(caller.root, i32([0] * 4), True, 1) == (0, 0)
     assert not pool.forget_some(1000), "it waits for the receipt"
@@ -216,9 +237,8 @@ def test_what_is_forgotten_while_it_is_copied_to_the_host_tier_does_not_stay_the
 
 def test_a_block_swapped_to_and_freed_is_not_written_twice_by_one_plan() -> None:
     caller = filled(4, 2)
-    caller.begin()
-    caller.admit(1, [9] * 4)
-    ran(caller)
+    with caller.step():
+        caller.admit(1, [9] * 4)
     caller.begin()
     assert caller.swap([1], HOST) == 1
     caller.free(1)
@@ -232,7 +252,7 @@ def test_a_block_swapped_to_and_freed_is_not_written_twice_by_one_plan() -> None
 
 
 def test_blocks_behind_the_window_go_back() -> None:
-    caller = with_prompt(list(range(12)), window=6)
+    caller = with_prompt(list(range(12)), window_tokens=6)
     caller.begin()
     assert caller.append((1, 12, 1, [], 0)) == ([4], [])
     plan = caller.finish()
@@ -245,33 +265,29 @@ def test_blocks_behind_the_window_go_back() -> None:
 
 
 def test_nothing_is_trimmed_that_an_abort_would_need() -> None:
-    caller = with_prompt(list(range(4)), window=4)
+    caller = with_prompt(list(range(4)), window_tokens=4)
     for first in range(4, 12):
-        caller.begin()
-        assert caller.append((1, first, 1, [], 0))[1] == []
-        ran(caller)
+        with caller.step():
+            assert caller.append((1, first, 1, [], 0))[1] == []
     assert None not in caller.table(1), "only 4 tokens are known, so an abort leaves 4"
     caller.abort()
     assert caller.state(1).num_written == 4 and None not in caller.table(1)
 
 
 def test_a_truncate_leaves_what_the_next_position_sees() -> None:
-    caller = with_prompt(list(range(16)), window=6)
-    caller.begin()
-    caller.append((1, 16, 1, [16], 0))
-    ran(caller)
+    caller = with_prompt(list(range(16)), window_tokens=6)
+    with caller.step():
+        caller.append((1, 16, 1, [16], 0))
     assert sum(ref is None for ref in caller.table(1)) == 2
-    caller.begin()
-    assert caller.truncate((1, 12))[1] == [(0, Code.TRIMMED, 1, 13, 12)]
-    assert caller.truncate((1, 13))[1] == []
-    ran(caller)
+    with caller.step():
+        assert caller.truncate((1, 12))[1] == [(0, Code.TRIMMED, 1, 13, 12)]
+        assert caller.truncate((1, 13))[1] == []
 
 
 def test_a_trimmed_sequence_is_swapped_forked_and_sent_whole() -> None:
-    caller = with_prompt(list(range(16)), window=6)
-    caller.begin()
-    caller.append((1, 16, 1, [16], 0))
-    ran(caller)
+    caller = with_prompt(list(range(16)), window_tokens=6)
+    with caller.step():
+        caller.append((1, 16, 1, [16], 0))
     caller.begin()
     caller.fork((1, 2))
     assert caller.swap([1], HOST) == 3
@@ -293,19 +309,14 @@ def test_blocks_behind_the_window_are_trimmed_before_what_follows_is_published()
     """Written while the sequence was on its way to the host tier, they were not published then."""
     pool = new_pool(64, 64, window_tokens=8)
     caller = Caller(pool)
-    caller.begin()
-    assert len(caller.admit(1, list(range(80)))) == 3
-    caller.finish()
-    caller.begin()
-    caller.swap([1], HOST)
-    caller.finish()
-    caller.receipted()
-    caller.begin()
-    caller.swap([1], DEVICE)
-    caller.finish()
-    caller.begin()
-    caller.append((1, 80, 4, [90, 91, 92, 93], 0))
-    caller.finish()
+    with caller.in_flight():
+        assert len(caller.admit(1, list(range(80)))) == 3
+    with caller.step():
+        caller.swap([1], HOST)
+    with caller.in_flight():
+        caller.swap([1], DEVICE)
+    with caller.in_flight():
+        caller.append((1, 80, 4, [90, 91, 92, 93], 0))
     assert [*map(bool, caller.table(1))] == [False] * 18 + [True] * 3
     caller.receipted()
     pool.check_integrity()

@@ -16,17 +16,10 @@ NUM_TURNS = 150
 
 def admitted(caller: Caller, sequence_id: int, tokens: list[int]) -> int:
     """Admit in a step of its own, whose plan runs; the tokens found cached."""
-    caller.begin()
-    answer = caller.admit(sequence_id, tokens)
-    assert len(answer) == 3, answer
-    ran(caller)
+    with caller.step():
+        answer = caller.admit(sequence_id, tokens)
+        assert len(answer) == 3, answer
     return answer[0]
-
-
-def ran(caller: Caller) -> None:
-    caller.finish()
-    caller.receipted()
-    caller.pool.check_integrity()
 
 
 def assert_known(caller: Caller, known: dict[int, list[int]]) -> None:
@@ -70,9 +63,8 @@ def test_a_prefix_that_nobody_has_any_more_is_shared_by_those_who_come_next() ->
     pool = paged_pool()
     first, second, third = (Caller(pool) for _ in range(3))
     admitted(first, 1, LONG)
-    first.begin()
-    first.free(1)
-    ran(first)
+    with first.step():
+        first.free(1)
     assert pool.num_token_chunks == 0
     admitted(second, 1, LONG)
     admitted(third, 1, LONG)
@@ -86,10 +78,9 @@ def test_who_goes_on_otherwise_leaves_the_others_tokens(kept: int) -> None:
     admitted(one, 1, LONG)
     admitted(other, 2, LONG)
     for caller, sequence_id, token in ((one, 1, 1001), (other, 2, 1002)):
-        caller.begin()
-        caller.truncate((sequence_id, kept))
-        caller.append((sequence_id, kept, 2, [token] * 2, 0))
-        ran(caller)
+        with caller.step():
+            caller.truncate((sequence_id, kept))
+            caller.append((sequence_id, kept, 2, [token] * 2, 0))
     assert_known(one, {1: [*LONG[:kept], 1001, 1001]})
     assert_known(other, {2: [*LONG[:kept], 1002, 1002]})
     admitted(late, 3, LONG)
@@ -106,31 +97,30 @@ def test_in_a_walk_everybody_keeps_their_own_tokens() -> None:
     for _ in range(NUM_TURNS):
         place = rng.randrange(len(callers))
         caller, mine = callers[place], known[place]
-        caller.begin()
-        kind = rng.choice(("admit", "admit", "append", "truncate", "free", "forget"))
-        if kind == "admit":
-            prompt = [t for _ in range(rng.randint(1, 3)) for t in rng.choice(patterns)]
-            prompt = [*prompt[: rng.choice([len(prompt), len(prompt) - 70])], 5]
-            if len(caller.admit(next_id, prompt)) == 3:
-                mine[next_id] = prompt
-                next_id += 1
-        elif mine:
-            sequence_id = rng.choice([*mine])
-            tokens = mine[sequence_id]
-            if kind == "append":
-                more = rng.choice(patterns)[: rng.choice([1, 100, CHUNK])]
-                _, refused = caller.append((sequence_id, len(tokens), len(more), more, 0))
-                tokens += [] if refused else more
-            elif kind == "truncate":
-                del tokens[rng.choice([len(tokens) // 2, len(tokens) - 1]) :]
-                caller.truncate((sequence_id, len(tokens)))
-            elif kind == "free":
-                caller.free(sequence_id)
-                del mine[sequence_id]
-            else:
-                pool.forget_roots([caller.root], True)
-                pool.forget_some(1000)
-        ran(caller)
+        with caller.step():
+            kind = rng.choice(("admit", "admit", "append", "truncate", "free", "forget"))
+            if kind == "admit":
+                prompt = [t for _ in range(rng.randint(1, 3)) for t in rng.choice(patterns)]
+                prompt = [*prompt[: rng.choice([len(prompt), len(prompt) - 70])], 5]
+                if len(caller.admit(next_id, prompt)) == 3:
+                    mine[next_id] = prompt
+                    next_id += 1
+            elif mine:
+                sequence_id = rng.choice([*mine])
+                tokens = mine[sequence_id]
+                if kind == "append":
+                    more = rng.choice(patterns)[: rng.choice([1, 100, CHUNK])]
+                    _, refused = caller.append((sequence_id, len(tokens), len(more), more, 0))
+                    tokens += [] if refused else more
+                elif kind == "truncate":
+                    del tokens[rng.choice([len(tokens) // 2, len(tokens) - 1]) :]
+                    caller.truncate((sequence_id, len(tokens)))
+                elif kind == "free":
+                    caller.free(sequence_id)
+                    del mine[sequence_id]
+                else:
+                    pool.forget_roots([caller.root], True)
+                    pool.forget_some(1000)
         assert_known(caller, mine)
         num_needed = sum(-(-len(tokens) // CHUNK) for each in known for tokens in each.values())
         most_shared = max(most_shared, num_needed - pool.num_token_chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
+from tests.helpers.refusals import refused
 
 FULL = LayerGroup("full", (0, 1), 2, 64)
 LAYOUT = Layout("model-a", 16, "float32", "bfloat16", (FULL,))
@@ -84,20 +86,11 @@ def test_layouts_that_differ_only_in_scales_do_not_meet(change: dict[str, Any]) 
     assert replace(FP8, groups=(replace(SCALED, **change),)).fingerprint != FP8.fingerprint
 
 
-def test_scales_are_float32_as_they_travel() -> None:
-    group = LayerGroup("full", (0, 1), 2, 64, key_scales=(0.1, 1 / 3))
-    assert group.key_scales == (0.10000000149011612, 0.3333333432674408)
-    layout = replace(FP8, groups=(group,))
-    back = Layout.from_proto(pb.Layout.FromString(layout.to_proto().SerializeToString()))
-    assert back == layout
-
-
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_an_8_bit_type_is_for_stored_keys_and_values_only(kv_dtype: str) -> None:
     assert replace(LAYOUT, kv_dtype=kv_dtype).block_bytes() == LAYOUT.block_bytes() // 2
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, "layout.dtype"):
         replace(FP8, dtype=kv_dtype)
-    assert caught.value.field == "layout.dtype"
 
 
 @pytest.mark.parametrize("name", ["key_scales", "value_scales"])
@@ -107,16 +100,14 @@ def test_an_8_bit_type_is_for_stored_keys_and_values_only(kv_dtype: str) -> None
     + [(1.0, bad) for bad in (0.0, -1.0, 1e-50, 1e39, math.inf, math.nan, "1", None)],
 )
 def test_scales_that_are_wrong_are_named(name: str, scales: tuple[Any, ...]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, f"layout.groups[0].{name}"):
         replace(FP8, groups=(replace(SCALED, **{name: scales}),))
-    assert caught.value.field == f"layout.groups[0].{name}"
 
 
 @pytest.mark.parametrize("name", ["key_scales", "value_scales"])
 def test_wider_types_have_no_scales(name: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, f"layout.groups[0].{name}"):
         replace(LAYOUT, groups=(replace(FULL, **{name: (1.0, 1.0)}),))
-    assert caught.value.field == f"layout.groups[0].{name}"
 
 
 @pytest.mark.parametrize(
@@ -153,121 +144,121 @@ def test_wider_types_have_no_scales(name: str) -> None:
     ],
 )
 def test_an_invalid_field_is_named(field: str, change: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, f"layout.{field}"):
         replace(LAYOUT, **change)
-    assert caught.value.field == f"layout.{field}"
 
 
-def test_a_layout_comes_back_from_its_message() -> None:
-    layout = replace(FP8, groups=(SCALED, LayerGroup("sliding", (2,), 4, 128, 512)))
+WINDOW = LayerGroup("sliding", (2,), 4, 128, 512)
+ROUNDED = LayerGroup("full", (0, 1), 2, 64, key_scales=(0.1, 1 / 3))  # to float32, as they travel
+SMALL_VALUES = replace(LAYOUT, groups=(replace(FULL, value_head_size=32),))
+OF_LATENTS = replace(LAYOUT, groups=(LATENTS, LayerGroup("full", (2,), 4, 128)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        replace(FP8, groups=(SCALED, WINDOW)),
+        replace(FP8, groups=(ROUNDED,)),
+        replace(LAYOUT, groups=(replace(FULL, head_size=512),)),
+        SMALL_VALUES,
+        OF_LATENTS,
+    ],
+)
+def test_a_layout_comes_back_from_its_message(layout: Layout) -> None:
     message = layout.to_proto()
     assert message.fingerprint == layout.fingerprint
     assert Layout.from_proto(pb.Layout.FromString(message.SerializeToString())) == layout
 
 
-def test_a_layout_may_have_heads_of_512_elements() -> None:
-    assert replace(LAYOUT, groups=(replace(FULL, head_size=512),)).groups[0].head_size == 512
+def test_values_smaller_than_keys_take_fewer_bytes() -> None:
+    assert SMALL_VALUES.block_bytes() == LAYOUT.block_bytes() * (64 + 32) // (64 + 64)
+    assert Shard.whole(SMALL_VALUES).block_bytes(SMALL_VALUES) == SMALL_VALUES.block_bytes()
 
 
-def test_the_defaults_of_cache_kind_and_value_head_size_may_be_said() -> None:
-    message = LAYOUT.to_proto()
-    message.groups[0].cache_kind = pb.CACHE_KIND_KEYS_AND_VALUES
-    message.groups[0].value_head_size = FULL.head_size
-    assert Layout.from_proto(message) == LAYOUT
-
-
-def test_values_smaller_than_keys_take_fewer_bytes_and_come_back_from_their_message() -> None:
-    layout = replace(LAYOUT, groups=(replace(FULL, value_head_size=32),))
-    assert layout.block_bytes() == LAYOUT.block_bytes() * (64 + 32) // (64 + 64)
-    assert Shard.whole(layout).block_bytes(layout) == layout.block_bytes()
-    assert layout.fingerprint != LAYOUT.fingerprint
-    assert Layout.from_proto(pb.Layout.FromString(layout.to_proto().SerializeToString())) == layout
-
-
-def test_latents_are_one_row_for_each_token_and_come_back_from_their_message() -> None:
-    layout = replace(LAYOUT, groups=(LATENTS, LayerGroup("full", (2,), 4, 128)))
+def test_latents_are_one_row_for_each_token() -> None:
+    layout = OF_LATENTS
     assert layout.block_bytes() == Shard.whole(layout).block_bytes(layout) == 2 * 16 * 576 * 2
     assert layout.token_bytes == (2 * 576 + 2 * 4 * 128) * 2
     assert layout.latent_layers == {0, 1}
-    message = pb.Layout.FromString(layout.to_proto().SerializeToString())
+    message = layout.to_proto()
     assert message.groups[0].cache_kind == pb.CACHE_KIND_LATENT
-    assert Layout.from_proto(message) == layout
     message.groups[0].cache_kind = pb.CACHE_KIND_KEYS_AND_VALUES
     message.groups[0].head_size = 512
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, "layout.fingerprint"):
         Layout.from_proto(message)
-    assert caught.value.field == "layout.fingerprint"
 
 
 def test_latents_have_scales_of_keys_alone() -> None:
     scaled = replace(FP8, groups=(replace(LATENTS, key_scales=(0.5, 0.25)),))
     assert scaled.groups[0].key_scales == (0.5, 0.25)
-    with pytest.raises(InvalidRequestError, match="has the key's scale") as caught:
+    with refused(InvalidRequestError, "layout.groups[0].value_scales", match="has the key's scale"):
         replace(FP8, groups=(replace(LATENTS, value_scales=(0.5, 0.25)),))
-    assert caught.value.field == "layout.groups[0].value_scales"
 
 
-def test_a_page_size_is_refused_and_enters_the_fingerprint_only_if_there_is_one() -> None:
-    assert "page_bytes" not in FULL.canonical()
-    assert replace(FULL, page_bytes=4096).canonical()["page_bytes"] == 4096
-    with pytest.raises(InvalidRequestError) as caught:
-        Layout.from_proto(_with_page_bytes(4096))
-    assert caught.value.field == "layout.groups[0].page_bytes"
-    assert Layout.from_proto(_with_page_bytes(0)) == LAYOUT
-
-
-def _with_page_bytes(page_bytes: int) -> pb.Layout:
-    message = LAYOUT.to_proto()
-    message.groups[0].page_bytes = page_bytes
-    return message
-
-
-@pytest.mark.parametrize("kind", [pb.CACHE_KIND_STATE, pb.CACHE_KIND_OPAQUE, 99])
-def test_a_cache_kind_that_is_not_served_is_refused_with_what_is(kind: pb.CacheKind) -> None:
-    message = LAYOUT.to_proto()
-    message.groups[0].cache_kind = kind
-    with pytest.raises(InvalidRequestError, match="keys_and_values or latent, the kinds") as caught:
-        Layout.from_proto(message)
-    assert caught.value.field == "layout.groups[0].cache_kind"
-
-
-@pytest.mark.parametrize("change", [{"cache_kind": "latent"}, {"value_head_size": 32}])
-def test_a_cache_kind_and_a_value_head_size_count_in_the_fingerprint(
+@pytest.mark.parametrize(
+    "change", [{"page_bytes": 4096}, {"cache_kind": "latent"}, {"value_head_size": 32}]
+)
+def test_what_has_a_default_enters_the_fingerprint_only_if_it_is_another(
     change: dict[str, Any],
 ) -> None:
+    assert not change.keys() & FULL.canonical().keys()
     assert replace(FULL, **change).canonical() == FULL.canonical() | change
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_field_of_a_later_release_is_refused(inside: bool) -> None:
+Change = Callable[[pb.Layout], object]
+LATER = b"\xf8\x07\x01"  # field 127: 1
+KINDS = "keys_and_values or latent, the kinds"
+
+
+def of_group(**fields: Any) -> Change:
+    """A change of the first layer group's message."""
+    return lambda message: message.groups[0].MergeFrom(pb.LayerGroup(**fields))
+
+
+# By what is wrong: the change of a message, the field that is named, and what is said.
+WRONG_MESSAGES: dict[str, tuple[Change, str, str | None]] = {
+    "a page size": (of_group(page_bytes=4096), "layout.groups[0].page_bytes", None),
+    "state": (of_group(cache_kind=pb.CACHE_KIND_STATE), "layout.groups[0].cache_kind", KINDS),
+    "opaque": (of_group(cache_kind=pb.CACHE_KIND_OPAQUE), "layout.groups[0].cache_kind", KINDS),
+    "a later kind": (of_group(cache_kind=99), "layout.groups[0].cache_kind", KINDS),
+    "a later field": (lambda m: m.MergeFromString(LATER), "layout", "does not know"),
+    "a later field of a group": (
+        lambda m: m.groups[0].MergeFromString(LATER),
+        "layout.groups[0]",
+        "does not know",
+    ),
+    "no type": (lambda m: m.ClearField("dtype"), "layout.dtype", None),
+    "no stored type": (lambda m: m.ClearField("kv_dtype"), "layout.kv_dtype", None),
+    "another's fingerprint": (
+        lambda m: setattr(m, "fingerprint", bytes(32)),
+        "layout.fingerprint",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MESSAGES)
+def test_a_message_that_is_wrong_is_refused_by_its_field(what: str) -> None:
+    change, field, match = WRONG_MESSAGES[what]
     message = LAYOUT.to_proto()
-    unknown = b"\xf8\x07\x01"  # field 127: 1
-    if inside:
-        message.groups[0].MergeFromString(unknown)
-    else:
-        message.MergeFromString(unknown)
-    with pytest.raises(InvalidRequestError, match="does not know") as caught:
+    change(message)
+    with refused(InvalidRequestError, field, match=match):
         Layout.from_proto(message)
-    assert caught.value.field == ("layout.groups[0]" if inside else "layout")
 
 
-@pytest.mark.parametrize("field", ["dtype", "kv_dtype"])
-def test_an_element_type_that_is_not_known_is_named(field: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_group(cache_kind=pb.CACHE_KIND_KEYS_AND_VALUES, value_head_size=FULL.head_size),
+        of_group(page_bytes=0),
+        lambda message: message.ClearField("fingerprint"),
+    ],
+    ids=["defaults", "no page size", "no fingerprint"],
+)
+def test_what_may_be_left_out_may_be_said(change: Change) -> None:
     message = LAYOUT.to_proto()
-    message.ClearField(field)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError) as caught:
-        Layout.from_proto(message)
-    assert caught.value.field == f"layout.{field}"
-
-
-def test_a_wrong_fingerprint_is_refused_and_an_absent_one_is_not() -> None:
-    message = LAYOUT.to_proto()
-    message.fingerprint = b""
+    change(message)
     assert Layout.from_proto(message) == LAYOUT
-    message.fingerprint = bytes(32)
-    with pytest.raises(InvalidRequestError) as caught:
-        Layout.from_proto(message)
-    assert caught.value.field == "layout.fingerprint"
 
 
 def test_a_block_holds_k_and_v_of_all_layers_of_its_group() -> None:
@@ -313,9 +304,8 @@ def test_a_config_that_is_wrong_names_the_entry(
     tmp_path: Path, field: str, change: dict[str, Any]
 ) -> None:
     folder = write_model(tmp_path / "tiny", {**LLAMA, **change})
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, f"config.{field}"):
         layout_from_hf(folder)
-    assert caught.value.field == f"config.{field}"
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ told in one line.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import ClassVar
 
 import pytest
 
-from control_plane.config import CoreConfig
 from control_plane.server.config import PROGRAM, ControlPlaneSettings
 from kvplane.errors import InvalidRequestError
 from kvplane.release import release
@@ -162,21 +160,6 @@ def test_what_the_dataclass_itself_refuses_is_told_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "num_rows" in refusal(capsys, ["--model", "m", "--num-rows", "3"], {}, Demanding)
-
-
-def test_help_names_every_flag_with_unit_default_and_variable(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse(ControlPlaneSettings, PROGRAM, ["--help"], {})
-    assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    own = {each.name for each in dataclasses.fields(ControlPlaneSettings)} - {"core"}
-    for name in own | {each.name for each in dataclasses.fields(CoreConfig)}:
-        assert f"--{name.replace('_', '-')} " in text
-        assert f"KVPLANE_CONTROL_PLANE_{name.upper()};" in text
-    assert "[unit: s]" in text
-    assert "default: 30.0" in text
 
 
 def test_help_lists_settings_under_the_heading_of_the_class_that_declares_them(

@@ -9,6 +9,7 @@ import pytest
 
 from kvplane.errors import BadSignatureError
 from kvplane.wire import signing
+from tests.helpers.refusals import refused
 
 KEY = bytes(range(32))
 PAYLOAD = b"what one plane writes for the other"
@@ -48,6 +49,5 @@ def test_verifying_gives_the_digest_that_names_a_plan() -> None:
 def test_what_was_not_signed_so_is_refused(
     type_tag: str, payload: bytes, signature: bytes, field: str
 ) -> None:
-    with pytest.raises(BadSignatureError) as refused:
+    with refused(BadSignatureError, field):
         signing.verify(KEY, signing.PLAN, type_tag, payload, signature, field="plan")
-    assert refused.value.field == field

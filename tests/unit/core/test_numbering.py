@@ -114,6 +114,30 @@ def test_content_is_the_method_and_all_but_the_receipts() -> None:
     assert len({content_of(request) for request in (step, *others)}) == 6
 
 
+def test_a_large_request_is_digested_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.sessions.numbering._SLICE_BYTES", 8)
+    tokens = ops.pack_tokens(range(6))
+    others = [
+        ops.admit(1, tokens),
+        ops.admit(1, ops.pack_tokens([0, 1, 2, 3, 4, 9])),
+        ops.admit(2, tokens),
+        ops.admit(1, tokens, num_compute_tokens=0),
+        *(ops.append([1, 2], tokens, 3, first_positions=0, num_tokens=n) for n in ([2, 4], [4, 2])),
+    ]
+    steps = [cpb.StepRequest(number=1, operations=[each]) for each in others]
+    assert len({content_of(step) for step in steps}) == len(steps)
+    for step in steps:
+        assert len(list(Numbering(1).digest(step))) == 3, "one for each 8 bytes"
+        world = World()
+        engine = world.engine()
+        step.session.CopyFrom(engine.ref)
+        answer = world.core.step(step, engine.tenant)
+        assert world.core.step(step, engine.tenant) == answer
+        step.operations[0].admit.token_ids += b"\1\0\0\0"
+        with pytest.raises(StepConflictError):
+            world.core.step(step, engine.tenant)
+
+
 def test_of_a_request_that_may_be_large_only_a_digest_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count, islice
+
 import pytest
 
 from control_plane.pools import pool
 from kvplane import ops
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
+from kvplane.slices import run_to_end
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL
@@ -68,20 +71,28 @@ def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) 
     assert found == {"a": 0, POOL: 0, "z": 0}
 
 
-def test_the_blocks_of_a_long_prefix_are_described_in_a_slice_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("event", "num_left"), [("eviction", 2), ("rebuild", 0)])
+def test_counts_blocks_and_revision_are_of_the_moment_at_which_a_search_ends(
+    event: str, num_left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("control_plane.prefixes._POOL_BLOCKS", 0)
     monkeypatch.setattr("control_plane.prefixes._SLICE_BLOCKS", 2)
-    engine = World().engine()
-    engine.cache(range(17))
-    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(17)), with_blocks=True)
-    slices = engine.world.core.find_prefix(request, "tenant")
-    next(slices)  # the prefix was found
-    with pytest.raises(StopIteration) as end:
-        next(slices)
-    (found,) = end.value.value.matches
-    assert (found.num_device_tokens, len(found.blocks.tiers)) == (16, 2)
+    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(41)), with_blocks=True)
+    for num_slices in count(1):
+        world = World(num_device=8, num_host=0)
+        engine = world.engine()
+        engine.cache(range(41))
+        slices = world.core.find_prefix(request, "tenant")
+        if len(list(islice(slices, num_slices))) < num_slices:
+            break
+        if event == "eviction":
+            engine.admit(2, range(100, 148))  # takes all blocks but two
+        else:
+            world.shards[0].restart()
+            world.shards[0].come()
+        (found,) = run_to_end(slices).matches
+        assert (found.num_device_tokens, len(found.blocks.tiers)) == (8 * num_left, num_left)
+        assert found.revision == world.pool.revision()
+    assert num_slices == 3, "after two blocks, and after four"
 
 
 @pytest.mark.parametrize("scope", ForgetScope)

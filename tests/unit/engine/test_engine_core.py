@@ -21,6 +21,7 @@ from kvplane.errors import (
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
 from tests.helpers.engine_harness import LLAMA, OPT, Engine, Reference, prompt_of, save_model
+from tests.helpers.refusals import refused
 
 
 def test_opt_answers_as_transformers_does(tmp_path: Path) -> None:
@@ -61,17 +62,6 @@ def test_the_models_own_end_of_sequence_counts_unless_it_is_ignored(
     assert engine.tokens(ignores) == [want]
 
 
-def test_recorded_logits_are_those_of_every_generated_token(folder: Path) -> None:
-    engine = Engine(folder)
-    request = engine.add(prompt_of(9, 1), max_tokens=6, record_logits=True)
-    engine.run()
-    (tokens,) = engine.tokens(request)
-    logits = engine.outputs[request].outputs[0].logits
-    assert logits is not None
-    assert logits.shape == (6, 97)
-    assert logits.argmax(-1).tolist() == tokens
-
-
 def test_a_text_ends_where_the_model_has_no_positions_left(
     folder: Path, reference: Reference
 ) -> None:
@@ -94,9 +84,8 @@ def test_a_text_ends_where_the_model_has_no_positions_left(
 def test_a_prompt_that_the_model_can_not_take_is_refused_by_name(
     folder: Path, tokens: list[int], field: str
 ) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    with refused(InvalidRequestError, field):
         Engine(folder).core.check_prompt(tokens, SamplingParams(), field="prompts[2]")
-    assert caught.value.field == field
 
 
 def disturbed(folder: Path, **settings: int) -> tuple[Engine, list[str]]:
@@ -134,34 +123,25 @@ def assert_same(engine: Engine, ids: list[str], calm: list[list[list[int]]]) -> 
 
 
 # Layers count up over all steps: a prompt step, the step of forks, and a decoding step.
-@pytest.mark.parametrize("at", [1, 4, 9])
-def test_a_plan_that_fails_in_a_layer_is_given_up_and_computed_again(
-    folder: Path, calm: list[list[list[int]]], at: int
-) -> None:
-    engine, ids = disturbed(folder)
-    engine.backend.faults[at] = InternalError("planted")
-    engine.run()
-    assert engine.core.stats.num_aborted_plans == 1
-    assert engine.core.stats.num_reopened_sessions == 0
-    assert_same(engine, ids, calm)
-
-
 @pytest.mark.parametrize(
     ("error", "at"),
     [
+        *((InternalError("planted"), at) for at in (1, 4, 9)),
         (StaleEpochError("planted"), 2),
         (SessionExpiredError("planted"), 5),
         (SessionNotFoundError("planted"), 11),
         (PlaneUnavailableError("planted"), 5),
     ],
 )
-def test_a_data_plane_that_is_lost_costs_a_session_and_no_token(
+def test_a_layer_that_fails_costs_a_plan_or_a_session_and_no_token(
     folder: Path, calm: list[list[list[int]]], error: KvplaneError, at: int
 ) -> None:
     engine, ids = disturbed(folder)
     engine.backend.faults[at] = error
     engine.run()
-    assert engine.core.stats.num_reopened_sessions == 1
+    costs_a_session = not isinstance(error, InternalError)
+    assert engine.core.stats.num_reopened_sessions == costs_a_session
+    assert engine.core.stats.num_aborted_plans == (not costs_a_session)
     assert_same(engine, ids, calm)
 
 
@@ -187,20 +167,6 @@ def test_a_control_plane_that_restarts_costs_no_token_and_what_was_published_is_
     engine.run()
     assert engine.core.stats.num_reopened_sessions == 1
     assert engine.planes.observed().counters.num_hit_tokens > 0
-    assert_same(engine, ids, calm)
-
-
-@pytest.mark.parametrize("num_host_blocks", [0, 30])
-def test_faults_under_pressure_cost_no_token(
-    folder: Path, calm: list[list[list[int]]], num_host_blocks: int
-) -> None:
-    engine, ids = disturbed(folder, num_device_blocks=16, num_host_blocks=num_host_blocks)
-    errors = (InternalError("planted"), StaleEpochError("planted"))
-    engine.backend.faults = {at: errors[at % 2] for at in range(7, 200, 13)}
-    engine.run()
-    assert engine.core.stats.num_preemptions > 0
-    assert engine.core.stats.num_aborted_plans > 0
-    assert engine.core.stats.num_reopened_sessions > 0
     assert_same(engine, ids, calm)
 
 
@@ -244,18 +210,6 @@ def test_what_a_step_brought_before_it_failed_is_told_all_the_same(folder: Path)
     engine.run()
     assert [d.finish_reason for d in engine.deltas if d.request_id == fails] == ["error"]
     assert len([d for d in engine.deltas if d.request_id == stays]) == 2
-
-
-def test_sampling_does_not_depend_on_the_batch(folder: Path) -> None:
-    alone, crowd = Engine(folder), Engine(folder)
-    prompt = prompt_of(13, 5)
-    want = alone.add(prompt, max_tokens=15, temperature=1.0, top_k=20, top_p=0.9, seed=3)
-    alone.run()
-    others = [crowd.add(prompt_of(8, s), max_tokens=20, temperature=2.0) for s in range(3)]
-    got = crowd.add(prompt, max_tokens=15, temperature=1.0, top_k=20, top_p=0.9, seed=3)
-    crowd.run()
-    assert crowd.tokens(got) == alone.tokens(want)
-    assert len(others) == 3
 
 
 def test_the_engine_keeps_no_keys_or_values(folder: Path) -> None:

@@ -88,19 +88,6 @@ def test_each_pass_gives_its_tokens_at_once(folder: Path) -> None:
     engine.run()
 
 
-def test_a_sequence_that_ends_in_a_pass_leaves_the_others_alone(
-    folder: Path, reference: Reference
-) -> None:
-    engine = Engine(folder, max_plan_s=LONG_S)
-    wanted = reference.greedy(prompt_of(9, 1), 14)
-    at = next(i for i, token in enumerate(wanted) if token not in wanted[:i] and i >= 4)
-    stopped = engine.add(prompt_of(9, 1), max_tokens=14, stop_token_ids=(wanted[at],))
-    going = engine.add(prompt_of(12, 2), max_tokens=14)
-    engine.run()
-    assert engine.tokens(stopped) == [wanted[: at + 1]]
-    engine.check_greedy(reference, going)
-
-
 @pytest.mark.parametrize("error", [InternalError("planted"), StaleEpochError("planted")])
 @pytest.mark.parametrize("at", [3, 4, 5])  # the pass that fails, of the first plan that has many
 def test_a_pass_that_fails_loses_no_token(

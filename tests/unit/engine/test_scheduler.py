@@ -250,25 +250,6 @@ def test_continuations_that_end_at_once_are_not_forked(folder: Path) -> None:
     assert "fork" not in all_kinds(engine)
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, pytest.param(12, marks=pytest.mark.nightly), 64])
-def test_continuations_survive_preemption(folder: Path, num_host_blocks: int) -> None:
-    def run(num_device_blocks: int, num_host_blocks: int) -> tuple[Engine, list[list[list[int]]]]:
-        engine = Engine(
-            folder, num_device_blocks=num_device_blocks, num_host_blocks=num_host_blocks
-        )
-        ids = [
-            engine.add(prompt_of(26, seed), max_tokens=30, n=3, temperature=1.2, seed=seed)
-            for seed in range(4)
-        ]
-        engine.run()
-        return engine, [engine.tokens(request_id) for request_id in ids]
-
-    _, calm = run(200, 0)
-    engine, pressed = run(24, num_host_blocks)
-    assert pressed == calm
-    assert engine.core.stats.num_preemptions > 0
-
-
 def test_one_request_alone_in_a_pool_too_small_for_its_continuations_ends(folder: Path) -> None:
     engine = Engine(folder, num_device_blocks=9, num_host_blocks=4)
     request = engine.add(prompt_of(20, 1), max_tokens=30, n=4, temperature=1.0, seed=5)

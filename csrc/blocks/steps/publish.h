@@ -6,11 +6,11 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
-#include "index/announcements.h"
+#include "feeds/announcements.h"
 #include "index/prefix_index.h"
 #include "memory/block_store.h"
+#include "sessions/sessions.h"
 #include "steps/plans.h"
 #include "steps/tables.h"
 

@@ -1,4 +1,4 @@
-#include "core/layer_group.h"
+#include "pool/layer_group.h"
 
 #include <algorithm>
 
@@ -72,7 +72,6 @@ SessionHandle LayerGroup::open_session(std::string_view root, uint32_t owner) {
 void LayerGroup::end_session(SessionHandle handle) {
   Session& session = sessions[handle];
   plans.end_session(session);
-  swaps.end(session);
   session.sequences.for_each([&](int64_t id, uint32_t i) { session.ending.emplace_back(id, i); });
   session.families.clear();
   session.changed_families.clear();
@@ -85,6 +84,8 @@ void LayerGroup::end_session(SessionHandle handle) {
 bool LayerGroup::end_some(SessionHandle handle, int64_t max_blocks) {
   Session& session = sessions[handle];
   int64_t left = max_blocks;
+  if (swaps.release_some(session, kEnded, left)) return true;
+  session.swapping = Swapping{};
   // Freed sequences that receipts were to publish are forgotten too.
   if (plans.end_plans(session, kEnded, left)) return true;
   while (left > 0 && !session.ending.empty()) {

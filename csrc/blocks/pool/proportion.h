@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "core/layer_group.h"
+#include "pool/layer_group.h"
 
 namespace kvplane::blocks {
 

@@ -1,4 +1,4 @@
-#include "index/forget.h"
+#include "steps/forget.h"
 
 #include <algorithm>
 #include <cassert>

@@ -1,9 +1,9 @@
-#include "core/pool.h"
+#include "pool/pool.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "core/proportion.h"
+#include "pool/proportion.h"
 
 namespace kvplane::blocks {
 
@@ -156,23 +156,6 @@ bool Pool::abort(SessionHandle handle, int64_t next_plan, bool keeps, int64_t ma
 }
 
 // Prefixes
-
-std::vector<EntryId> Pool::match(std::string_view root, Span<int32_t> tokens) const {
-  std::vector<EntryId> found;
-  int64_t most_hits = tokens.size;
-  for (size_t num_agreed = 0; num_agreed < groups_.size();) {
-    num_agreed = 0;
-    for (const LayerGroup* group : groups_) {
-      std::vector<EntryId> here =
-          group->admitter.match(group->index.find_root(root), tokens, most_hits);
-      const auto num = static_cast<int64_t>(here.size());
-      num_agreed += num == most_hits || groups_.size() == 1;
-      most_hits = num;
-      if (group == groups_[0]) found = std::move(here);
-    }
-  }
-  return found;
-}
 
 std::variant<Retained, Failure> Pool::retain(std::string_view root, uint32_t owner,
                                              Span<int32_t> tokens, uint8_t priority,

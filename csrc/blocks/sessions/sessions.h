@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "containers/slab.h"
-#include "core/session.h"
+#include "sessions/session.h"
 
 namespace kvplane::blocks {
 

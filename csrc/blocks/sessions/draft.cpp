@@ -1,8 +1,8 @@
-#include "steps/draft.h"
+#include "sessions/draft.h"
 
 #include <utility>
 
-#include "steps/proto_writer.h"
+#include "sessions/proto_writer.h"
 
 namespace kvplane::blocks {
 

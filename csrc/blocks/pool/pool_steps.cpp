@@ -2,8 +2,8 @@
 #include <limits>
 #include <utility>
 
-#include "core/pool.h"
-#include "core/proportion.h"
+#include "pool/pool.h"
+#include "pool/proportion.h"
 
 namespace kvplane::blocks {
 
@@ -293,31 +293,62 @@ ItemResults Pool::free(SessionHandle handle, Span<int64_t> ids, bool only_check)
       });
 }
 
-std::variant<int64_t, Failure> Pool::swap(SessionHandle handle, Span<int64_t> ids, Tier destination,
-                                          int64_t headroom, int64_t max_blocks, bool only_check) {
+Pool::Swapped Pool::swap(SessionHandle handle, Span<int64_t> ids, Tier destination,
+                         int64_t headroom, int64_t max_blocks, bool only_check) {
   const Proportion proportion(groups(), destination);
   std::vector<Swapping> plans(groups_.size());
   int64_t num = 0;
   for (size_t g = 0; g < groups_.size(); ++g) {
     const LayerGroup& group = *groups_[g];
     plans[g].destination = destination;
-    const Failure failure = group.swaps.plan(group.sessions[handle], ids,
-                                             proportion.of_group(group, headroom), plans[g]);
-    if (is_later(failure.code)) return in_proportion(groups(), group, failure);
+    plans[g].headroom = proportion.of_group(group, headroom);
+    Failure failure = group.swaps.begin(group.sessions[handle], ids, plans[g]);
+    if (failure.code != Code::kOk) return failure;
+    if (!only_check) continue;
+    int64_t left = std::numeric_limits<int64_t>::max();
+    group.swaps.note_some(plans[g], left);
+    failure = check_room(group, handle, plans[g]);
     if (failure.code != Code::kOk) return failure;
     num += static_cast<int64_t>(plans[g].blocks.size());
   }
   if (only_check) return num;
   for (size_t g = 0; g < groups_.size(); ++g)
-    groups_[g]->swaps.begin(groups_[g]->sessions[handle], plans[g]);
-  swap_some(handle, max_blocks);
+    groups_[g]->sessions[handle].swapping = std::move(plans[g]);
+  return swap_some(handle, max_blocks);
+}
+
+// Others may have taken blocks, or referred to them, since the slice before: so room is checked
+// again in each, for all groups before any of them allocates.
+Pool::Swapped Pool::swap_some(SessionHandle handle, int64_t max_blocks) {
+  int64_t left = max_blocks, num = 0;
+  for (LayerGroup* group : groups_)
+    if (group->swaps.note_some(group->sessions[handle].swapping, left)) return std::nullopt;
+  Failure& refused = first().sessions[handle].swapping.refused;
+  for (const LayerGroup* group : groups_)
+    if (refused.code == Code::kOk)
+      refused = check_room(*group, handle, group->sessions[handle].swapping);
+  if (refused.code != Code::kOk) {
+    for (LayerGroup* group : groups_)
+      if (group->swaps.release_some(group->sessions[handle], 0, left)) return std::nullopt;
+  } else {
+    for (LayerGroup* group : groups_)
+      if (group->swaps.allocate_some(group->sessions[handle], left)) return std::nullopt;
+    for (LayerGroup* group : groups_)
+      if (group->swaps.move_some(group->sessions[handle], left)) return std::nullopt;
+  }
+  const Failure failure = refused;
+  for (LayerGroup* group : groups_) {
+    num += static_cast<int64_t>(group->sessions[handle].swapping.blocks.size());
+    group->sessions[handle].swapping = Swapping{};
+  }
+  if (failure.code != Code::kOk) return failure;
   return num;
 }
 
-bool Pool::swap_some(SessionHandle handle, int64_t max_blocks) {
-  for (LayerGroup* group : groups_)
-    if (group->swaps.swap_some(group->sessions[handle], max_blocks)) return true;
-  return false;
+Failure Pool::check_room(const LayerGroup& group, SessionHandle handle,
+                         const Swapping& plan) const {
+  const Failure failure = group.swaps.check_room(group.sessions[handle], plan);
+  return is_later(failure.code) ? in_proportion(groups(), group, failure) : failure;
 }
 
 bool Pool::prepare(SessionHandle handle, int64_t max_blocks) {

@@ -1,4 +1,4 @@
-#include "index/watch.h"
+#include "feeds/watch.h"
 
 #include <algorithm>
 #include <utility>

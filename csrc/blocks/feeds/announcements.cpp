@@ -1,10 +1,10 @@
-#include "index/announcements.h"
+#include "feeds/announcements.h"
 
 #include <algorithm>
 #include <optional>
 
 #include "core/require.h"
-#include "index/findable.h"
+#include "feeds/findable.h"
 
 namespace kvplane::blocks {
 

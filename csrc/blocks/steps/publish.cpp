@@ -1,4 +1,4 @@
-#include "index/publish.h"
+#include "steps/publish.h"
 
 #include <algorithm>
 #include <cassert>

@@ -15,13 +15,13 @@
 #include <vector>
 
 #include "core/operations.h"
-#include "core/sessions.h"
 #include "core/shared.h"
+#include "feeds/watch.h"
 #include "index/prefix_index.h"
-#include "index/publish.h"
-#include "index/watch.h"
 #include "memory/block_store.h"
 #include "memory/retention.h"
+#include "sessions/sessions.h"
+#include "steps/publish.h"
 #include "steps/tables.h"
 
 namespace kvplane::blocks {

@@ -5,19 +5,19 @@
 #include <string>
 #include <string_view>
 
-#include "core/sessions.h"
 #include "core/shared.h"
-#include "index/announcements.h"
-#include "index/forget.h"
+#include "feeds/announcements.h"
+#include "feeds/watch.h"
 #include "index/prefix_index.h"
-#include "index/publish.h"
-#include "index/watch.h"
 #include "memory/block_store.h"
 #include "memory/retention.h"
+#include "sessions/sessions.h"
 #include "steps/admit.h"
 #include "steps/append.h"
 #include "steps/families.h"
+#include "steps/forget.h"
 #include "steps/plans.h"
+#include "steps/publish.h"
 #include "steps/sequences.h"
 #include "steps/swap.h"
 #include "steps/tables.h"
@@ -39,7 +39,8 @@ struct LayerGroup : Shared {
   bool end_some(SessionHandle handle, int64_t max_blocks);
   void session_fenced(SessionHandle handle);
   bool is_ending(SessionHandle handle) const {
-    return !sessions[handle].ending.empty() || !sessions[handle].plans.empty();
+    const Session& session = sessions[handle];
+    return !session.ending.empty() || !session.plans.empty() || !session.swapping.copies.empty();
   }
 
   // While a pool is rebuilt (rebuild.h): enters a reported block below its parent; kNoEntry if its

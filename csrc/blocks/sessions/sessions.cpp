@@ -1,4 +1,4 @@
-#include "core/sessions.h"
+#include "sessions/sessions.h"
 
 #include <algorithm>
 

@@ -10,9 +10,10 @@
 
 #include "containers/chunks.h"
 #include "containers/id_map.h"
+#include "core/operations.h"
 #include "core/types.h"
-#include "steps/draft.h"
-#include "steps/origins.h"
+#include "sessions/draft.h"
+#include "sessions/origins.h"
 
 namespace kvplane::blocks {
 
@@ -133,15 +134,22 @@ struct Aborting {
   size_t next_id = 0;
 };
 
-// A swap in slices: blocks are copied some at a time, then the tables are moved.
+// A swap in slices: its blocks are noted, the new ones allocated, the contents copied, and then the
+// tables moved.
 struct Swapping {
   Tier destination = kHost;
+  int64_t headroom = 0;           // blocks of the destination that it leaves
   std::vector<uint32_t> indices;  // of the sequences
   std::vector<uint32_t> places;   // of the blocks of one table after the other, in these columns:
   std::vector<Block> blocks;      // old ones, each once
-  std::vector<Block> copies;      // new ones
+  std::vector<Block> copies;      // new ones, as many as have been allocated
   std::vector<uint8_t> is_ahead;  // whether they hold nothing yet, for any sequence
   std::vector<uint8_t> is_used;   // whether a table refers to the new one
+  IdMap shared;                   // a block that several tables may have -> its place
+  Failure refused{0, Code::kOk};  // why the new ones are released again
+  bool has_all = false;           // the new ones
+  size_t next_noted = 0;          // of the sequences
+  int64_t next_entry = 0;         // of its table
   size_t next_block = 0;
   size_t next_sequence = 0;
   size_t next_place = 0;

@@ -11,13 +11,14 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
 #include <vector>
 
-#include "core/layer_group.h"
 #include "core/operations.h"
+#include "pool/layer_group.h"
 
 namespace kvplane::blocks {
 
@@ -54,11 +55,13 @@ class Pool {
                        bool only_check);
   ItemResults fork(SessionHandle handle, Span<int64_t> parents, Span<int64_t> ids, bool only_check);
   ItemResults free(SessionHandle handle, Span<int64_t> ids, bool only_check);
-  // Returns how many blocks it moves: about `max_blocks` at once, the others by `swap_some`, which
-  // must be called before any other call of the session until it returns false.
-  std::variant<int64_t, Failure> swap(SessionHandle handle, Span<int64_t> ids, Tier destination,
-                                      int64_t headroom, int64_t max_blocks, bool only_check);
-  bool swap_some(SessionHandle handle, int64_t max_blocks);
+  // How many blocks a swap has moved, or why it was refused; nothing while some work is left.
+  using Swapped = std::optional<std::variant<int64_t, Failure>>;
+  // Handles about `max_blocks` blocks, and `swap_some` as many more, which must be called before any
+  // other call of the session until there is an answer.
+  Swapped swap(SessionHandle handle, Span<int64_t> ids, Tier destination, int64_t headroom,
+               int64_t max_blocks, bool only_check);
+  Swapped swap_some(SessionHandle handle, int64_t max_blocks);
   // Writes whole tables to the plan, if they are due; returns whether some are left for the next
   // call.
   bool prepare(SessionHandle handle, int64_t max_blocks);
@@ -81,8 +84,6 @@ class Pool {
   bool abort(SessionHandle handle, int64_t next_plan, bool keeps, int64_t max_blocks);
 
   // Prefixes
-  // Leading full blocks that an admission would find: their entries in the first group.
-  std::vector<EntryId> match(std::string_view root, Span<int32_t> tokens) const;
   std::variant<Retained, Failure> retain(std::string_view root, uint32_t owner,
                                          Span<int32_t> tokens, uint8_t priority,
                                          double expires_at_s, int64_t most_blocks);
@@ -104,6 +105,7 @@ class Pool {
  private:
   std::variant<Admitted, Failure> admit_with(SessionHandle handle, const Admission& admission,
                                              int64_t admitted_by, bool computes, bool only_check);
+  Failure check_room(const LayerGroup& group, SessionHandle handle, const Swapping& plan) const;
 
   std::vector<LayerGroup*> groups_;
 };
