@@ -16,7 +16,6 @@ from kvplane.errors import (
     SequenceNotFoundError,
     SequenceSwappedError,
 )
-from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, Span, pack_spans, span
 from tests.helpers.refusals import refused
@@ -67,12 +66,6 @@ def test_each_token_is_written_where_its_table_says(data: st.DataObject) -> None
         assert table == wanted + [0] * (len(table) - len(wanted))
     written = zip(batch.written_by.tolist(), batch.written_blocks.tolist(), strict=True)
     assert list(written) == list(dict.fromkeys((i, block) for i, block, _ in places))
-
-
-def test_no_spans_are_an_empty_batch() -> None:
-    batch = prepare_batch(tables_of({}), 1, plan_pb2.Spans())
-    assert (batch.num_spans, batch.num_tokens, batch.max_tokens) == (0, 0, 0)
-    assert batch.query_starts.tolist() == [0]
 
 
 def test_a_sequence_is_found_by_its_span() -> None:

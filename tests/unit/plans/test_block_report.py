@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_plane.plans.tables.block_tables import BlockTables, block_report
-from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.data.plan_author import BLOCK_SIZE, DEVICE, HOST, blocks_of, publications
 
@@ -34,10 +33,6 @@ def test_parts_add_up_to_all_generations(
             got[blocks.tier] += blocks_of(blocks)
     assert got == {DEVICE: sorted(device.items()), HOST: sorted(host.items())}
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-
-
-def test_without_blocks_one_part_says_that_it_is_the_last() -> None:
-    assert block_report(tables_of({}), 8) == [rpb.BlockReport(last=True)]
 
 
 @pytest.mark.parametrize("blocks_per_part", [1, 2, 8])

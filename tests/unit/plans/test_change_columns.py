@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from data_plane.plans.tables.change_columns import ChangeColumns, read_allocations
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.plan_author import (
@@ -48,9 +46,3 @@ def test_allocations_are_read_as_packed() -> None:
     assert (read.tier_keys.tolist(), read.blocks.tolist()) == ([DEVICE, HOST], [7, 3])
     assert (len(read), read.generations.tolist()) == (2, [2, 5])
     assert len(read_allocations(NUM_BLOCKS, plan_pb2.Allocations())) == 0
-
-
-def test_no_sum_of_lengths_wraps_around() -> None:
-    message = pack_changes([set_blocks(1, [(0, 1)]), truncate(1, 2**31 - 1), trim(1, 2**31 - 1)])
-    read = ChangeColumns.read(NUM_BLOCKS, message)
-    assert int(np.sum(read.num_blocks)) == 2**32 - 1

@@ -83,10 +83,21 @@ def moves_of(blocks: list[Block], drawn: list[tuple[Block, Block, bool]]) -> lis
 FIRST, SECOND, THIRD = ((DEVICE, block) for block in range(3))
 # Ann's plan reads a block of Bob's before it fills it.
 READ_FIRST = [(FIRST, SECOND, False), (THIRD, FIRST, False)]
+ON_HOST = HOST, 1
+COPIED_TWICE = [(FIRST, ON_HOST, False), (ON_HOST, SECOND, False)]
+SAVED = [(FIRST, ON_HOST, True)]
 
 
 @given(st.lists(PLANS, max_size=8))
 @example([("bob", [FIRST], []), ("ann", [FIRST, SECOND], READ_FIRST)])
+@example(
+    [
+        ("ann", [FIRST], []),
+        ("bob", [ON_HOST, SECOND, THIRD], COPIED_TWICE),
+        ("bob", [ON_HOST, SECOND, THIRD], []),
+    ]
+)
+@example([("ann", [FIRST], []), ("bob", [FIRST, ON_HOST], SAVED)])
 def test_no_tenant_is_given_what_another_left_and_copies_stay_their_tenants(
     plans: list[tuple[str, list[Block], list[tuple[Block, Block, bool]]]],
 ) -> None:
@@ -119,37 +130,6 @@ def test_no_tenant_is_given_what_another_left_and_copies_stay_their_tenants(
                 assert data.get(block, tenant) == tenant
                 data[block] = tenant
         tenants.take_over(tenant, allocated, transfers)
-
-
-def test_blocks_are_anothers_until_they_are_taken_over() -> None:
-    tenants, blocks = LastTenants(NUM_BLOCKS), allocated_of([(DEVICE, 3)])
-    nothing = transfers_of([], [])
-    tenants.take_over("ann", blocks, nothing)
-    for _ in range(2):
-        assert list(tenants.to_clear("bob", blocks, nothing)[0]) == [DEVICE]
-    tenants.take_over("bob", blocks, nothing)
-    assert tenants.to_clear("bob", blocks, nothing) == ({}, {})
-
-
-def test_a_copy_has_the_tenant_of_its_source_also_when_it_is_a_copy_of_a_copy() -> None:
-    tenants = LastTenants(NUM_BLOCKS)
-    nothing = transfers_of([], [])
-    tenants.take_over("ann", allocated_of([(DEVICE, 0)]), nothing)
-    new: list[Block] = [(HOST, 1), (DEVICE, 2), (DEVICE, 3)]
-    moves = [Move((DEVICE, 0), (HOST, 1), False), Move((HOST, 1), (DEVICE, 2), False)]
-    tenants.take_over("bob", allocated_of(new), transfers_of(moves, new))
-    before, after = tenants.to_clear("bob", allocated_of(new), nothing)
-    assert {tier: blocks.tolist() for tier, blocks in before.items()} == {DEVICE: [2], HOST: [1]}
-    assert after == {}
-
-
-def test_what_is_saved_is_cleared_after_it_was_read() -> None:
-    tenants, blocks = LastTenants(NUM_BLOCKS), list[Block]([(DEVICE, 0), (HOST, 0)])
-    tenants.take_over("ann", allocated_of([(DEVICE, 0)]), transfers_of([], []))
-    moves = [Move((DEVICE, 0), (HOST, 0), True)]
-    before, after = tenants.to_clear("bob", allocated_of(blocks), transfers_of(moves, blocks))
-    assert before == {}
-    assert {tier: blocks.tolist() for tier, blocks in after.items()} == {DEVICE: [0]}
 
 
 def test_two_processes_know_a_tenant_by_two_digests() -> None:

@@ -191,14 +191,6 @@ def test_what_ended_under_a_key_stays_ended_under_it(key_ids: list[bytes]) -> No
             sessions.open(grant(ordinal))
 
 
-def test_ordinals_start_over_with_another_key() -> None:
-    sessions = Sessions()
-    sessions.end_all(b"a")
-    sessions.open(grant(1))
-    sessions.end_all(b"b")
-    assert sessions.open(grant(1)).finished == 0
-
-
 def test_plans_that_run_are_those_without_a_receipt() -> None:
     sessions = Sessions()
     first, second = sessions.open(grant(1)), sessions.open(grant(2))

@@ -130,9 +130,3 @@ def test_a_plan_reads_what_is_present_or_its_own_and_fills_its_own_alone(
         return
     with refused(StaleGenerationError, f"plan.transfers.{field}[1]"):
         read.check_generations(tables, allocated)
-
-
-def test_no_transfers_are_no_batches() -> None:
-    read = Transfers.read(NUM_BLOCKS, plan_pb2.Transfers())
-    read.check_generations(*after_changes())
-    assert read.batches() == []
