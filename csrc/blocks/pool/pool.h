@@ -57,8 +57,8 @@ class Pool {
   ItemResults free(SessionHandle handle, Span<int64_t> ids, bool only_check);
   // How many blocks a swap has moved, or why it was refused; nothing while some work is left.
   using Swapped = std::optional<std::variant<int64_t, Failure>>;
-  // Handles about `max_blocks` blocks, and `swap_some` as many more, which must be called before any
-  // other call of the session until there is an answer.
+  // Handles about `max_blocks` blocks, and `swap_some` as many more, which must be called before
+  // any other call of the session until there is an answer.
   Swapped swap(SessionHandle handle, Span<int64_t> ids, Tier destination, int64_t headroom,
                int64_t max_blocks, bool only_check);
   Swapped swap_some(SessionHandle handle, int64_t max_blocks);

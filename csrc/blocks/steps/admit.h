@@ -19,9 +19,9 @@
 
 namespace kvplane::blocks {
 
-// Owns the hints at chunks of tokens that sequences with one prefix can share; any hint is sound, so
-// there is no `check` of them. In a new sequence it writes what its hits say, and lets others of its
-// session share what it will fill.
+// Owns the hints at chunks of tokens that sequences with one prefix can share; any hint is sound,
+// so there is no `check` of them. In a new sequence it writes what its hits say, and lets others of
+// its session share what it will fill.
 //
 // Invariant: a hit compares tokens, and is a published block, or one that plans of the same session
 // fill before this step's plan; so no admission sees what was not written. The pool finds hits and

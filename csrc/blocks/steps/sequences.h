@@ -12,8 +12,8 @@
 
 namespace kvplane::blocks {
 
-// Owns no state of its own, so it has no `check`: it keeps what the other classes know of a sequence
-// consistent where the sequence begins, loses tokens or ends.
+// Owns no state of its own, so it has no `check`: it keeps what the other classes know of a
+// sequence consistent where the sequence begins, loses tokens or ends.
 //
 // Invariants: a fork has all that its parent has, and waits for the same receipts; a cut drops
 // tokens, table and what is to be published together, and publishes what is complete first; an

@@ -32,8 +32,8 @@ class Swaps {
         publisher_(publisher),
         families_(families) {}
 
-  // Begins `plan`, whose destination and headroom are set; changes nothing. The failure of the first
-  // sequence that cannot be swapped.
+  // Begins `plan`, whose destination and headroom are set; changes nothing. The failure of the
+  // first sequence that cannot be swapped.
   Failure begin(const Session& session, Span<int64_t> ids, Swapping& plan) const;
   // Notes the blocks of the tables.
   bool note_some(Swapping& plan, int64_t& left) const;
