@@ -57,7 +57,7 @@ async def slices(world: World, sizes: Sizes) -> list[Row]:
         each_s = [measured_s[name] for measured_s in swapped]
         rows.append(Row.of_seconds(f"slices/swap_{about}/{name}", each_s))
     num_blocks = sizes.num_aborted_sequences // 4 * sizes.prompt_blocks
-    found = [await _of_search(world, num_blocks) for _ in range(sizes.num_aborts)]
+    found = [await _of_search(world, sizes, num_blocks) for _ in range(sizes.num_aborts)]
     rows.append(Row.of_seconds(f"slices/find_{num_blocks}_blocks", found))
     return rows
 
@@ -148,12 +148,13 @@ async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
         return longest_s
 
 
-async def _of_search(world: World, num_blocks: int) -> float:
+async def _of_search(world: World, sizes: Sizes, num_blocks: int) -> float:
     async with world.pool(num_blocks + 1_000) as pool:
         assert isinstance(pool, CorePool), "measured in process only"
         engine = await pool.engine()
         (sequence_id,) = engine.new_ids(1)
-        tokens = prompt(sequence_id, num_blocks * messages.BLOCK_SIZE_TOKENS)
+        num_parts = num_blocks // sizes.prompt_blocks
+        tokens = b"".join(prompt(i, sizes.prompt_tokens) for i in range(num_parts))
         await engine.step(ops.admit(sequence_id, tokens))
         await engine.settle()
         request = FindPrefixRequest(token_ids=tokens, with_blocks=True)
