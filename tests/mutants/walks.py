@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kvplane.transformers import attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
+from tests.exhaustive.explorer import SETTINGS, explore
 from tests.helpers.plane_cache_checks import CHECKS, Check, greedy_with_padding, tiny_llama
 from tests.helpers.planes.planes_machine import PlanesMachine
 from tests.models.tiny_models import tiny_model
@@ -30,6 +31,11 @@ UNSHRUNK = settings(
 def test_planes() -> None:
     walk = settings(UNSHRUNK, max_examples=4000, stateful_step_count=80)
     run_state_machine_as_test(PlanesMachine, settings=walk)
+
+
+@pytest.mark.parametrize(("scenario", "num_events"), [("order", 2), ("restarts", 3), ("fences", 5)])
+def test_all_orders(scenario: str, num_events: int) -> None:
+    explore(SETTINGS[scenario], num_events)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
