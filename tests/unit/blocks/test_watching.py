@@ -141,6 +141,14 @@ def test_a_revision_that_is_too_old_or_unknown_gives_nothing() -> None:
         assert pool.changes_since(pool.revision, b"root", 9) is None
 
 
+def test_the_name_of_a_root_goes_with_its_last_change() -> None:
+    with checked_pool(32) as pool:  # which finds names that no change has
+        pool.watch_enable(2)
+        Writer(pool, b"root").cache(blocks(1))
+        Writer(pool, b"other").cache(blocks(2, 3))
+        assert len(pool.changes_since(pool.revision - 2, b"other", 9)[1]) == 2
+
+
 @pytest.mark.parametrize("max_blocks", [1, 3, 1000])
 def test_a_snapshot_in_pieces_has_one_root_only(max_blocks: int) -> None:
     with checked_pool(32) as pool:
