@@ -85,7 +85,7 @@ class StepResult:
 
     @property
     def has_news(self) -> bool:
-        """Whether ``news`` has any events."""
+        """Says whether ``news`` has any events."""
         return self._earlier is not None or self._message.HasField("news")
 
     @property
@@ -108,7 +108,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class AdmitResult:
-    """What an admission did. ``num_blocks``: in the table. ``num_scheduled_tokens``: those
+    """Says what an admission did. ``num_blocks``: in the table. ``num_scheduled_tokens``: those
     that the step's plan computes, from position ``num_cached_tokens`` on.
     """
 
@@ -146,7 +146,7 @@ class ItemFailure:
 
     @property
     def is_later(self) -> bool:
-        """Whether the item may be done later."""
+        """Says whether the item may be done later."""
         return isinstance(self.error, PoolFullError)
 
 

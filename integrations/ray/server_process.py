@@ -47,7 +47,7 @@ class ServerProcess:
         self._stopping = Event()
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
-        """Of the running process; 0 until it has written its port file."""
+        """Holds the port of the running process; 0 until it has written its port file."""
         # The kernel counts the thread that starts a child as its parent, so it must not end first.
         self._thread = Thread(target=self._run, name="server-process", daemon=True)
         self._thread.start()

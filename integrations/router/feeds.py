@@ -41,7 +41,7 @@ class PoolFeeds:
 
     @property
     def caught_up(self) -> dict[str, bool]:
-        """Whether the whole index of each pool was known at some time, by pool."""
+        """Return for each pool whether its whole index was known at some time."""
         return {pool: event.is_set() for pool, event in self._caught_up.items()}
 
     def follow(self, pools: Iterable[str]) -> None:

@@ -303,7 +303,7 @@ class ShardExecution:
 
     @property
     def _is_open(self) -> bool:
-        """Whether the stream is open, and the local connection too if there was one."""
+        """Says whether the stream is open, and the local connection too if there was one."""
         return self._stream.is_open and (self._local is None or self._local.is_open)
 
     def _started_plan(self) -> _Presented:

@@ -76,7 +76,7 @@ def forged(signed: tpb.SignedPayload) -> tpb.SignedPayload:
 
 
 async def refused(metrics: Any, attempt: Any, *errors: type[KvplaneError]) -> KvplaneError:
-    """What an attempt is refused with: one of ``errors``, counted under its name."""
+    """Return what an attempt is refused with: one of ``errors``, counted under its name."""
     before = dict(metrics.rpc.rejected.values)
     with pytest.raises(errors) as caught, typed_errors():
         await attempt

@@ -46,7 +46,7 @@ async def pools(tmp_path: Path) -> AsyncIterator[TwoPools]:
 
 
 async def full_blocks(side: Side) -> Tensor:
-    """Of the prompt."""
+    """Read the prompt's full blocks."""
     (read,) = await side.execution.read_blocks(SEQUENCE, range(NUM_BLOCKS - 1))
     return read.blocks
 
