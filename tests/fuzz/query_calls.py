@@ -11,9 +11,6 @@ from tests.fuzz.pool_world import Call, Session, World
 def ask(world: World, session: Session) -> None:
     """Of prompts and sequences."""
     core, tokens = world.core(), world.prompt()
-    world.pool.match(b"a", tokens)
-    core.explain(world.root(), tokens)
-    core.match_hashes(b"a", world.data.ConsumeBytes(40))
     hashes = world.data.ConsumeBytes(40) if world.data.ConsumeBool() else b""
     search = world.pool.search(core, world.root(), tokens, hashes, world.data.ConsumeBool())
     while search.search_some(1):

@@ -20,7 +20,7 @@ void bind_steps(PoolClass& pool);
 // Answers to steps.
 void bind_answers(PoolClass& pool);
 // Searches for cached prefixes.
-void bind_searches(pybind11::module_& module, PoolClass& pool, GroupClass& group);
+void bind_searches(pybind11::module_& module, PoolClass& pool);
 void bind_rebuild(pybind11::module_& module);
 
 // States of sequences of the group: all where no ids are given.

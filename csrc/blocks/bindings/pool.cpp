@@ -267,7 +267,7 @@ void bind_pool(py::module_& module) {
   bind_steps(pool);
   bind_prefixes(pool);
   bind_answers(pool);
-  bind_searches(module, pool, group);
+  bind_searches(module, pool);
 }
 
 }  // namespace kvplane::blocks

@@ -77,22 +77,9 @@ py::tuple describe(const LayerGroup& group, std::vector<EntryId> found) {
                         pack(idle_ms), pack(priorities));
 }
 
-// What is found at once.
-std::vector<EntryId> found_now(Groups groups, const LayerGroup& primary, const py::bytes& root,
-                               Span<int32_t> tokens, Span<uint8_t> hashes = {}) {
-  PrefixSearch search(groups, primary, std::string_view(root), tokens, hashes, false);
-  search.search_some(std::numeric_limits<int64_t>::max());
-  return search.found();
-}
-
-py::tuple counts_and_hashes(const LayerGroup& group, const std::vector<EntryId>& found) {
-  const auto [num_device, num_host] = counts(group, found);
-  return py::make_tuple(num_device, num_host, py::bytes(hashes_of(group, found)));
-}
-
 }  // namespace
 
-void bind_searches(py::module_& module, PoolClass& pool, GroupClass& group) {
+void bind_searches(py::module_& module, PoolClass& pool) {
   py::class_<BoundSearch>(module, "PrefixSearch")
       .def(
           "search_some",
@@ -112,30 +99,6 @@ void bind_searches(py::module_& module, PoolClass& pool, GroupClass& group) {
         return make_search(self.groups(), primary, root, token_ids, hashes, with_hashes);
       },
       "primary"_a, "root"_a, "token_ids"_a, "hashes"_a, "with_hashes"_a, py::keep_alive<0, 1>());
-  pool.def(
-      "match",
-      [](const Pool& self, const py::bytes& root, const py::bytes& token_ids) {
-        const auto tokens = read<int32_t>(token_ids, "token_ids");
-        return counts_and_hashes(self.first(),
-                                 found_now(self.groups(), self.first(), root, tokens));
-      },
-      "root"_a, "token_ids"_a);
-  group.def(
-      "match_hashes",
-      [](LayerGroup& self, const py::bytes& root, const py::bytes& hashes) {
-        LayerGroup* const alone = &self;
-        const auto column = read<uint8_t>(hashes, "hashes");
-        return counts_and_hashes(self, found_now({&alone, 1}, self, root, {}, column));
-      },
-      "root"_a, "hashes"_a);
-  group.def(
-      "explain",
-      [](LayerGroup& self, const py::bytes& root, const py::bytes& token_ids) {
-        LayerGroup* const alone = &self;
-        const auto tokens = read<int32_t>(token_ids, "token_ids");
-        return describe(self, found_now({&alone, 1}, self, root, tokens));
-      },
-      "root"_a, "token_ids"_a);
 }
 
 }  // namespace kvplane::blocks

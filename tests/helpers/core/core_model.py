@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvplane_blocks import Pool as NativePool
+
 from control_plane import queries
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -29,6 +31,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import DataPlane, Plane
 from tests.helpers.core.core_messages import DEVICE, POOL, BlockId, pack
+from tests.helpers.native.native_pool import find
 from tests.helpers.planning.registration_messages import LAYOUT, TENANT, half
 
 Owner = tuple[str, str]
@@ -168,7 +171,10 @@ class World:
         """Return the device blocks that hold the longest cached prefix of a prompt."""
         self.core.check_integrity()
         root = root_of(self.layout.fingerprint, tenant, namespace)
-        _, _, indices, *_ = self.pool.primary.explain(root, ops.pack_tokens(list(tokens)))
+        primary = self.pool.primary
+        _, (_, _, indices, *_) = find(
+            NativePool([primary]), primary, root, ops.pack_tokens(list(tokens))
+        )
         return columns.read(INT32, indices, "indices").tolist()
 
     def generations(self, tier: tpb.Tier = DEVICE) -> list[int]:

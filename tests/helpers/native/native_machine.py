@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from kvplane_blocks import Pool
 
-from tests.helpers.native.native_pool import DEVICE, HOST, Code, Kind
+from tests.helpers.native.native_pool import DEVICE, HOST, Code, Kind, find, i32
 from tests.helpers.native.native_sessions import Engine, Group, Known, World
 
 
@@ -43,6 +43,7 @@ SHAPES = [
     Shape(1, (Group(200, 40, window=70),)),
     Shape(4, (Group(16, 5),), quota=7),
     Shape(2, (Group(14, 6, window=3),), quota=6),
+    Shape(64, (Group(12, 4),)),  # its prompts are of several chunks of tokens
 ]
 GROUPED_SHAPES = [
     Shape(4, (Group(12, 5), Group(12, 5, window=6))),
@@ -57,9 +58,9 @@ WAITS = (Code.LATER, Code.LATER_HEADROOM, Code.LATER_QUOTA)
 class Walk:
     """One world, and the steps that it may take."""
 
-    def __init__(self, rng: Random, shape: Shape) -> None:
+    def __init__(self, rng: Random, shape: Shape, policy: str = "lru") -> None:
         self.rng = rng
-        self.world = World(shape.groups, shape.block_size, shape.quota)
+        self.world = World(shape.groups, shape.block_size, shape.quota, policy)
         self.world.open()
         self.world.open()
 
@@ -162,8 +163,7 @@ class Walk:
     def _admit(self, engine: Engine, granted_as: int | None = None) -> Operation:
         i, tokens, options = self.admission(engine)
         caller, size = engine.caller, self.world.block_size
-        num_found, num_host, _ = self.world.pool.match(caller.root, _bytes(tokens))
-        found = min((num_found + num_host) * size, len(tokens) - 1)
+        found = min(self.world.num_found(caller.root, tokens) * size, len(tokens) - 1)
 
         def call() -> Any:
             return caller.admit(i, tokens, admitted_by=granted_as, **options)
@@ -381,15 +381,14 @@ class Walk:
         """Check that queries change nothing."""
         engine = self.pick()
         before = self.world.dump()
-        pool, root = self.world.pool, engine.caller.root
-        tokens = self.prompt()
-        num_device, num_host, _ = pool.match(root, _bytes(tokens))
+        root, tokens = engine.caller.root, self.prompt()
+        num_found = self.world.num_found(root, tokens)
         for core, group in zip(self.world.cores, self.world.groups, strict=True):
-            found = Pool([core]).match(root, _bytes(tokens))
             if not group.window:  # then all leading blocks are there
-                assert core.match_hashes(root, found[2]) == found
-                assert core.explain(root, _bytes(tokens))[0] == found[2]
-                assert num_device + num_host <= found[0] + found[1]
+                alone = Pool([core])
+                counts, columns = find(alone, core, root, i32(tokens))
+                assert find(alone, core, root, hashes=columns[0]) == (counts, columns)
+                assert num_found <= sum(counts)
         assert self.world.dump() == before
 
     def open(self) -> None:
@@ -439,7 +438,3 @@ def same(predicted: Any, done: Any) -> bool:
     if isinstance(done, tuple) and isinstance(done[0], list):
         predicted, done = ([f for f in each[1] if f[0] == 0] for each in (predicted, done))
     return bool(predicted == done)
-
-
-def _bytes(tokens: list[int]) -> bytes:
-    return b"".join(token.to_bytes(4, "little") for token in tokens)

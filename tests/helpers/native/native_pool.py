@@ -24,6 +24,8 @@ PROMPT = list(range(6))
 Failure = tuple[int, int, int, int, int]
 Rows = tuple[list[int], list[Failure]]
 Row = TypeVar("Row")
+Found = tuple[tuple[int, int], tuple[bytes, ...]]
+"""Of a search: the blocks found on the device and behind them, and the columns of all of them."""
 
 
 class Code(enum.IntEnum):
@@ -242,13 +244,27 @@ class OneGroup(Pool):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
-    def find(
-        self, root: bytes, token_ids: bytes = b"", hashes: bytes = b""
-    ) -> tuple[tuple[int, int], tuple[bytes, ...]]:
-        """Search for a prompt at once; return the counts and the columns of the blocks found."""
-        search = self.search(self.group, root, token_ids, hashes, True)
-        assert not search.search_some(1 << 40)
-        return search.counts(), search.blocks()
+    def find(self, root: bytes, token_ids: bytes = b"", hashes: bytes = b"") -> Found:
+        """Search for a prompt, given by its tokens or by hashes, at once."""
+        return find(self, self.group, root, token_ids, hashes)
+
+    def match(self, root: bytes, token_ids: bytes) -> tuple[int, int, bytes]:
+        """Search; return the blocks found on the device and behind them, and their hashes."""
+        counts, (hashes, *_) = self.find(root, token_ids)
+        return *counts, hashes
+
+    def explain(self, root: bytes, token_ids: bytes) -> tuple[bytes, ...]:
+        """Search; return the columns of the blocks found."""
+        return self.find(root, token_ids)[1]
+
+
+def find(
+    pool: Pool, group: LayerGroup, root: bytes, token_ids: bytes = b"", hashes: bytes = b""
+) -> Found:
+    """Search a pool for a prompt at once; return what lies in one of its layer groups."""
+    search = pool.search(group, root, token_ids, hashes, True)
+    assert not search.search_some(1 << 40)
+    return search.counts(), search.blocks()
 
 
 def new_pool(

@@ -30,6 +30,8 @@ from tests.helpers.native.native_pool import (
     State,
     View,
     dump,
+    find,
+    i32,
     ints,
 )
 
@@ -232,11 +234,13 @@ class Engine:
                 assert before is (change != FAMILY_ENDED_ON_HOST)
             if change in (FAMILY_STARTED, FAMILY_LEFT_DEVICE):
                 self.families[family] = change == FAMILY_STARTED
-        families: dict[int, bool] = {}
+        families: dict[int, list[int]] = {}
         for state in states:
-            family = pool.family_of(handle, state.sequence_id)
-            families[family] = families.get(family, False) or state.tier == DEVICE
-        told = {i: on for i, on in families.items() if on or i in self.families}
+            on_device = families.setdefault(pool.family_of(handle, state.sequence_id), [])
+            on_device += [state.sequence_id] * (state.tier == DEVICE)
+        for family, on_device in families.items():
+            assert sorted(ints(pool.family_on_device(handle, family), "q")) == on_device
+        told = {i: bool(on) for i, on in families.items() if on or i in self.families}
         assert self.families == told, "of others, which were never on the device, nothing is told"
         for core in self.world.cores[1:]:
             assert not Pool([core]).take_family_events(handle), "the first group tells for all"
@@ -255,11 +259,14 @@ class World:
     and ``planes`` have one for each group.
     """
 
-    def __init__(self, groups: Sequence[Group], block_size: int = 4, quota: int = 0) -> None:
+    def __init__(
+        self, groups: Sequence[Group], block_size: int, quota: int = 0, policy: str = "lru"
+    ) -> None:
         self.cores = [
             LayerGroup(
                 block_size, group.num_device, group.num_host,
                 window_tokens=group.window, max_sequences=12, max_owner_blocks=quota, seed=7,
+                eviction_policy=policy,
             )
             for group in groups
         ]  # fmt: skip
@@ -274,6 +281,10 @@ class World:
         self.num_sessions = 0
         self.engines: list[Engine] = []
         self.ended: list[Engine] = []  # their fences are not done
+
+    def num_found(self, root: bytes, tokens: Sequence[int]) -> int:
+        """Return how many leading blocks of a prompt are cached."""
+        return sum(find(self.pool, self.cores[0], root, i32(tokens))[0])
 
     def finished(self, engine: Engine) -> int:
         """Return the last plan of a session that has run."""

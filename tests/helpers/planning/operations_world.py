@@ -30,6 +30,7 @@ from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.native.native_pool import find
 from tests.helpers.outcomes import is_refused, outcomes
 from tests.helpers.planning.control_wire import RawShard, Stub
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -229,8 +230,7 @@ def cached(pool: Pool, root: bytes) -> tuple[Any, ...]:
         chain, block_hash = b"", last
         while block_hash in parent_of:
             chain, block_hash = block_hash + chain, parent_of[block_hash]
-        search = NativePool([pool.primary]).search(pool.primary, root, b"", chain, True)
-        assert not search.search_some(1 << 40)
-        *known, _, _, priorities = search.blocks()
+        _, blocks = find(NativePool([pool.primary]), pool.primary, root, hashes=chain)
+        *known, _, _, priorities = blocks
         kept[last] = (*known, priorities)
     return revision, tiers, hashes, kept

@@ -47,7 +47,7 @@ BAD: list[tuple[str, int, Call]] = [
     ("admitted_by", -1, lambda p, s: p.deferred_tokens(s, ONE, b"", FEW, FEW, FEW)),
     ("num_tokens", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, FEW, i32([0]), b"")),
     ("token_ids", 0, lambda p, s: p.deferred_tokens(s, ONE, ONE, FEW, FEW, i32([-1]))),
-    ("token_ids", -1, lambda p, s: p.match(b"root", ODD)),
+    ("token_ids", -1, lambda p, s: p.find(b"root", ODD)),
 ]
 
 
@@ -159,48 +159,6 @@ def test_many_forks_are_checked_in_time() -> None:
     ids = list(range(2, 65536))
     assert caller.admit(1, [1], forks=[*ids, 2]) == (65535, Code.EXISTS, 2, 0, 0)
     assert caller.admit(1, [1], forks=ids) == (0, 1, 1)
-    caller.pool.check_integrity()
-
-
-# Checks: what comes of each item is said, and done.
-
-Operation = Callable[[Caller], Any]
-OPERATIONS: dict[str, Operation] = {
-    "admit": lambda c: c.admit(9, [*range(4), 7, 7]),
-    "admit more than there is": lambda c: c.admit(9, [7] * 28),
-    "admit n": lambda c: c.admit(9, [7] * 9, forks=[10, 11]),
-    "append": lambda c: c.append((1, 6, 1, [9], 0)),
-    "append for a sharer": lambda c: c.append((1, 6, 9, [], 0)),
-    "append ahead": lambda c: c.append((1, 6, 0, [6], 8)),
-    "append elsewhere": lambda c: c.append((1, 7, 1, [], 0)),
-    "truncate": lambda c: c.truncate((1, 4)),
-    "truncate to more": lambda c: c.truncate((1, 7)),
-    "fork": lambda c: c.fork((1, 10)),
-    "fork of none": lambda c: c.fork((12, 13)),
-    "fork to itself": lambda c: c.fork((1, 1)),
-    "free": lambda c: c.free(1),
-    "free of none": lambda c: c.free(0),
-    "swap": lambda c: c.swap([1, 2], HOST),
-    "swap more than there is": lambda c: c.swap([4, 1], HOST),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("num_device", [6, 8, 20])
-def test_a_check_says_what_comes_of_it(name: str, num_device: int) -> None:
-    caller = Caller(new_pool(num_device, 4, max_sequences=7))
-    with caller.step():
-        caller.admit(1, list(range(6)), forks=[2, 3])
-        caller.admit(4, [50] * 16)
-    before = dump(caller.pool, [caller])
-    with caller.checks():
-        predicted = OPERATIONS[name](caller)
-    assert dump(caller.pool, [caller]) == before
-    caller.begin()
-    done = OPERATIONS[name](caller)
-    if isinstance(done, tuple) and isinstance(done[0], list):
-        predicted, done = predicted[1], done[1]
-    assert predicted == done
     caller.pool.check_integrity()
 
 
