@@ -168,7 +168,7 @@ def _tests_fail(site: Path, *tests: str) -> tuple[bool, str]:
 
 
 BLOCKS: Final = (
-    *("announcing", "rebuilding", "forgetting", "touched", "native_admit", "native_families"),
+    *("announcing", "rebuilding", "forgetting", "touched", "native_admit"),
     *("native_growth", "native_tokens", "native_tiers", "native_aborts", "native_input"),
     "native_walk",
 )

@@ -60,20 +60,6 @@ def test_of_two_sharers_the_first_copies_and_the_last_writes_in_place() -> None:
     assert caller.table(1)[1] == shared != caller.table(2)[1]
 
 
-def test_what_a_copy_reads_is_not_written_before_its_plan_has_run() -> None:
-    caller = with_prompt()
-    with caller.step():
-        caller.fork((1, 2))
-    shared = caller.table(1)[1]
-    caller.begin()
-    caller.append((2, 6, 1, [7], 0))
-    caller.truncate((1, 5))
-    caller.append((1, 5, 1, [8], 0))
-    assert shared not in (caller.table(1)[1], caller.table(2)[1]), "the plan may run again"
-    plan = caller.finish()
-    assert plan is not None and len(plan.transfers) == 2
-
-
 def test_refused_appends() -> None:
     caller = with_prompt(num_device=4)
     caller.begin()
@@ -142,34 +128,6 @@ def test_a_truncate_gives_back_what_was_written_and_what_was_not() -> None:
     assert caller.pool.usage(DEVICE)[3] == 2
 
 
-def test_a_truncated_block_that_is_published_is_left_to_its_readers() -> None:
-    caller = with_prompt(tokens=list(range(8)))
-    published = caller.table(1)[1]
-    caller.begin()
-    assert caller.truncate((1, 6)) == ([0], [])
-    assert caller.append((1, 6, 2, [90, 91], 0)) == ([2], [])
-    plan = caller.finish()
-    assert plan is not None and plan.transfers == [(published, caller.table(1)[1])]
-    caller.receipted()
-    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
-    assert caller.pool.match(b"root", i32([0, 1, 2, 3, 4, 5, 90, 91]))[0] == 2
-    caller.pool.check_integrity()
-
-
-def test_what_was_truncated_before_its_receipt_is_not_published() -> None:
-    caller = Caller(new_pool(8))
-    with caller.in_flight():
-        caller.admit(1, list(range(8)))
-    with caller.in_flight():
-        caller.truncate((1, 6))
-        caller.append((1, 6, 2, [90, 91], 0))
-    caller.pool.receipted(caller.handle, 1)
-    assert caller.pool.match(b"root", i32(range(8)))[0] == 1
-    caller.receipted()
-    assert caller.pool.match(b"root", i32(range(8)))[0] == 1
-    assert caller.pool.match(b"root", i32([0, 1, 2, 3, 4, 5, 90, 91]))[0] == 2
-
-
 def test_refused_truncates() -> None:
     caller = with_prompt()
     caller.begin()
@@ -207,20 +165,6 @@ def test_forks_copy_neither_tokens_nor_tables() -> None:
     assert caller.pool.num_blocks_held(caller.handle) == num_held
 
 
-def test_children_differ_from_where_they_grow() -> None:
-    caller = with_prompt(num_device=400, tokens=list(range(599)))
-    with caller.step():
-        caller.fork((1, 2), (2, 3))
-    with caller.step():
-        caller.append((3, 599, 9, [], 0))
-    assert caller.table(3)[:149] == caller.table(1)[:149]
-    assert caller.table(3)[149] != caller.table(1)[149] == caller.table(2)[149]
-    with caller.step():
-        caller.free(1, 2)
-    assert len(caller.table(3)) == 152
-    caller.pool.check_integrity()
-
-
 def test_a_sequence_that_this_step_computes_is_busy() -> None:
     caller = with_prompt()
     caller.begin()
@@ -243,39 +187,6 @@ def test_a_sequence_freed_before_its_receipt_is_published_all_the_same() -> None
     caller.receipted()
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
     assert caller.pool.usage(DEVICE) == (8, 6, 2, 0, 0)
-
-
-def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it() -> None:
-    caller = Caller(new_pool(8))
-    with caller.in_flight():
-        caller.admit(1, list(range(8)))
-    with caller.in_flight():
-        caller.fork((1, 2))
-        caller.free(1)
-        caller.truncate((2, 6))
-        assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
-    caller.pool.receipted(caller.handle, 1)
-    (run,) = caller.pool.take_publications(9)
-    assert caller.table(2)[1].index.to_bytes(4, "little") not in [run[1][:4], run[1][4:]]
-    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
-    caller.pool.check_integrity()
-
-
-def test_a_freed_sequence_of_which_the_chain_was_evicted_is_not_published_elsewhere() -> None:
-    caller = Caller(new_pool(4))
-    with caller.step():
-        caller.admit(1, list(range(4)))
-    with caller.in_flight():
-        caller.append((1, 4, 4, [4, 5, 6, 7], 0))
-    with caller.in_flight():
-        caller.append((1, 8, 4, [8, 9, 10, 11], 0))
-    with caller.in_flight():
-        caller.free(1)
-        caller.admit(2, [50] * 8, num_compute=8)
-    for plan in (2, 3, 4):
-        caller.pool.receipted(caller.handle, plan)
-        caller.pool.check_integrity()
-    assert caller.pool.match(b"root", i32(range(4, 8)))[0] == 0
 
 
 def test_tokens_that_are_deferred_publish_what_is_written() -> None:
@@ -343,3 +254,15 @@ def test_a_sequence_goes_on_when_it_is_scheduled_receipted_moved_or_given_blocks
     caller.swap([1], DEVICE)
     caller.ran()
     assert pool.family_progress(caller.handle, 1) == (5.0, False)
+
+
+def test_a_family_holds_what_its_members_on_the_device_hold() -> None:
+    caller = with_prompt()
+    with caller.step():
+        caller.fork((1, 2), (2, 3))
+    pool, handle = caller.pool, caller.handle
+    assert pool.family_held(handle, 1) == 6, "two blocks of each of three tables"
+    assert pool.num_device_blocks_held(handle) == 2
+    with caller.step():
+        assert caller.swap([1], HOST) == 2
+    assert (pool.family_held(handle, 1), pool.num_device_blocks_held(handle)) == (4, 4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from tests.helpers.native.native_pool import Caller, OneGroup, i32, i64, new_pool
@@ -11,7 +9,6 @@ from tests.helpers.native.native_pool import Caller, OneGroup, i32, i64, new_poo
 SIZE = 64
 CHUNK = 256  # tokens
 LONG = [i % 97 for i in range(3 * CHUNK + 5)]
-NUM_TURNS = 150
 
 
 def admitted(caller: Caller, sequence_id: int, tokens: list[int]) -> int:
@@ -85,45 +82,3 @@ def test_who_goes_on_otherwise_leaves_the_others_tokens(kept: int) -> None:
     assert_known(other, {2: [*LONG[:kept], 1002, 1002]})
     admitted(late, 3, LONG)
     assert_known(late, {3: LONG})
-
-
-def test_in_a_walk_everybody_keeps_their_own_tokens() -> None:
-    rng = random.Random(7)
-    pool = paged_pool(64)
-    patterns = [[rng.randrange(2) for _ in range(CHUNK)] for _ in range(3)]
-    callers = [Caller(pool, rng.choice([b"a", b"a", b"b"])) for _ in range(4)]
-    known: list[dict[int, list[int]]] = [{} for _ in callers]
-    next_id, most_shared = 1, 0
-    for _ in range(NUM_TURNS):
-        place = rng.randrange(len(callers))
-        caller, mine = callers[place], known[place]
-        with caller.step():
-            kind = rng.choice(("admit", "admit", "append", "truncate", "free", "forget"))
-            if kind == "admit":
-                prompt = [t for _ in range(rng.randint(1, 3)) for t in rng.choice(patterns)]
-                prompt = [*prompt[: rng.choice([len(prompt), len(prompt) - 70])], 5]
-                if len(caller.admit(next_id, prompt)) == 3:
-                    mine[next_id] = prompt
-                    next_id += 1
-            elif mine:
-                sequence_id = rng.choice([*mine])
-                tokens = mine[sequence_id]
-                if kind == "append":
-                    more = rng.choice(patterns)[: rng.choice([1, 100, CHUNK])]
-                    _, refused = caller.append((sequence_id, len(tokens), len(more), more, 0))
-                    tokens += [] if refused else more
-                elif kind == "truncate":
-                    del tokens[rng.choice([len(tokens) // 2, len(tokens) - 1]) :]
-                    caller.truncate((sequence_id, len(tokens)))
-                elif kind == "free":
-                    caller.free(sequence_id)
-                    del mine[sequence_id]
-                else:
-                    pool.forget_roots([caller.root], True)
-                    pool.forget_some(1000)
-        assert_known(caller, mine)
-        num_needed = sum(-(-len(tokens) // CHUNK) for each in known for tokens in each.values())
-        most_shared = max(most_shared, num_needed - pool.num_token_chunks)
-    for caller, mine in zip(callers, known, strict=True):
-        assert_known(caller, mine)
-    assert most_shared > 3, "the walk does not share"
