@@ -36,6 +36,34 @@ def test_whole_tables_say_what_is_allocated_and_send_children_as_forks() -> None
     assert rest.first + rest.num == 76
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_goes_before_the_plan_after_an_abort_is_made_is_not_published(is_cut: bool) -> None:
+    """That plan has none of the copies from the host tier that were to fill its blocks."""
+    tokens = list(range(1, 9))
+    caller = with_prompt(tokens, num_device=8, num_host=8)
+    with caller.step():
+        caller.free(1)
+    with caller.step():
+        assert len(caller.admit(2, [50] * 32)) == 3, "which moves the first prompt to the host tier"
+    with caller.step():
+        caller.free(2)
+    assert caller.pool.match(b"root", i32(tokens))[:2] == (0, 2)
+    caller.abort()
+    if not is_cut:
+        caller.begin()
+    assert caller.admit(3, [*tokens, 7], num_compute=0, admitted_by=caller.number)[0] == 8
+    if is_cut:
+        caller.pool.cut(caller.handle, 3)
+        caller.begin()
+    else:
+        assert caller.free(3)[1] == []
+    plan = caller.finish()
+    assert plan is not None and plan.changes == [] and plan.transfers == []
+    caller.receipted()
+    caller.pool.check_integrity()
+    assert caller.pool.match(b"root", i32(tokens))[:2] == (0, 2)
+
+
 def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there() -> None:
     for num_pieces in range(4):
         caller = Caller(new_pool(16))
@@ -100,6 +128,36 @@ def test_what_the_data_plane_has_of_a_table_is_kept_after_an_abort() -> None:
     assert changes_after_an_abort(caller) == [(Kind.KEEP, 1, 0, 5)]
 
 
+def test_a_check_between_steps_does_not_shift_a_grant() -> None:
+    caller = with_prompt(list(range(4)), num_device=4, num_host=4)
+    for token in (50, 51, 52, 53):
+        with caller.step():
+            caller.free(1)
+            caller.admit(1, [token] * 4)
+    assert caller.pool.match(b"root", i32(range(4)))[:2] == (0, 1)
+    with caller.checks():
+        caller.free(1)
+    assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
+    caller.begin()
+    caller.ran()
+    assert caller.state(2).num_written == 4
+
+
+def test_a_cut_frees_what_the_draft_allocates_only_after_its_plan() -> None:
+    caller = Caller(new_pool(4))
+    assert caller.admit(1, [1] * 16, admitted_by=0) == (0, 4, 0)
+    caller.pool.cut(caller.handle, 1)
+    caller.pool.check_integrity()
+    other = Caller(caller.pool)
+    other.begin()
+    assert len(other.admit(1, [2])) == 5
+    caller.begin()
+    plan = caller.finish()
+    assert plan is not None and [c.kind for c in plan.changes] == [Kind.SET, Kind.DROP]
+    caller.receipted()
+    assert len(other.admit(1, [2])) == 3
+
+
 def test_a_cut_sequence_that_no_plan_touches_is_free_at_once() -> None:
     caller = with_prompt(PROMPT, num_device=2)
     assert caller.pool.cut(caller.handle, 1) == 2
@@ -149,6 +207,21 @@ def test_a_session_is_not_fenced_before_its_plans_have_ended() -> None:
     caller.pool.session_fenced(caller.handle)
     caller.pool.check_integrity()
     assert [caller.pool.usage(tier)[3:] for tier in (DEVICE, HOST)] == [(0, 0), (0, 0)]
+
+
+def test_what_is_free_at_once_is_not_kept_for_receipts() -> None:
+    """A grant that comes when its step has begun counts for the next."""
+    caller = Caller(new_pool(8, 6))
+    for i, tokens in ((1, [0] * 9), (2, [5] * 32)):  # the first is evicted to the host tier
+        with caller.step():
+            caller.admit(i, tokens)
+        with caller.step():
+            caller.free(i)
+    with caller.step():
+        assert caller.admit(3, [0] * 13, num_compute=0, admitted_by=caller.number) == (8, 2, 0)
+    caller.begin()
+    caller.pool.cut(caller.handle, 3)
+    caller.pool.check_integrity()
 
 
 def test_only_an_ended_session_is_fenced_and_once() -> None:

@@ -39,6 +39,7 @@ class ForgettingWalk(Walk):
 
     def __init__(self, rng: Random, shape: Shape, policy: str, *, truncates: bool) -> None:
         super().__init__(rng, shape, policy)
+        self.world.open(b"bob")
         self.truncates = truncates
         self.now_s = 0.0
         # (root, tokens of a forgotten prefix) -> generations of all blocks then
