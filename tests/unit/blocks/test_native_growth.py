@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from random import Random
+
+import pytest
+
 from tests.helpers.native.native_pool import (
     DEVICE,
     HOST,
@@ -165,6 +172,31 @@ def test_forks_copy_neither_tokens_nor_tables() -> None:
     assert caller.pool.num_blocks_held(caller.handle) == num_held
 
 
+@pytest.mark.parametrize(
+    "order", [sorted, partial(sorted, reverse=True), partial(Random(1).sample, k=1000)]
+)
+def test_a_chain_of_a_thousand_forks_is_made_sent_whole_and_ended_in_any_order(
+    order: Callable[[Sequence[int]], list[int]],
+) -> None:
+    """Each is of other tokens than the one that it is a fork of."""
+    caller, ids = Caller(new_pool(1010)), range(1, 1001)
+    with caller.step():
+        caller.admit(1, range(9))
+    with caller.step():
+        assert caller.fork(*pairwise(ids))[1] == []
+    assert caller.pool.usage(DEVICE)[3] == 3
+    with caller.step():
+        assert caller.append(*((i, 9, 1, [i], 0) for i in ids[1:]))[1] == []
+    with caller.step():
+        assert caller.truncate(*((i, 9) for i in ids[1:]))[1] == []
+    assert caller.pool.usage(DEVICE)[3] == 2 + 1000
+    caller.abort(keeps_tables=False)
+    with caller.step():
+        assert caller.free(*order(ids))[1] == []
+    assert caller.pool.usage(DEVICE)[3:] == (0, 0)
+    assert caller.states() == []
+
+
 def test_a_sequence_that_this_step_computes_is_busy() -> None:
     caller = with_prompt()
     caller.begin()
@@ -187,6 +219,22 @@ def test_a_sequence_freed_before_its_receipt_is_published_all_the_same() -> None
     caller.receipted()
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
     assert caller.pool.usage(DEVICE) == (8, 6, 2, 0, 0)
+
+
+def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it() -> None:
+    caller = Caller(new_pool(8))
+    with caller.in_flight():
+        caller.admit(1, list(range(8)))
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.free(1)
+        caller.truncate((2, 6))
+        assert caller.append((2, 6, 2, [90, 91], 0)) == ([2], [])
+    caller.pool.receipted(caller.handle, 1)
+    (run,) = caller.pool.take_publications(9)
+    assert caller.table(2)[1].index.to_bytes(4, "little") not in [run[1][:4], run[1][4:]]
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
+    caller.pool.check_integrity()
 
 
 def test_tokens_that_are_deferred_publish_what_is_written() -> None:

@@ -2,17 +2,14 @@
 time could grow with the number of sessions, that too.
 
 No work is done block by block, for every sequence or for every session, where it can be done at
-once; a thousand sessions on one prefix cost as little as a hundred, and a thousand forks of forks
-do not recurse.
+once; a thousand sessions on one prefix cost as little as a hundred.
 """
 
 from __future__ import annotations
 
 import gc
-import random
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -199,61 +196,3 @@ def test_a_thousand_sessions_on_one_prefix_cost_no_more_than_a_hundred() -> None
         assert len(ratios) < NUM_TRIES, ratios
         ratios.append(sharers.cpu_s() / few_s)
     sharers.world.core.check_integrity()
-
-
-# Forks of forks
-
-DEPTH = 1000
-
-
-def parents_first(ids: list[int]) -> list[int]:
-    return ids
-
-
-def children_first(ids: list[int]) -> list[int]:
-    return ids[::-1]
-
-
-def in_any_order(ids: list[int]) -> list[int]:
-    return random.Random(1).sample(ids, len(ids))
-
-
-@pytest.mark.parametrize("order", [parents_first, children_first, in_any_order])
-def test_a_chain_of_a_thousand_forks_ends_in_any_order(
-    order: Callable[[list[int]], list[int]],
-) -> None:
-    """Each is of other tokens than the one that it is a fork of."""
-    engine = world_of(DEPTH + 8).engine()
-    core, ids, end = engine.world.core, list(range(1, DEPTH + 1)), 2 * BLOCK + 1
-    send(engine, ops.admit(1, prompt(2)))
-    send(engine, ops.fork(ids[:-1], ids[1:]))
-    send(engine, ops.append(ids[1:], pack(ids[1:]), 1, first_positions=end, num_tokens=1))
-    send(engine, ops.truncate(ids[1:], end))
-    assert engine.world.usage()["held"] == 2 + DEPTH
-    assert [engine.table(i)[:2] for i in (1, DEPTH // 2, DEPTH)] == [engine.table(1)[:2]] * 3
-    core.check_integrity()
-    for i in range(0, DEPTH, 50):
-        send(engine, ops.free(order(ids)[i : i + 50]))
-    send(engine)
-    core.check_integrity()
-    assert engine.world.usage()["held"] == 0
-    assert not any(engine.world.observed().num_sequences.values())
-    send(engine, ops.admit(1, prompt(2)))
-
-
-def test_a_chain_of_a_thousand_forks_is_made_by_one_operation() -> None:
-    """The next plan is of whole tables, in which each is a fork of the one before."""
-    engine = world_of(16).engine()
-    send(engine, ops.admit(1, prompt(2)))
-    parents = list(range(1, DEPTH))
-    send(engine, ops.fork(parents, [i + 1 for i in parents]))
-    assert engine.world.usage()["held"] == 3
-    engine.resync()
-    engine.run_all()
-    send(engine, ops.append(DEPTH, pack([5]), 1, first_positions=2 * BLOCK + 1))
-    assert engine.world.usage()["held"] == 4
-    engine.world.core.check_integrity()
-    send(engine, ops.free(range(1, DEPTH + 1)))
-    send(engine)
-    assert engine.world.usage()["held"] == 0
-    engine.world.core.check_integrity()
