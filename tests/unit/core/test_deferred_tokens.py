@@ -13,23 +13,6 @@ from tests.helpers.core.core_model import Engine, World
 from tests.helpers.refusals import refused
 
 
-def test_a_fork_without_all_its_tokens_shares_what_its_parent_publishes() -> None:
-    engine = World().engine()
-    engine.admit(1, range(10))
-    engine.step(engine.growth(1, num_slots=6))
-    engine.step(ops.fork(1, 2))
-    engine.run_all()
-    tokens = [position % 2 for position in range(10, 16)]
-    engine.submit(engine.receipts, deferred=ops.deferred_tokens([1], [1], [10], [6], tokens))
-    assert engine.world.observed().counters.num_publications == 2
-    engine.world.core.check_integrity()
-    assert engine.table(2) == engine.table(1)
-    engine.receipts.clear()
-    engine.append(2, num_slots=1)
-    assert engine.table(2)[:2] == engine.table(1)[:2]
-    engine.world.core.check_integrity()
-
-
 def test_a_fork_that_is_given_other_tokens_for_shared_slots_leaves_no_entry_behind() -> None:
     """One of both is wrong, and nobody knows which: only the first is published."""
     engine = World().engine()

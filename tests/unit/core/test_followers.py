@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from contextlib import suppress
 
 import pytest
 
 from control_plane import limits
 from control_plane.watching import Watcher
 from kvplane.clients.prefix_feed import BlocksRemoved, BlocksStored, IndexCleared, read_events
-from kvplane.errors import BlockInUseError, InvalidRequestError, RevisionTooOldError
+from kvplane.errors import InvalidRequestError, RevisionTooOldError
 from kvplane.wire.v1 import prefix_pb2 as pb
-from tests.helpers.core.core_messages import DEVICE, HOST, POOL
+from tests.helpers.core.core_messages import DEVICE, POOL
 from tests.helpers.core.core_model import Engine, World
 from tests.helpers.refusals import refused
 
@@ -67,38 +65,23 @@ def write(engine: Engine, tokens: range) -> None:
     engine.world.core.take_notified()
 
 
-def churn(world: World, engines: list[Engine], rng: random.Random, num: int) -> None:
-    for _ in range(num):
-        first = 100 * rng.randrange(12)
-        write(rng.choice(engines), range(first, first + 8 * rng.randrange(1, 5) + 1))
-        world.pump()
-        if rng.random() < 0.1:
-            with suppress(BlockInUseError):
-                rng.choice(engines).forget(range(first, first + 8))
-
-
 def test_followers_that_begin_at_any_time_end_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("control_plane.watching._MAX_ELEMENTS", 2)
-    rng = random.Random(3)
-    world = World(num_device=24)
-    engines = [world.engine() for _ in range(2)]
-    copies = [Copy(world)]
-    for _ in range(6):
-        churn(world, engines, rng, 8)
-        copies.append(Copy(world))
-        for copy in copies:
-            for _ in range(rng.randrange(4)):  # some stay behind, within their snapshots too
-                copy.take()
-    for copy in copies:
-        copy.catch_up()
+    world = World()
+    engine, early = world.engine(), Copy(world)
+    early.catch_up()
+    write(engine, range(41))
+    late = Copy(world)
+    assert late.take() and not late.is_complete, "five blocks come in parts"
+    write(engine, range(100, 117))
+    engine.forget(range(24))
     fresh = Copy(world)
-    fresh.catch_up()
-    assert fresh.num_parts > 3
-    usages = [world.usage(tier) for tier in (DEVICE, HOST)]
-    assert len(fresh.held) == sum(usage["cached"] + usage["held"] for usage in usages) > 6
-    for copy in copies:
+    for copy in (fresh, early, late):
+        copy.catch_up()
         assert copy.is_complete
         assert copy.held == fresh.held
+    assert (len(fresh.held), world.usage()["cached"]) == (4, 4)
+    assert late.num_parts > 1
 
 
 def test_it_is_woken_by_changes_of_the_index_alone() -> None:

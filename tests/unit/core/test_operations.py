@@ -14,7 +14,6 @@ from kvplane.errors import (
     KvplaneError,
     PositionMismatchError,
     QuotaExceededError,
-    SequenceBusyError,
     SequenceExistsError,
     SequenceNotFoundError,
     SequenceSwappedError,
@@ -134,20 +133,6 @@ def test_a_wrong_operation_fails_alone_and_names_its_field(
     assert not answer.HasField("plan")
     assert engine.everything() == before
     engine.world.core.check_integrity()
-
-
-def test_a_sequence_that_computes_in_a_step_is_busy_for_the_rest_of_it() -> None:
-    engine = World().engine()
-    result = engine.step(
-        ops.admit(1, range(4)),
-        ops.fork(1, 2),
-        ops.free([1]),
-        ops.truncate(1, 2),
-        ops.swap([1], "host"),
-        ops.append(1, [5], 1, first_positions=4),
-    )
-    errors = [type(error_in(operation)) for operation in result.results[1:]]
-    assert errors == [SequenceBusyError] * 4 + [InvalidRequestError]
 
 
 def test_items_of_one_operation_fail_one_by_one_in_sparse_failures() -> None:
