@@ -12,7 +12,6 @@ import pytest
 
 from data_plane import EmbeddedDataPlane
 from data_plane.execution.executor import Executor
-from data_plane.server.registration_client import BLOCKS_PER_REPORT
 from data_plane.server.server import DataPlaneServer, build_executor
 from kvplane.clients.data_client import DataClient
 from kvplane.errors import PoolNotReadyError, SessionExpiredError
@@ -176,21 +175,6 @@ async def test_a_control_plane_of_a_lower_incarnation_gets_nothing(tmp_path: Pat
         await older.stop()
         assert not older.reports
         assert server.executor.incarnation == 2
-
-
-async def test_large_reports_come_in_parts(tmp_path: Path) -> None:
-    num_blocks = BLOCKS_PER_REPORT + 3
-    async with serving(tmp_path, num_device_blocks=num_blocks) as (server, side):
-        author = author_of(server, side)
-        server.executor.open(author.grant())
-        change = set_blocks(1, [(i, 1) for i in range(num_blocks)])
-        server.executor.start(1, author.plan(1, changes=[change]))
-        await side.stop()
-        successor = await RegisterSide(incarnation=2).start(side.port)
-        await successor.until(successor.accepted.is_set)
-        await successor.stop()
-        assert len(successor.reports) == 2
-        assert len(reported(successor)) == num_blocks
 
 
 async def test_a_fence_ends_the_session_before_it_is_answered(tmp_path: Path) -> None:

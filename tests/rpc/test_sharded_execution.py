@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -47,19 +46,6 @@ async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path,
         assert [x.shape for x in outputs] == [x.shape for x in expected], name
         for step, (have, want) in enumerate(zip(outputs, expected, strict=True)):
             assert bytes(have.data) == bytes(want.data), (name, step)
-
-
-async def num_blocks(control: ControlClient) -> list[int]:
-    return [tier.num_blocks for tier in (await control.wait_ready(POOL)).usage]
-
-
-async def test_a_pool_has_the_blocks_of_its_smallest_shard(tmp_path) -> None:
-    pool = ShardedPool(tmp_path, by_heads(2))
-    async with pool, ControlClient(pool.address) as control:
-        assert await num_blocks(control) == [32, 8]
-        await pool.stop(1)
-        await pool.start(1, num_device_blocks=20, num_host_blocks=3)
-        assert await num_blocks(control) == [20, 3]
 
 
 async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> None:
@@ -114,24 +100,6 @@ async def test_a_killed_shard_is_a_typed_error_and_its_successor_a_new_epoch(tmp
             outputs = await run(session, execution, 0, ops.admit(1, prompt(16)))
             assert outputs[0].shape[0] == 16
             outputs = await run(session, execution, 0, ops.admit(2, prompt(16)))
-            assert outputs[0].shape[0] == 1
-        await session.close()
-
-
-async def test_a_new_control_plane_finds_what_all_shards_report(tmp_path) -> None:
-    pool = ShardedPool(tmp_path, by_heads(2))
-    async with pool, ControlClient(pool.address, timeout_s=30) as control:
-        session = await control.open_session(POOL, LAYOUT)
-        async with session.open_execution() as execution:
-            await run(session, execution, 0, ops.admit(1, prompt(17)))
-            await session.submit_receipts()
-        for plane in pool.planes.values():  # until they were told what was published
-            while not any(part.publications for part in plane.executor.report()):
-                await asyncio.sleep(0.02)
-        await pool.restart_control()
-        session = await session.reopen()
-        async with session.open_execution() as execution:
-            outputs = await run(session, execution, 0, ops.admit(1, prompt(17)))
             assert outputs[0].shape[0] == 1
         await session.close()
 

@@ -204,25 +204,6 @@ def test_a_plan_of_swaps_alone_is_receipted_when_they_are_done(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_copies_and_swaps_of_a_plan_follow_each_other_across_streams(seed: int) -> None:
-    rig = LateRig(seed)
-    rig.admit(1)
-    rig.run(
-        2,
-        set_blocks(2, [(2, 1)]),
-        set_blocks(3, [(3, 1)], tier=HOST),
-        set_blocks(4, [(4, 1)]),
-        set_blocks(5, [(5, 1)]),
-        transfer(ref(0), ref(2)),
-        transfer(ref(2), ref(3, 1, HOST)),
-        transfer(ref(3, 1, HOST), ref(4)),
-        transfer(ref(4), ref(5)),
-    )
-    device = rig.executor.pools.device_tier
-    assert torch.equal(device[5], device[0])
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_blocks_are_cleared_after_what_was_given_before_and_before_the_transfers(seed: int) -> None:
     rig = LateRig(seed)
     rig.admit(1)

@@ -348,22 +348,6 @@ def test_a_block_may_be_taken_from_another_sessions_table() -> None:
     assert tables.stale_counts[DEVICE][2] == 0
 
 
-def test_a_plan_of_whole_tables_may_fork_those_that_it_set() -> None:
-    tables = sound()
-    for tier in (DEVICE, HOST):
-        first, num = int(tables.generations[tier].argmin()), 4
-        new = [(block, 1) for block in range(first, first + num)]
-        whole = set_blocks(7, new, tier=tier, first_block=2, replace=True)
-        apply(tables, whole, fork(8, 7, 6), fork(9, 8, 4), fork(10, 9, 1), resync=True)
-        assert entries(tables) == {
-            7: [HOLE, HOLE, *new],
-            8: [HOLE, HOLE, *new],
-            9: [HOLE, HOLE, *new[:2]],
-            10: [HOLE],
-        }
-        tables.check_integrity()
-
-
 def test_many_forks_in_a_plan_of_whole_tables_cost_what_one_does() -> None:
     num_forks, num_blocks = 2000, 480
     tables = Counting({DEVICE: 1000, HOST: 8}, BLOCK_SIZE)
