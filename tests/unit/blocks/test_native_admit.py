@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.native.native_pool import DEVICE, Caller, Code, Kind, dump, new_pool
+from tests.helpers.native.native_pool import DEVICE, HOST, Caller, Code, Kind, dump, new_pool
 
 SIZE = 4
 ABC = list(range(12))
@@ -118,6 +118,30 @@ def test_n_sequences_of_one_prompt_share_its_blocks_and_are_admitted_all_or_none
     assert caller.admit(4, [1], forks=[0]) == (1, Code.BAD_ID, 0, 0, 0)
     assert caller.finish() is None
     assert dump(caller.pool, [caller]) == before
+
+
+def test_a_fork_of_an_admission_does_not_copy_what_the_same_plan_computes() -> None:
+    caller = Caller(new_pool(8))
+    with caller.step():
+        caller.admit(1, [1, 2, 3], forks=[2])
+        assert caller.append((2, 3, 1, [4], 0))[1] == [(0, Code.BUSY, 2, 0, 0)]
+        assert caller.swap([2], HOST) == (0, Code.BUSY, 2, 0, 0)
+    caller.begin()
+    assert caller.append((2, 3, 1, [4], 0), (1, 3, 1, [5], 0)) == ([1, 1], [])
+    plan = caller.finish()
+    assert plan is not None and len(plan.transfers) == 1
+
+
+def test_what_the_same_plan_computes_is_not_copied_after_a_truncate() -> None:
+    caller = Caller(new_pool(8, 8))
+    with caller.step():
+        caller.admit(1, ABC)
+        caller.admit(2, [*ABC, 1], num_compute=0)
+        assert caller.truncate((2, 6)) == ([0], [])
+        assert caller.append((2, 6, 1, [9], 0))[1] == [(0, Code.BUSY, 2, 0, 0)]
+        assert caller.swap([2], HOST) == (0, Code.BUSY, 2, 0, 0)
+    caller.begin()
+    assert caller.append((2, 6, 1, [9], 0))[1] == []
 
 
 def test_chunks_take_blocks_as_they_come() -> None:

@@ -200,6 +200,19 @@ def test_a_plan_copies_at_most_256_evicted_blocks_and_one_with_whole_tables_none
     caller.pool.check_integrity()
 
 
+def test_what_is_forgotten_while_it_is_copied_to_the_host_tier_does_not_stay_there() -> None:
+    caller = filled(4, 4)
+    with caller.in_flight():
+        caller.admit(1, [9] * 4)
+    pool = caller.pool
+    assert pool.forget(caller.root, i32([0] * 4), True, 1) == (0, 0)
+    assert not pool.forget_some(1000), "it waits for the receipt"
+    pool.check_integrity()
+    caller.receipted()
+    pool.check_integrity()
+    assert pool.usage(HOST)[1:3] == (4, 0)
+
+
 def test_blocks_behind_the_window_go_back() -> None:
     caller = with_prompt(list(range(12)), window_tokens=6)
     caller.begin()
@@ -211,6 +224,16 @@ def test_blocks_behind_the_window_go_back() -> None:
     caller.receipted()
     caller.pool.check_integrity()
     assert caller.pool.usage(DEVICE) == (8, 4, 1, 3, 0)
+
+
+def test_nothing_is_trimmed_that_an_abort_would_need() -> None:
+    caller = with_prompt(list(range(4)), window_tokens=4)
+    for first in range(4, 12):
+        with caller.step():
+            assert caller.append((1, first, 1, [], 0))[1] == []
+    assert None not in caller.table(1), "only 4 tokens are known, so an abort leaves 4"
+    caller.abort()
+    assert caller.state(1).num_written == 4 and None not in caller.table(1)
 
 
 def test_a_truncate_leaves_what_the_next_position_sees() -> None:
@@ -242,3 +265,20 @@ def test_a_trimmed_sequence_is_swapped_forked_and_sent_whole() -> None:
         assert plan is not None and plan.resync
         assert [(c.kind, c.first, c.num) for c in plan.changes] == [change] * 2
     caller.pool.check_integrity()
+
+
+def test_blocks_behind_the_window_are_trimmed_before_what_follows_is_published() -> None:
+    """Written while the sequence was on its way to the host tier, they were not published then."""
+    pool = new_pool(64, 64, window_tokens=8)
+    caller = Caller(pool)
+    with caller.in_flight():
+        assert len(caller.admit(1, list(range(80)))) == 3
+    with caller.step():
+        caller.swap([1], HOST)
+    with caller.in_flight():
+        caller.swap([1], DEVICE)
+    with caller.in_flight():
+        caller.append((1, 80, 4, [90, 91, 92, 93], 0))
+    assert [*map(bool, caller.table(1))] == [False] * 18 + [True] * 3
+    caller.receipted()
+    pool.check_integrity()
