@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.helpers.native.index_writer import Writer, blocks, checked_pool, hashes_of
-from tests.helpers.native.native_pool import DEVICE, OneGroup, i32, i64, ints, publications
+from tests.helpers.native.native_pool import DEVICE, OneGroup, i32, ints, publications
 
 
 def forget(
@@ -102,25 +102,6 @@ def test_blocks_in_use_are_left_unless_it_is_forced() -> None:
         assert pool.usage(DEVICE)[1:4] == (15, 1, 0)
 
 
-def test_a_live_sequence_publishes_what_was_forgotten_no_more_nor_do_its_forks() -> None:
-    with checked_pool(32) as pool:
-        writer = Writer(pool)
-        running = writer.write(blocks(1, 2, 3))
-        forget(writer, blocks(1, 2), force=True)
-        writer.append(running, 12, blocks(4))
-        child = writer.fork(running)
-        writer.append(child, 16, blocks(5))
-        finish(pool)
-        for _ in range(2):
-            assert writer.num_cached(blocks(1, 2, 3, 4, 5)) == (1, 0)
-            writer.free(child)
-            child = writer.fork(running)
-        writer.free(running, child)
-        assert writer.num_cached(blocks(1, 2, 3)) == (1, 0)
-        writer.cache(blocks(1, 2, 3))  # one that is admitted afterwards does
-        assert writer.num_cached(blocks(1, 2, 3)) == (3, 0)
-
-
 def test_what_is_written_but_not_published_yet_stays_private() -> None:
     with checked_pool(32) as pool:
         writer = Writer(pool)
@@ -137,35 +118,6 @@ def test_what_is_written_but_not_published_yet_stays_private() -> None:
         writer.catch_up()
         assert writer.num_cached(blocks(1, 2, 3)) == (3, 0)
         writer.free(early, follower)
-
-
-def test_a_sequence_whose_tokens_come_later_stays_private_if_they_might_be_the_forgotten() -> None:
-    with checked_pool(32) as pool:
-        writer = Writer(pool)
-        running = [writer.write(blocks(1) + blocks(2)[:2]), writer.write(blocks(3))]
-        with writer.step() as number:
-            for sequence_id in running:
-                first = 6 if sequence_id == running[0] else 4
-                slots, none = i32([6 if first == 6 else 4]), i32([0])
-                pool.append(writer.handle, i64([sequence_id]), i32([first]), slots, none, b"", b"")
-        forget(writer, blocks(1, 2, 5))
-        for sequence_id, first, tokens in (
-            (running[0], 6, blocks(2)[2:] + blocks(5)),
-            (running[1], 4, blocks(6)),
-        ):
-            assert (
-                pool.deferred_tokens(
-                    writer.handle,
-                    i64([sequence_id]),
-                    i64([running.index(sequence_id) + 1]),
-                    i32([first]),
-                    i32([len(tokens)]),
-                    i32(tokens),
-                )
-                is None
-            ), number
-        assert writer.num_cached(blocks(1, 2, 5)) == (2, 0)
-        assert writer.num_cached(blocks(3, 6)) == (2, 0)
 
 
 def test_an_aborted_sequence_stays_private() -> None:

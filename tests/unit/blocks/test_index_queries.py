@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -19,21 +18,6 @@ def match_hashes(pool: OneGroup, root: bytes, hashes: list[bytes]) -> tuple[int,
     """Return how many blocks were found on the device and behind them, and their hashes."""
     (num_device, num_host), (found, *_) = pool.find(root, hashes=b"".join(hashes))
     return num_device, num_host, found
-
-
-def test_hashes_find_what_tokens_find() -> None:
-    rng = random.Random(5)
-    with checked_pool(24, 12, seed=99) as pool:
-        writers = [Writer(pool, b"one"), Writer(pool, b"two")]
-        for _ in range(300):
-            writer = rng.choice(writers)
-            prompt = blocks(*[rng.randrange(3) for _ in range(rng.randrange(1, 6))])
-            hashes = hashes_of(writer.root, prompt)
-            found = pool.match(writer.root, i32(prompt))
-            assert match_hashes(pool, writer.root, hashes) == found
-            assert found[2] == b"".join(hashes[: found[0] + found[1]])
-            writer.cache(prompt)
-        assert pool.counters()[9] > 0  # some were in the host tier
 
 
 def test_hashes_of_another_root_find_nothing() -> None:

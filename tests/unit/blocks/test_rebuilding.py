@@ -132,19 +132,6 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-@pytest.mark.parametrize("which", ["first", "other", "both"])
-def test_a_block_on_which_shards_differ_is_left_out_with_all_that_follow(
-    change: Change, which: str
-) -> None:
-    reports = [chain(b"r", [1, 2, 3], [5, 9, 2]) for _ in range(2)]
-    for report in {"first": reports[:1], "other": reports[1:], "both": reports}[which]:
-        report.published[9] = change(report.published[9])
-    pool = built(reports)
-    assert num_found(pool, [1, 2, 3]) == 1
-    assert pool.usage(DEVICE) == (64, 63, 1, 0, 0)
-
-
 def test_a_block_that_was_allocated_again_since_is_left_out() -> None:
     reports = [chain(b"r", [1, 2], [5, 9]) for _ in range(2)]
     reports[1].generations[DEVICE][9] = 2

@@ -60,54 +60,6 @@ def test_a_running_sequence_gets_retained_blocks() -> None:
         assert pool.num_retained(1) == 0
 
 
-def test_a_head_has_at_least_the_priority_of_what_continues_it() -> None:
-    with checked_pool(16) as pool:
-        writer = Writer(pool)
-        for tail in (2, 3):
-            writer.cache(blocks(1, tail, 9))
-        retain(writer, blocks(1), 5)
-        retain(writer, blocks(1, 2, 9), 40)
-        retain(writer, blocks(1, 3), 60, until=10)
-        assert writer.priorities(blocks(1, 2, 9)) == [60, 40, 40]
-        assert writer.priorities(blocks(1, 3, 9)) == [60, 60, 0]
-        pool.set_time(10)
-        assert writer.priorities(blocks(1, 2, 9)) == [40, 40, 40]
-        assert writer.priorities(blocks(1, 3, 9)) == [40, 0, 0]
-        assert release(writer, blocks(1, 2, 9)) == 2
-        assert writer.priorities(blocks(1, 2, 9)) == [5, 0, 0]
-
-
-def test_of_overlapping_retentions_the_strongest_counts_and_each_ends_by_itself() -> None:
-    with checked_pool(16) as pool:
-        writer = Writer(pool)
-        writer.cache(blocks(1, 2))
-        assert retain(writer, blocks(1, 2), 20, until=100) == (2, 2)
-        assert retain(writer, blocks(1, 2), 90, until=10) == (2, 0)
-        assert retain(writer, blocks(1, 2), 90, until=5) == (2, 0)  # not shortened
-        pool.set_time(9)
-        assert writer.priorities(blocks(1, 2)) == [90, 90]
-        pool.set_time(11)
-        assert writer.priorities(blocks(1, 2)) == [20, 20]
-        pool.set_time(100)
-        assert writer.priorities(blocks(1, 2)) == [0, 0]
-        assert pool.num_retained(1) == 0
-
-
-def test_release_ends_only_the_retentions_of_this_prefix_and_this_owner() -> None:
-    with checked_pool(16) as pool:
-        writer, other = Writer(pool), Writer(pool, owner=2)
-        writer.cache(blocks(1, 2, 3))
-        retain(writer, blocks(1), 10)
-        retain(writer, blocks(1, 2, 3), 20)
-        retain(other, blocks(1, 2), 5)
-        assert release(writer, blocks(1, 2)) == 0
-        assert release(writer, blocks(1, 2, 3)) == 2
-        assert writer.priorities(blocks(1, 2, 3)) == [10, 5, 0]
-        assert release(writer, blocks(1)) == 1
-        assert release(other, blocks(1)) == 0
-        assert release(other, blocks(1, 2)) == 2
-
-
 def test_release_ends_a_retention_that_was_made_before_all_blocks_were_cached() -> None:
     with checked_pool(16) as pool:
         writer = Writer(pool)
