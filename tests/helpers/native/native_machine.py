@@ -7,8 +7,9 @@ grants, cuts, ends and fences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -206,20 +207,13 @@ class Walk:
             rows.append((i, first, num, given, rng.choice([0, 0, 0, 0, 1, 2 * size])))
             grown.append((i, truth, num, len(given)))
 
-        def call() -> Any:
-            return engine.caller.append(*rows)
+        def grow(i: int, truth: list[int], num: int, num_given: int) -> None:
+            known = engine.sequences[i]
+            known.tokens = truth
+            known.num_known += num_given
+            known.num_scheduled += num
 
-        def believe(answer: Any) -> None:
-            refused = {failure[0]: failure for failure in answer[1]}
-            for item, (i, truth, num, num_given) in enumerate(grown):
-                if item in refused:
-                    continue
-                known = engine.sequences[i]
-                known.tokens = truth
-                known.num_known += num_given
-                known.num_scheduled += num
-
-        return call, believe
+        return partial(engine.caller.append, *rows), of_each(grown, grow)
 
     def _truncate(self, engine: Engine) -> Operation:
         rng, live = self.rng, sorted(engine.sequences)
@@ -232,16 +226,10 @@ class Walk:
                 (i, max(1, most - rng.choice([0, 1, 1, 2, 3, self.world.block_size, most])))
             )
 
-        def call() -> Any:
-            return engine.caller.truncate(*rows)
+        def truncate(i: int, num: int) -> None:
+            engine.sequences[i].truncate(num)
 
-        def believe(answer: Any) -> None:
-            refused = {failure[0] for failure in answer[1]}
-            for item, (i, num) in enumerate(rows):
-                if item not in refused:
-                    engine.sequences[i].truncate(num)
-
-        return call, believe
+        return partial(engine.caller.truncate, *rows), of_each(rows, truncate)
 
     def _fork(self, engine: Engine) -> Operation:
         rng, live = self.rng, sorted(engine.sequences)
@@ -251,31 +239,16 @@ class Walk:
         if rng.random() < 0.1:
             rows.append((rows[0][1], rng.choice([*unused, 77])))  # a child of a child
 
-        def call() -> Any:
-            return engine.caller.fork(*rows)
+        def fork(parent: int, child: int) -> None:
+            engine.sequences[child] = engine.sequences[parent].copy(engine.caller.number)
 
-        def believe(answer: Any) -> None:
-            refused = {failure[0] for failure in answer[1]}
-            for item, (parent, child) in enumerate(rows):
-                if item not in refused:
-                    engine.sequences[child] = engine.sequences[parent].copy(engine.caller.number)
-
-        return call, believe
+        return partial(engine.caller.fork, *rows), of_each(rows, fork)
 
     def _free(self, engine: Engine) -> Operation:
         live = sorted(engine.sequences)
         chosen = self.rng.sample(live, self.rng.choice([1, 1, min(3, len(live))]))
 
-        def call() -> Any:
-            return engine.caller.free(*chosen)
-
-        def believe(answer: Any) -> None:
-            refused = {failure[0] for failure in answer[1]}
-            for item, i in enumerate(chosen):
-                if item not in refused:
-                    del engine.sequences[i]
-
-        return call, believe
+        return partial(engine.caller.free, *chosen), of_each(zip(chosen), engine.sequences.pop)
 
     def _swap(self, engine: Engine) -> Operation:
         rng, live = self.rng, sorted(engine.sequences)
@@ -285,15 +258,12 @@ class Walk:
         chosen = [first, *rng.sample(same_tier, rng.randint(0, len(same_tier)))]
         destination = HOST if tier == DEVICE else DEVICE
 
-        def call() -> Any:
-            return engine.caller.swap(chosen, destination)
-
         def believe(answer: Any) -> None:
             if isinstance(answer, int):
                 for i in chosen:
                     engine.sequences[i].tier = destination
 
-        return call, believe
+        return partial(engine.caller.swap, chosen, destination), believe
 
     # Plans and receipts
 
@@ -422,6 +392,21 @@ class Walk:
 
 
 Operation = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def of_each(
+    rows: Iterable[tuple[Any, ...]], believe: Callable[..., object]
+) -> Callable[[Any], None]:
+    """Return what to believe of an operation's answer: ``believe`` each row that was done."""
+    rows = list(rows)
+
+    def believe_all(answer: Any) -> None:
+        refused = {failure[0] for failure in answer[1]}
+        for item, row in enumerate(rows):
+            if item not in refused:
+                believe(*row)
+
+    return believe_all
 
 
 def failed(answer: Any) -> bool:

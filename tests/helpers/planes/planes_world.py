@@ -24,7 +24,7 @@ from data_plane.tier_keys import tier_key_of
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.layout import Layout
 from kvplane.shard import Shard
-from kvplane.wire import columns, protocol, signing
+from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -39,6 +39,7 @@ from tests.helpers.planes.planes_values import (
     tag_of,
     values_of,
 )
+from tests.helpers.planning import registration_messages
 from tests.helpers.planning.registration_messages import all_outgoing
 
 POOL = "pool"
@@ -211,10 +212,7 @@ class DataProcess:
             rpb.GroupBlocks(num_device_blocks=num, num_host_blocks=self.num_host)
             for num in self.num_device
         ]
-        hello = rpb.Hello(
-            version="test",
-            oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
-            newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
+        hello = registration_messages.hello(
             pool_id=POOL,
             shard=self.shard.to_proto(),
             epoch=executor.epoch,
