@@ -96,21 +96,6 @@ def test_an_abort_gives_some_blocks_back_at_a_time_and_its_session_may_end_there
         assert caller.pool.usage(DEVICE)[1] == 16
 
 
-def test_what_was_released_comes_back_some_at_a_time_where_no_plan_is_left() -> None:
-    caller = Caller(new_pool(8))
-    with caller.in_flight():
-        caller.admit(1, [1] * 20)
-    caller.abort()
-    number = caller.number
-    num_pieces = 1
-    while caller.pool.receipted(caller.handle, number, 2):
-        caller.pool.check_integrity()
-        num_pieces += 1
-    assert num_pieces == 3
-    assert caller.pool.usage(DEVICE) == (8, 8, 0, 0, 0)
-    caller.pool.check_integrity()
-
-
 def test_a_session_may_end_within_a_swap() -> None:
     answer, num_pieces = None, 0
     while answer is None:
@@ -220,21 +205,6 @@ def test_no_block_of_an_unfinished_plan_goes_to_another_session() -> None:
     assert caller.pool.num_pending(other.handle, DEVICE) == 2
     caller.begin()
     assert len(caller.admit(2, [3] * 4)) == 3, "its own plans run in order"
-
-
-def test_a_session_that_ends_with_a_draft_leaves_nothing_pinned() -> None:
-    caller = with_prompt(list(range(4)), num_device=4, num_host=4)
-    for token in (50, 51, 52, 53):
-        with caller.step():
-            caller.free(1)
-            caller.admit(1, [token] * 4)
-    assert caller.admit(2, [*range(4), 5], admitted_by=1) == (4, 2, 0)
-    caller.pool.cut(caller.handle, 2)
-    caller.pool.end_session(caller.handle)
-    caller.pool.check_integrity()
-    caller.pool.session_fenced(caller.handle)
-    caller.pool.check_integrity()
-    assert caller.pool.usage(DEVICE)[3:] == (0, 0)
 
 
 def test_a_session_is_not_fenced_before_its_plans_have_ended() -> None:

@@ -149,20 +149,6 @@ def test_a_truncate_gives_back_what_was_written_and_what_was_not() -> None:
     assert caller.pool.usage(DEVICE)[3] == 2
 
 
-def test_what_was_truncated_before_its_receipt_is_not_published() -> None:
-    caller = Caller(new_pool(8))
-    with caller.in_flight():
-        caller.admit(1, list(range(8)))
-    with caller.in_flight():
-        caller.truncate((1, 6))
-        caller.append((1, 6, 2, [90, 91], 0))
-    caller.pool.receipted(caller.handle, 1)
-    assert caller.pool.match(b"root", i32(range(8)))[0] == 1
-    caller.receipted()
-    assert caller.pool.match(b"root", i32(range(8)))[0] == 1
-    assert caller.pool.match(b"root", i32([0, 1, 2, 3, 4, 5, 90, 91]))[0] == 2
-
-
 def test_refused_truncates() -> None:
     caller = with_prompt()
     caller.begin()
@@ -263,23 +249,6 @@ def test_a_block_that_receipts_may_still_publish_is_not_written_by_who_shares_it
     assert caller.table(2)[1].index.to_bytes(4, "little") not in [run[1][:4], run[1][4:]]
     assert caller.pool.match(b"root", i32(range(8)))[0] == 2
     caller.pool.check_integrity()
-
-
-def test_a_freed_sequence_of_which_the_chain_was_evicted_is_not_published_elsewhere() -> None:
-    caller = Caller(new_pool(4))
-    with caller.step():
-        caller.admit(1, list(range(4)))
-    with caller.in_flight():
-        caller.append((1, 4, 4, [4, 5, 6, 7], 0))
-    with caller.in_flight():
-        caller.append((1, 8, 4, [8, 9, 10, 11], 0))
-    with caller.in_flight():
-        caller.free(1)
-        caller.admit(2, [50] * 8, num_compute=8)
-    for plan in (2, 3, 4):
-        caller.pool.receipted(caller.handle, plan)
-        caller.pool.check_integrity()
-    assert caller.pool.match(b"root", i32(range(4, 8)))[0] == 0
 
 
 def test_tokens_that_are_deferred_publish_what_is_written() -> None:
