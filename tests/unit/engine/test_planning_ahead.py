@@ -81,9 +81,13 @@ def test_a_request_that_is_ended_after_it_was_planned_leaves_others_alone(
     for _ in range(num_steps):
         engine.core.step()
     engine.core.abort(ended)
+    engine.core.abort("request-unknown")
     engine.run()
     engine.check_greedy(reference, kept)
-    assert {output.finish_reason for output in engine.core.take_output(ended).outputs} == {"abort"}
+    outputs = engine.core.take_output(ended).outputs
+    assert {output.finish_reason for output in outputs} == {"abort"}
+    if num_steps == 5:
+        assert all(0 < len(output.token_ids) < 10 for output in outputs)
 
 
 @pytest.mark.parametrize("max_plan_s", [0.0, LONG_S], ids=["one by one", "passes"])
