@@ -65,7 +65,7 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
     found = {}
     for pid in pids:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        found[words[words.index(b"-c") + 2].decode()] = int(pid)
+        found[words[words.index(b"-c") + 3].decode()] = int(pid)
     return found
 
 
