@@ -17,7 +17,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -49,11 +48,6 @@ LLAMA = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
     tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
-OPT = OPTConfig(
-    vocab_size=VOCABULARY, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=256, word_embed_proj_dim=64, tie_word_embeddings=False,
-    pad_token_id=0, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
-from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub
+from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
 from tests.helpers.planning.registration_messages import report
 
 PROMPT = list(range(1, 21))
@@ -30,13 +30,6 @@ async def shard_failure(shard: RawShard) -> tuple[str, str, str]:
 
 async def is_ready(stub: Stub) -> bool:
     return (await stub.GetPool(pool_pb2.GetPoolRequest(pool_id="pool"))).ready
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Wait until an awaitable condition holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not await condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_a_data_plane_is_welcomed_reports_and_is_accepted(
@@ -85,35 +78,6 @@ async def test_a_data_plane_is_told_at_once_and_not_at_the_next_tick(
     await shard.published(2)
     await stub.CloseSession(pb.CloseSessionRequest(session=session.ref))
     assert (await shard.receive()).fence.session == session.ref
-
-
-async def test_a_broken_connection_is_resumed_by_the_same_process(
-    stub: Stub, session: RawSession, shard: RawShard
-) -> None:
-    await session.admit(1, PROMPT)
-    shard.hang_up()
-
-    async def is_gone() -> bool:
-        return not await is_ready(stub)
-
-    await until(is_gone)
-    again = shard.again(stub)
-    welcome = await again.register()
-    assert (welcome.resumed, welcome.key) == (True, b"")
-    await until(lambda: is_ready(stub))
-    await session.submit()
-    await again.published(2)
-    again.hang_up()
-
-
-async def test_a_new_stream_of_the_same_process_supersedes_the_old(
-    stub: Stub, shard: RawShard
-) -> None:
-    second = shard.again(stub)
-    assert (await second.register()).resumed
-    assert (await shard_failure(shard))[:2] == ("CANCELLED", "CANCELLED")
-    assert await is_ready(stub)
-    second.hang_up()
 
 
 @pytest.mark.parametrize("epoch", [11, 12, 2**62])

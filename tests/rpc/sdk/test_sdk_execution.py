@@ -14,7 +14,6 @@ from kvplane.errors import (
     InternalError,
     InvalidRequestError,
     KvplaneError,
-    PlaneUnavailableError,
     PlanOutOfOrderError,
     QuotaExceededError,
     StaleEpochError,
@@ -311,14 +310,6 @@ async def test_a_layer_without_a_query_has_an_output_without_elements(plane, exe
     await execution.start(plan_of(1))
     assert (await execution.layer(0, None, KV, KV)).num_elements == 0
     assert not plane.requests[-1].layer.HasField("query")
-
-
-async def test_a_plane_that_keeps_hanging_up_is_unavailable_at_the_deadline(
-    plane, execution
-) -> None:
-    plane.script = hang_up
-    with pytest.raises((PlaneUnavailableError, DeadlineExceededError)):
-        await execution.start(plan_of(1), timeout_s=0.3)
 
 
 async def test_an_execution_waits_where_too_many_bytes_wait(plane, execution) -> None:
