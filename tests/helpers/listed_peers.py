@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
@@ -59,6 +60,17 @@ class Peers:
             "access_file": self.access_file,
         }
 
+    def registering(self) -> dict[str, Any]:
+        """Return the settings of a data plane that is listed, for both of its sides."""
+        plane = self.tls("plane")
+        return {
+            "planes_tls": True,
+            "planes_ca": plane.ca_file,
+            "planes_name": plane.server_name,
+            "planes_token_file": plane.token_file,
+            **self.serving(),
+        }
+
     def tls(self, name: str) -> Tls:
         path = self.folder / f"{name}.token"
         path.write_text(f"{name}\n")
@@ -91,18 +103,8 @@ async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
     peers.control = await ControlPlaneServer.start(
         ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
     )
-    plane = peers.tls("plane")
-    peers.data = await DataPlaneServer.start(
-        config_of(
-            folder,
-            peers.control.address,
-            planes_tls=True,
-            planes_ca=plane.ca_file,
-            planes_name=plane.server_name,
-            planes_token_file=plane.token_file,
-            **peers.serving(),
-        )
-    )
+    config = config_of(folder, peers.control.address, **peers.registering())
+    peers.data = await DataPlaneServer.start(config)
     async with asyncio.timeout(60):
         await peers.data.registered.wait()
     try:

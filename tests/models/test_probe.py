@@ -137,14 +137,19 @@ def test_half_precision_is_probed_in_single(dtype: torch.dtype) -> None:
         probe(model)
 
 
+def layers_probed(model: PreTrainedModel) -> set[int]:
+    """Probe a model; return the layers that were run."""
+    called: set[int] = set()
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: called.add(index))
+    probe(model)
+    return called
+
+
 def test_a_large_model_is_probed_by_its_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "_SMALL", 1000)
     model = small_llama(num_layers=6)
-    calls: list[int] = []
-    for index, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda *_, index=index: calls.append(index))
-    probe(model)
-    assert set(calls) == {0, 1}
+    assert layers_probed(model) == {0, 1}
     assert len(model.model.layers) == 6
 
 
@@ -163,11 +168,8 @@ def test_a_large_model_is_probed_in_its_own_precision(
 def test_layers_of_each_kind_are_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "_SMALL", 1000)
     model = tiny_model("gemma3_text")
-    calls: list[int] = []
-    for index, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda *_, index=index: calls.append(index))
-    probe(model)
-    assert {model.config.layer_types[i] for i in calls} == set(model.config.layer_types)
+    kinds = model.config.layer_types
+    assert {kinds[i] for i in layers_probed(model)} == set(kinds)
 
 
 def test_windows_are_as_before_whatever_happens() -> None:

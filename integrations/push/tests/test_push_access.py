@@ -52,21 +52,13 @@ class TlsPools(Peers):
         self.control = await ControlPlaneServer.start(
             ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.5, **self.serving())
         )
-        plane = self.tls("plane")
+        settings = self.registering()
         self.planes = {}
         self._stack = AsyncExitStack()
         for pool_id in (HERE, THERE):
-            values = settings_of(
-                pool_id,
-                self.control.address,
-                write_layout(self.folder),
-                planes_tls=True,
-                planes_ca=plane.ca_file,
-                planes_name=plane.server_name,
-                planes_token_file=plane.token_file,
-                **self.serving(),
-            )
-            started = data_plane({**PUSHING, "name": str(plane.server_name)}, **values)
+            layout = write_layout(self.folder)
+            values = settings_of(pool_id, self.control.address, layout, **settings)
+            started = data_plane({**PUSHING, "name": settings["planes_name"]}, **values)
             self.planes[pool_id] = await self._stack.enter_async_context(started)
 
     async def stop(self) -> None:
