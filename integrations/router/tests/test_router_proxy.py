@@ -1,4 +1,6 @@
-"""Tests the router's proxy before failing engines: small servers that answer by script."""
+"""Tests the router's proxy before failing engines: small servers that answer by script; and what
+else the router is made of.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ import json
 
 import pytest
 
+from kvplane.clients.control_client import ControlClient
+from kvplane.integrations.router.feeds import PoolFeeds
+from kvplane.integrations.router.program import run
 from tests.helpers.routed import (
     BODY,
     STREAM,
@@ -203,3 +208,21 @@ async def test_models_are_those_of_all_engines_and_decide_who_is_asked() -> None
             assert (await router.post(BODY | {"model": "a"})).status_code == 200
             assert (await router.post(BODY | {"model": "b"})).status_code == 200
     assert [len(one.requests), len(two.requests) + len(also.requests)] == [3, 3]
+
+
+async def test_each_pool_has_one_feed_until_all_are_stopped() -> None:
+    async with ControlClient("127.0.0.1:1") as nobody:
+        feeds = PoolFeeds(nobody, "", {}, set())
+        feeds.follow(["one", "two", "two"])
+        assert feeds.caught_up == {"one": False, "two": False}
+        await feeds.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_help_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["--help"], {})
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Usage: python -m kvplane.integrations.router ")
+    assert "KVPLANE_ROUTER_ENGINE" in printed

@@ -27,6 +27,7 @@ from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.encodings import ENCODINGS, encode
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+from tests.helpers.planning.operations_world import BLOCK, POOL, prompt
 from tests.helpers.planning.registration_messages import LAYOUT
 
 PROMPT = list(range(1, 21))  # 20 tokens: 3 blocks of 8, of which 2 are full
@@ -185,3 +186,22 @@ async def test_every_encoding_of_a_step_is_the_same_step(
         for other in ENCODINGS:
             assert await send(encode(step, other)) == answer
         assert await send(step.SerializeToString()) == answer
+
+
+# Sizes.
+
+
+async def test_a_message_over_the_limit_uses_no_number_and_changes_nothing(world, caller) -> None:
+    """Of the default limit: gRPC refuses it unread, so no field of it is named."""
+    await caller.admit(1, prompt(1))
+    assert await caller.num_cached(range(2_000_000)) == BLOCK  # 8 MB; gRPC's own default is 4 MiB
+    before, (listed,) = world.state(), await world.client.list_sessions(POOL)
+    with pytest.raises(
+        QuotaExceededError,
+        match=r"larger than max .*: send it in parts, or raise .* --max-message-bytes",
+    ):
+        await caller.session.step([ops.admit(2, bytes(40_000_000))])
+    (again,) = await world.client.list_sessions(POOL)
+    assert again.last_number == listed.last_number
+    assert world.state() == before
+    await caller.grow(1, 5)
