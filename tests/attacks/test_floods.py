@@ -18,8 +18,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from control_plane.server.config import ControlPlaneSettings
-from control_plane.server.server import ControlPlaneServer
 from kvplane.errors import (
     DeadlineExceededError,
     KvplaneError,
@@ -39,6 +37,7 @@ from tests.helpers.attacked_planes import (
     refusal,
 )
 from tests.helpers.data.data_server import serving
+from tests.helpers.planes_in_process import control_plane as control_plane_here
 from tests.helpers.waiting import wait_until
 
 MIB = 1 << 20
@@ -202,18 +201,17 @@ async def test_a_request_that_does_not_come_ends_its_call(
     access = tmp_path / "access.toml"
     digest = hashlib.sha256(b"token").hexdigest()
     access.write_text(f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "a"\nroles = ["router"]\n')
-    server = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
-    )
     metadata = [("authorization", "Bearer token")]
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    async with (
+        control_plane_here(access_file=access) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
         method = channel.stream_unary("/kvplane.v1.PoolService/ListPools")
         call = method(metadata=metadata)
         assert await asyncio.wait_for(call.code(), 10) == grpc.StatusCode.DEADLINE_EXCEEDED
         silent = method(metadata=metadata)
         await silent.done_writing()
         assert await asyncio.wait_for(silent.code(), 10) == grpc.StatusCode.INVALID_ARGUMENT
-    await server.stop()
 
 
 def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
@@ -241,16 +239,10 @@ def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
 
 async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_MS", 500)
-    plane = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.0)
-    )
-    host, _, port = plane.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        async with asyncio.timeout(30):
-            with contextlib.suppress(ConnectionError):
-                while await reader.read(4096):  # what the server says first
-                    pass
-    finally:
+    async with control_plane_here() as plane, asyncio.timeout(30):
+        host, _, port = plane.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):  # what the server says first
+                pass
         writer.close()
-        await plane.stop()

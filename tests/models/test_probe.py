@@ -127,16 +127,6 @@ def small_llama(num_layers: int = 4, hidden_size: int = 64, dtype: Any = None) -
     return model if dtype is None else model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_probed_in_single(dtype: torch.dtype) -> None:
-    model = small_llama(dtype=dtype)
-    probe(model)
-    assert model.dtype is dtype
-    bias(model)
-    with pytest.raises(InvalidRequestError):
-        probe(model)
-
-
 def layers_probed(model: PreTrainedModel) -> set[int]:
     """Probe a model; return the layers that were run."""
     called: set[int] = set()
@@ -153,13 +143,17 @@ def test_a_large_model_is_probed_by_its_first_layers(monkeypatch: pytest.MonkeyP
     assert len(model.model.layers) == 6
 
 
+@pytest.mark.parametrize("is_large", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_large_model_is_probed_in_its_own_precision(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+def test_models_of_each_precision_are_probed(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_large: bool
 ) -> None:
-    monkeypatch.setattr(part, "_SMALL", 1000)
+    """Small ones in single precision, large ones in their own."""
+    if is_large:
+        monkeypatch.setattr(part, "_SMALL", 1000)
     model = small_llama(dtype=dtype)
     probe(model)
+    assert model.dtype is dtype
     bias(model)
     with pytest.raises(InvalidRequestError):
         probe(model)
