@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Tls
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
+from tests.helpers.planes_in_process import control_plane
 
 TLS = Path(__file__).parents[1] / "rpc" / "tls"
 ROLES = {
@@ -100,17 +100,13 @@ class Peers:
 async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
     """Run both planes until the body ends; then check their integrity."""
     peers = Peers(folder)
-    peers.control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
-    )
-    config = config_of(folder, peers.control.address, **peers.registering())
-    peers.data = await DataPlaneServer.start(config)
-    async with asyncio.timeout(60):
-        await peers.data.registered.wait()
-    try:
-        yield peers
-    finally:
-        await peers.data.stop()
-        await peers.control.stop()
-    peers.data.executor.check_integrity()
-    peers.control.core.check_integrity()
+    async with control_plane(grace_s=1.0, **peers.serving()) as peers.control:
+        config = config_of(folder, peers.control.address, **peers.registering())
+        peers.data = await DataPlaneServer.start(config)
+        try:
+            async with asyncio.timeout(60):
+                await peers.data.registered.wait()
+            yield peers
+            peers.data.executor.check_integrity()
+        finally:
+            await peers.data.stop()
