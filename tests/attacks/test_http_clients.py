@@ -68,7 +68,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_body_that_does_not_come_gives_its_place_up() -> None:
     async with routed(Engine(says_yes), max_requests=1) as router, raw(router) as slow:
         await slow.say(CHUNKED + b"1\r\n{\r\n")
-        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 1))
+        await router.until_metric("kvplane_router_open_requests", 1)
         assert (await router.post()).status_code == 429
         answer = await asyncio.wait_for(slow.reader.readuntil(b"}}"), PATIENCE_S)
         assert answer.startswith(b"HTTP/1.1 400 ")
@@ -118,11 +118,9 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         async with raw(router), raw(router), raw(router) as too_many:
             await too_many.say(HEAD + b"content-length: 2\r\n\r\n{}")
             assert (await too_many.reader.readline()).startswith(b"HTTP/1.1 503 ")
-
-        async def are_closed() -> bool:
-            return (await router.post()).status_code == 200
-
-        await router.until(are_closed)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await router.post()).status_code != 200:  # until they are closed
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -253,14 +251,10 @@ async def test_one_key_cannot_have_all_places() -> None:
             await asyncio.sleep(0.01)
         assert {task.result().status_code for task in asked if task.done()} == {429}
         served = asyncio.create_task(router.post(headers=honest))
-        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 3))
+        await router.until_metric("kvplane_router_open_requests", 3)
         engine.go_on.set()
         assert (await served).status_code == 200
         await asyncio.gather(*asked)
-
-
-async def _is(measured: object, wanted: float) -> bool:
-    return await measured == wanted  # type: ignore[misc]
 
 
 async def test_long_texts_do_not_keep_others_from_the_tokenizer(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.routed import (
     routed,
     says_yes,
 )
+from tests.helpers.waiting import until
 
 
 async def dies(engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -134,20 +135,12 @@ async def test_who_goes_away_takes_the_request_along(script: Script) -> None:
 
         asking = asyncio.create_task(ask())
         if script is says_nothing:
-
-            async def is_asked() -> bool:
-                return len(engine.requests) == 1
-
-            await router.until(is_asked)
+            await until(lambda: len(engine.requests) == 1)
             asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         async with asyncio.timeout(60.0):
             await engine.gone.wait()
-
-        async def is_over() -> bool:
-            return await router.metric('kvplane_router_requests_total{status="499"}') == 1
-
-        await router.until(is_over)
+        await router.until_metric('kvplane_router_requests_total{status="499"}', 1)
         assert await router.metric("kvplane_router_open_requests") == 0
         assert router.picker.loads[engine.url].num_open == 0
 
@@ -186,10 +179,7 @@ async def test_no_more_requests_are_open_than_allowed() -> None:
     async with routed(engine, max_requests=2) as router:
         waiting = [asyncio.create_task(router.post()) for _ in range(2)]
 
-        async def are_open() -> bool:
-            return len(engine.requests) == 2
-
-        await router.until(are_open)
+        await until(lambda: len(engine.requests) == 2)
         answer = await router.post()
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         for each in waiting:
