@@ -38,7 +38,7 @@ from tests.helpers.attacked_planes import (
 )
 from tests.helpers.data.data_server import serving
 from tests.helpers.planes_in_process import control_plane as control_plane_here
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import until, wait_until
 
 MIB = 1 << 20
 LARGE = 4 * MIB - 128
@@ -178,9 +178,7 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
         ):
             first = execution_pb2_grpc.ExecutionServiceStub(greedy).ReshapeAndCache(write)
             neighbour = execution_pb2_grpc.ExecutionServiceStub(other).ReshapeAndCache(write)
-            async with asyncio.timeout(10):
-                while server.metrics.rpc.received.num_bytes < 6 * MIB:
-                    await asyncio.sleep(0.01)
+            await until(lambda: server.metrics.rpc.received.num_bytes >= 6 * MIB, 10)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await execution_pb2_grpc.ExecutionServiceStub(greedy).ReshapeAndCache(
                     write, timeout=5

@@ -18,6 +18,7 @@ from kvplane.integrations.router.prompts import PromptReader
 from kvplane.serving import http_requests, http_server
 from tests.e2e.engine_planes import save_byte_model
 from tests.helpers.routed import BODY, PATIENCE_S, Engine, Routed, chunk, routed, says_yes
+from tests.helpers.waiting import until
 
 BODY_S = 3.0  # that other requests must be answered within, also on a busy machine
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -222,8 +223,7 @@ async def test_bodies_take_no_more_memory_than_is_set() -> None:
         tracemalloc.start()
         try:
             asked = [asyncio.create_task(router.post(body)) for _ in range(16)]
-            while sum(task.done() for task in asked) < 12:
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(task.done() for task in asked) >= 12)
             _, most_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -247,8 +247,7 @@ async def test_one_key_cannot_have_all_places() -> None:
     async with routed(engine, max_requests=4, api_keys=("greedy", "honest")) as router:
         greedy, honest = ({"authorization": f"Bearer {key}"} for key in ("greedy", "honest"))
         asked = [asyncio.create_task(router.post(headers=greedy)) for _ in range(4)]
-        while sum(task.done() for task in asked) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(task.done() for task in asked) >= 2)
         assert {task.result().status_code for task in asked if task.done()} == {429}
         served = asyncio.create_task(router.post(headers=honest))
         await router.until_metric("kvplane_router_open_requests", 3)

@@ -34,6 +34,7 @@ from tests.helpers.lease_api import LeaseApi
 from tests.helpers.planes_in_process import control_plane
 from tests.helpers.planning.control_wire import RawShard, stub_of
 from tests.helpers.refusals import refused
+from tests.helpers.waiting import until
 
 TTL_S = 2
 PATIENCE_S = 30
@@ -262,8 +263,7 @@ async def test_a_process_has_died_when_its_connection_ends_and_another_is_refuse
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         dying = asyncio.create_task(has_died(f"{host}:{port}"))
-        while not connections:
-            await asyncio.sleep(0.01)
+        await until(lambda: connections)
         connections[0].close()
         await asyncio.sleep(0.1)
         assert len(connections) == 2  # it was asked again, and lives

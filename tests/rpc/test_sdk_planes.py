@@ -19,6 +19,7 @@ from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
 from tests.helpers.lossy_link import LossyLink
+from tests.helpers.waiting import until
 
 
 def made_up(num_tokens: int, seed: int) -> Tensor:
@@ -94,8 +95,7 @@ async def test_a_session_goes_on_after_the_control_plane_was_restarted(
 ) -> None:
     session, _ = await computed(control, data)
     await session.submit_receipts()
-    while num_published(planes.data) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: num_published(planes.data) >= 2)
     await planes.restart_control()
     with pytest.raises((SessionNotFoundError, StaleError, UnavailableError)):
         await session.step([NEXT])

@@ -15,6 +15,7 @@ from kvplane.errors import SessionExpiredError
 from tests.helpers.lossy_link import LossyLink
 from tests.helpers.planning.control_wire import RawShard
 from tests.helpers.planning.registration_messages import LAYOUT
+from tests.helpers.waiting import until
 
 StartServer = Callable[..., Awaitable[ControlPlaneServer]]
 POOL = "pool"
@@ -41,8 +42,7 @@ async def test_a_session_whose_first_answer_is_lost_is_opened_once(
     await client.wait_ready(POOL)  # it has a connection then
     proxy.hold("answers")
     opening = asyncio.ensure_future(client.open_session(POOL, LAYOUT, "test"))
-    while not control_server.core.sessions.by_id:
-        await asyncio.sleep(0.001)
+    await until(lambda: control_server.core.sessions.by_id)
     assert not opening.done()
     proxy.cut()
     session = await opening

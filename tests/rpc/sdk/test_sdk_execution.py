@@ -29,6 +29,7 @@ from tests.helpers.sdk_peers import (
     payload,
     plan_of,
 )
+from tests.helpers.waiting import until
 
 QUERY = Tensor("float32", (2, 1, 8), bytes(range(64)))
 KV = Tensor("float32", (2, 1, 8), bytes(64))
@@ -262,8 +263,7 @@ async def test_a_layer_without_an_answer_ends_and_does_not_answer_for_the_next(
     await run(execution, 0)
     plane.script, num_requests = on("layer", never, layer=1), len(plane.requests)
     layer = asyncio.create_task(execution.layer(1, QUERY, KV, KV))
-    while len(plane.requests) == num_requests:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(plane.requests) != num_requests)
     layer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await layer
