@@ -288,9 +288,13 @@ class Measurement:
         """Add rows for copies of blocks in the pool, to the canonical order and back, and swaps."""
         num = 5 if Settings.tiny else max(64, COPIED_BYTES // 2 // block_bytes)
         about = {"block_bytes": block_bytes, "num_blocks": num}
-        for kind in (self._inside, self._swaps):
-            case = {"case": "copies" if kind == self._inside else "swaps", **about}
-            self.attempt(case, partial(kind, block_bytes, num), is_ours=True)
+        self.attempt(
+            {"case": "copies", **about}, partial(self._inside, block_bytes, num), is_ours=True
+        )
+        with torch.cuda.stream(torch.cuda.Stream()):  # as in the data plane
+            self.attempt(
+                {"case": "swaps", **about}, partial(self._swaps, block_bytes, num), is_ours=True
+            )
 
     def _inside(self, block_bytes: int, num: int) -> None:
         page_bytes = min(block_bytes, PAGE_BYTES)

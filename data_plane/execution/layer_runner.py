@@ -6,8 +6,8 @@
     CUDA graph   ─┘  fixed step, all layers of a plan at once
 
 ``PlanRunner.check_may_run`` alone says whether a layer may run now. Which tensors it may have is
-checked when the layer is bound: a layer that was called with tensors like these before is one
-native call. Kernels that bind no layers check the arguments of each call.
+checked when the layer is bound: a layer that was called with tensors like these before is run
+without more checks. Kernels that bind no layers check the arguments of each call.
 
 ``LayerRunner`` is thread-safe: each layer that it runs is a command of the executor.
 """
@@ -25,7 +25,12 @@ from data_plane.execution.plan_runner import PlanLayer, PlanRunner
 from data_plane.execution.shards.row_slices import rows_of
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.arguments import AttentionArguments, NumbersOfHeads, WriteArguments
-from data_plane.kernels.backends.bound_layers import BoundLayer, LayerTensors
+from data_plane.kernels.backends.bound_layers import (
+    BoundLayer,
+    HostLayers,
+    LayerTensors,
+    of_tokens,
+)
 from data_plane.kernels.backends.cuda import StepMemory
 from data_plane.kernels.step_rows import StepRows
 from data_plane.plans.batches.attention_batch import AttentionBatch
@@ -123,8 +128,7 @@ class LayerRunner:
                 tensors = _of_tokens(tensors)
                 bound = self._bound.find(batch, index, tensors, options, out)
             if bound is not None:
-                attended, *seconds = self._bound.run(bound, batch, tensors, out)
-                compute.count(bound, run, seconds)
+                attended = compute.run(bound, run, batch, tensors, out)
                 run.progress.finish_layer(index)
                 return _like(query, attended)
         to_write, to_attend = self._check(batch, index, _of_tokens(tensors), options, named.field)
@@ -173,9 +177,9 @@ class LayerRunner:
         self, named: PlanLayer, tensors: LayerTensors, options: AttentionOptions
     ) -> BoundLayer | None:
         """Check a layer's tensors and options for plans and passes of as many tokens as the
-        session's present one, and bind it. Returns None for kernels that bind no layers, and for a
-        layer that does not both write and attend. Raises as ``PlanRunner.latest``, and
-        InvalidRequestError.
+        session's present one, and bind it. Returns None where native code cannot run layers by
+        itself, and for a layer that does not both write and attend. Raises as
+        ``PlanRunner.latest``, and InvalidRequestError.
         """
         query, key, _ = tensors
         with self._command.lock, self._command("bind_layer"):
@@ -183,8 +187,9 @@ class LayerRunner:
             if query is None or key is None:
                 return None
             self._check(batch, index, tensors, options, named.field)
-            bound = self._bound
-            return None if bound is None else bound.find(batch, index, tensors, options, None)
+            if not isinstance(self._bound, HostLayers):
+                return None
+            return self._bound.find(batch, index, tensors, options, None)
 
     def queue(
         self,
@@ -253,7 +258,7 @@ class LayerRunner:
         take_ran: Callable[[], Sequence[RanLayer]],
     ) -> Sequence[RanLayer]:
         index, end = layer_index(self._layers, named.layer), len(self._layers) - 1
-        if index >= end or self._bound is None:
+        if index >= end or not isinstance(self._bound, HostLayers):
             return ()
         plans, compute = self._plans, self._compute
         run, may_write = plans.check_may_run(named, index, writes=True, attends=True)
@@ -311,10 +316,7 @@ def _check_given(tensors: LayerTensors, field: str) -> None:
 
 def _of_tokens(tensors: LayerTensors) -> LayerTensors:
     """Convert tensors [num_rows, heads, num_columns, size] to [num_tokens, heads, size]."""
-    query, key, value = (
-        tensor if tensor is None or tensor.dim() != 4 else tensor.transpose(1, 2).flatten(0, 1)
-        for tensor in tensors
-    )
+    query, key, value = (None if tensor is None else of_tokens(tensor) for tensor in tensors)
     return query, key, value
 
 

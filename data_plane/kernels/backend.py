@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
-from data_plane.kernels.backends.bound_layers import BoundLayers
+from data_plane.kernels.backends.bound_layers import HostLayers
 from data_plane.kernels.backends.cpu import CpuKernels
-from data_plane.kernels.backends.cuda import CudaKernels, StepMemory
+from data_plane.kernels.backends.cuda import CudaKernels, QueuedLayers, StepMemory
 from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams, Streams
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
@@ -89,9 +89,9 @@ class Kernels(Protocol):
         """
         ...
 
-    def bound_layers(self) -> BoundLayers | None:
-        """Return an object that binds layers, which then write and attend in one call, for one
-        executor; None if the backend has none.
+    def bound_layers(self) -> HostLayers | QueuedLayers | None:
+        """Return an object that binds layers for one executor, which then write and attend without
+        more checks; None for kernels that bind none.
         """
         ...
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
+from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from kvplane.errors import InternalError
 from kvplane.layout import Layout
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.executor_twins import run_twins
-from tests.helpers.data.kernel_faults import FAULTS, with_fault
+from tests.helpers.data.kernel_faults import FAULTS, with_fault, with_operations
 from tests.helpers.data.kernel_sets import emulated_kernels, late_kernels
 from tests.helpers.data.plan_author import BLOCK_SIZE, LAYOUT, set_blocks, span, tokens
 
@@ -71,6 +74,36 @@ def test_what_a_kernel_could_not_follow_takes_the_receipt() -> None:
     whole = set_blocks(1, [(0, 1), (1, 1)], allocated=False)
     again = rig.run(5, whole, span(1, 12, 1), previous=0, resync=True)
     assert again.plan_number == 5
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_layer_like_one_before_is_queued_without_checks(has_room: bool) -> None:
+    kernels, checked = emulated_kernels(), list[AttentionArguments]()
+    attend, layers = kernels.paged_attention, kernels.bound_layers()
+
+    def counted(arguments: AttentionArguments, **there: Any) -> torch.Tensor:
+        checked.append(arguments)
+        return attend(arguments, **there)
+
+    kernels.paged_attention = counted  # type: ignore[method-assign]
+    counting = with_operations(kernels, bound_layers=lambda: layers)
+    unbound = with_operations(emulated_kernels())
+    rigs = [Rig(kernels=each, num_device_blocks=80) for each in (counting, unbound)]
+    lengths = 0, 150, 151, 152  # of both sequences, after each plan
+    blocks = -(-lengths[-1] // BLOCK_SIZE)
+    tables = [set_blocks(i, [(i * blocks - n, 1) for n in range(1, blocks + 1)]) for i in (1, 2)]
+    for number, (first, end) in enumerate(pairwise(lengths), 1):
+        spans = [span(i, first, end - first) for i in (1, 2)]
+        outputs = []
+        for rig in rigs:
+            rig.start(number, *(tables if number == 1 else ()), *spans)
+            outputs.append([rig.layer(n, 2 * (end - first), seed=number) for n in (0, 1)])
+            rig.executor.receipt(1)
+        assert all(torch.equal(*both) for both in zip(*outputs, strict=True)), number
+        if not has_room:  # for the partial results of both sequences at once
+            kernels.max_workspace_bytes = kernels.attention_workspace_bytes(checked[0], 4)
+    # In parts, each layer of the second and the third plan.
+    assert len(checked) == (2 if has_room else 6)
 
 
 def layout_of(kv_dtype: str) -> Layout:

@@ -16,7 +16,7 @@ from emulated_build import emulated_module
 from data_plane.kernels.backends.cuda import CudaKernels
 
 # kMinBytesOfEngine and kMinBytesOfBatch of csrc/cuda/cache/blocks.cu
-ENGINE_BYTES, BATCH_BYTES = 128 << 10, 32 << 10
+ENGINE_BYTES, BATCH_BYTES = 1 << 20, 32 << 10
 MAPPED = (True, False)
 # CUDA 12.1 brought large parameters of launches, CUDA 12.8 copies in batches.
 NEW_DRIVER, DRIVER_WITHOUT_BATCHES, OLD_DRIVER = 13000, 12070, 12000

@@ -198,6 +198,13 @@ int32_t shared_rows_of(const PagedAttentionParams& p, const AttentionOptions& op
   return bytes <= max_shared_bytes() ? static_cast<int32_t>(rows) : 0;
 }
 
+// Returns the base-2 logarithm of a power of two, -1 for any other number.
+int32_t log_of_power(int64_t number) {
+  int32_t shift = 0;
+  while ((int64_t{1} << shift) < number) ++shift;
+  return int64_t{1} << shift == number ? shift : -1;
+}
+
 // Returns the parameter of a call's kernels, without the scratch.
 Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int64_t max_partials,
              void* plan_memory, const Context& context) {
@@ -215,6 +222,7 @@ Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int
   work.long_tile_rows = on_tensor_cores ? kRowsOfLongTile : 0;
   work.long_parts = long_parts(p.pages.value_head_size);
   work.shared_rows = on_tensor_cores ? shared_rows_of(p, options) : 0;
+  work.block_shift = log_of_power(p.pages.block_size);
   return work;
 }
 

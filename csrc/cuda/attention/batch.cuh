@@ -90,6 +90,7 @@ struct Work {
   int32_t long_tile_rows;  // 0: long sequences are in the list of short items
   int32_t long_parts;      // of the values' dims: a long item attends to one of them
   int32_t shared_rows;     // of a tile of several decodes; 0: nothing is shared
+  int32_t block_shift;     // the base-2 logarithm of the block size; -1: it is no power of two
 };
 
 struct Item {
@@ -187,13 +188,26 @@ __device__ inline bool is_in(Range range, int32_t position) {
   return position >= range.begin && position < range.end;
 }
 
+// Where a position is in its sequence's table, and in its block. Block sizes that are powers of two
+// take a shift, since a division takes 30 instructions.
+struct PlaceInTable {
+  uint32_t entry;
+  uint32_t offset;
+};
+
+__device__ inline PlaceInTable place_in_table(const Work& work, int32_t position) {
+  const uint32_t at = static_cast<uint32_t>(position);
+  const uint32_t block_size = static_cast<uint32_t>(work.p.pages.block_size);
+  if (work.block_shift >= 0) return {at >> work.block_shift, at & (block_size - 1)};
+  return {at / block_size, at % block_size};
+}
+
 // Reads the entry of a position; none for a position outside `wanted`.
 __device__ inline RawEntry read_entry(const Work& work, int32_t sequence, int32_t position,
                                       Range wanted) {
   RawEntry raw = {0, 0};
   if (!is_in(wanted, position)) return raw;
-  const uint32_t block_size = static_cast<uint32_t>(work.p.pages.block_size);
-  const int64_t entry = sequence * work.p.max_blocks + static_cast<uint32_t>(position) / block_size;
+  const int64_t entry = sequence * work.p.max_blocks + place_in_table(work, position).entry;
   const uint32_t* words = static_cast<const uint32_t*>(work.p.block_tables);
   if (work.p.wide_block_tables) {
     raw = {words[2 * entry], words[2 * entry + 1]};
@@ -209,7 +223,7 @@ __device__ inline int64_t row_of_entry(const Work& work, RawEntry raw, int32_t k
                                        int32_t position, Range wanted, bool is_value) {
   if (!is_in(wanted, position)) return -1;
   const PagesParams& pages = work.p.pages;
-  const uint32_t offset = static_cast<uint32_t>(position) % static_cast<uint32_t>(pages.block_size);
+  const uint32_t offset = place_in_table(work, position).offset;
   const int64_t block = work.p.wide_block_tables
                             ? static_cast<int64_t>(uint64_t{raw.high} << 32 | raw.low)
                             : static_cast<int32_t>(raw.low);

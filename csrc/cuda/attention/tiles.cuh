@@ -84,6 +84,46 @@ __device__ void load_tile_rows(const Kv* data, int64_t offset_of_lane, int first
   }
 }
 
+// Returns whether a tile of 16 positions is wanted whole and lies in one block, so that its rows
+// follow each other at the token stride: the same for all lanes.
+__device__ inline bool is_in_one_block(const Work& work, int32_t position, Range wanted) {
+  return work.p.pages.block_size % kTileRows == 0 && position >= wanted.begin &&
+         position + kTileRows <= wanted.end;
+}
+
+// Starts the copies of such a tile, as `load_tile_rows`. Lane first_lane has the offset of the first
+// row, negative where the table's entry is not the id of a block.
+template <typename Kv, int kWidth>
+__device__ void load_tile_of_block(const Kv* data, int64_t offset_of_lane, int first_lane,
+                                   int64_t token_stride, int32_t num_columns, unsigned char* to) {
+  constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Kv));
+  constexpr int kChunks = kWidth / kElements;
+  const int lane = static_cast<int>(threadIdx.x) % kLanesOfWarp;
+  const int64_t first = __shfl_sync(kWholeWarp, offset_of_lane, first_lane);
+  if constexpr (kLanesOfWarp % kChunks == 0) {
+    constexpr int kRows = kLanesOfWarp / kChunks;  // at once
+    const int row = lane / kChunks, chunk = lane % kChunks;
+    const bool wanted = first >= 0 && chunk * kElements < num_columns;
+    const Kv* from = wanted ? data + first + row * token_stride + chunk * kElements : data;
+    const int64_t step = wanted ? kRows * token_stride : 0;
+    unsigned char* const at = to + row * kPitch<Kv, kWidth> + chunk * kChunkBytes;
+#pragma unroll
+    for (int i = 0; i < kTileRows / kRows; ++i) {
+      copy_async_16(at + i * kRows * kPitch<Kv, kWidth>, from, wanted);
+      from += step;
+    }
+  } else {
+#pragma unroll 4
+    for (int i = 0; i < kTileRows * kChunks / kLanesOfWarp; ++i) {
+      const int row = (i * kLanesOfWarp + lane) / kChunks;
+      const int chunk = (i * kLanesOfWarp + lane) % kChunks;
+      const bool wanted = first >= 0 && chunk * kElements < num_columns;
+      copy_async_16(to + row * kPitch<Kv, kWidth> + chunk * kChunkBytes,
+                    wanted ? data + first + row * token_stride + chunk * kElements : data, wanted);
+    }
+  }
+}
+
 // By one warp: the offset of row lane % 16 of a tile of 16 positions, in the lower half of the warp
 // of its key, in the upper half of its value.
 __device__ inline int64_t find_tile_row(const Work& work, const Item& item, int32_t position,

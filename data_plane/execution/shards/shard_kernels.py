@@ -29,7 +29,7 @@ from data_plane.kernels.arguments import (
     require,
 )
 from data_plane.kernels.backend import Kernels
-from data_plane.kernels.backends.bound_layers import BoundLayer
+from data_plane.kernels.backends.bound_layers import BoundLayer, HostLayers, LayerTensors
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.backends.cuda import StepMemory
 from data_plane.kernels.device.cuda_streams import device_errors
@@ -89,7 +89,7 @@ class ShardKernels:
         self._scales = layer_scales(layout, shard, device)
         self._times = kernel_times(device, counters)
         self.bound = kernels.bound_layers()
-        """Layers that write and attend in one native call; None for kernels that bind none."""
+        """Layers whose arguments have been checked; None for kernels that bind none."""
         self._slice_sizes = SliceSizes()
 
     def group_of_layer(self, layer: int) -> int:
@@ -159,6 +159,35 @@ class ShardKernels:
             wanted = f"must have the plan's {batch.num_tokens} tokens, has {num_tokens}"
             require(num_tokens == batch.num_tokens, wanted, "query")
         return arguments
+
+    def run(
+        self,
+        bound: BoundLayer,
+        run: RunningPlan,
+        batch: StepRows,
+        tensors: LayerTensors,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Write and attend with a bound layer that fits the batch. Returns the output, which is
+        ``out`` if given. Raises InvalidRequestError for a bad id or length.
+        """
+        layers = self.bound
+        if isinstance(layers, HostLayers):
+            output, *seconds = layers.run(bound, batch, tensors, out)
+            self.count(bound, run, seconds)
+            return output
+        query, key, value = tensors
+        assert layers is not None and query is not None and key is not None
+        of_token, num_tokens = bound.token_bytes, bound.num_tokens
+        num_context = run.num_context_tokens(bound.window_tokens)
+        with self._streams.computing():
+            with self._times.timing("write", num_tokens * of_token):
+                layers.write(bound, batch, key, value)
+            with self._times.timing("attention", num_context * of_token):
+                output = layers.attend(bound, batch, query, out)
+        self._counters.num_written_tokens += num_tokens
+        self._counters.num_attention_tokens += num_tokens
+        return output
 
     def count(self, bound: BoundLayer, run: RunningPlan, seconds: Sequence[float]) -> None:
         """Add a call of a bound layer to the counters. ``seconds``: of writing, of attending."""

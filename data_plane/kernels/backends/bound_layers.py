@@ -1,4 +1,4 @@
-"""Writes and attends in one native call, for a caller that calls once for each layer of each plan.
+"""Writes and attends without checks, for a caller that calls once for each layer of each plan.
 
 Arguments that stay the same from plan to plan are checked and bound once for each layer: its pages
 and scales, the options, and the types, heads and strides of the caller's tensors, for any number of
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -54,19 +55,12 @@ class BoundLayer:
         )
 
 
-class BoundLayers:
-    """Binds and runs the layers of one shard on the CPU. A layer is given by its index."""
+class BoundLayers(ABC):
+    """Binds the layers of one shard. A layer is given by its index."""
 
-    def __init__(
-        self,
-        module: ModuleType,
-        bind: Callable[[WriteArguments, AttentionArguments], Any],
-        num_threads: Callable[[], int],
-    ) -> None:
-        """``bind`` makes the module's BoundLayer. ``num_threads`` returns a call's threads."""
-        self._module = module
+    def __init__(self, bind: Callable[[WriteArguments, AttentionArguments], Any]) -> None:
+        """``bind`` makes what calls need of arguments that have been checked."""
         self._bind = bind
-        self._num_threads = num_threads
         # The latest binding for one token, whose token stride does not matter, and for several.
         self._layers: dict[tuple[int, bool], BoundLayer] = {}
         self._last: dict[int, BoundLayer] = {}  # the latest call's
@@ -142,6 +136,32 @@ class BoundLayers:
         self._layers[layer, bound.num_tokens == 1] = self._last[layer] = bound
         return bound
 
+    def batch(self, batch: StepRows) -> Any:
+        """Return the native object that all layers of ``batch`` share. The batch keeps it."""
+        made = batch.plans.made
+        if _BATCH not in made:
+            made[_BATCH] = self._bind_batch(batch)
+        return made[_BATCH]
+
+    @abstractmethod
+    def _bind_batch(self, batch: StepRows) -> Any:
+        """Make what all layers of ``batch`` share."""
+
+
+class HostLayers(BoundLayers):
+    """Binds and runs the layers of one shard on the CPU, which native code can do by itself."""
+
+    def __init__(
+        self,
+        module: ModuleType,
+        bind: Callable[[WriteArguments, AttentionArguments], Any],
+        num_threads: Callable[[], int],
+    ) -> None:
+        """``bind`` makes the module's BoundLayer. ``num_threads`` returns a call's threads."""
+        super().__init__(bind)
+        self._module = module
+        self._num_threads = num_threads
+
     def run(
         self,
         bound: BoundLayer,
@@ -173,13 +193,6 @@ class BoundLayers:
             field, _, wanted = str(error).partition(" must ")
             raise InvalidRequestError(f"must {wanted}", field=field) from None
         return output, write_s, time.perf_counter() - began_s - write_s
-
-    def batch(self, batch: StepRows) -> Any:
-        """Return the native object that all layers of ``batch`` share. The batch keeps it."""
-        made = batch.plans.made
-        if _BATCH not in made:
-            made[_BATCH] = self._bind_batch(batch)
-        return made[_BATCH]
 
     @property
     def num_threads(self) -> int:
@@ -218,15 +231,22 @@ def _signature(tensors: LayerTensors, options: AttentionOptions) -> Signature:
 
 def _of_rows(tensors: LayerTensors) -> LayerTensors | None:
     """Convert [num_rows, heads, num_columns, size] to views [num_rows * num_columns, heads, size];
-    returns None where these would be copies, or are on another device.
+    returns None where these would be copies.
     """
-    if any(t is not None and (t.dim() != 4 or not t.is_cpu) for t in tensors):
+    if any(t is not None and t.dim() != 4 for t in tensors):
         return None
-    query, key, value = (None if t is None else t.transpose(1, 2).flatten(0, 1) for t in tensors)
+    query, key, value = (None if t is None else of_tokens(t) for t in tensors)
     rows = query, key, value
     pairs = zip(tensors, rows, strict=True)
     are_views = all(a is None or b is None or a.data_ptr() == b.data_ptr() for a, b in pairs)
     return rows if are_views else None
+
+
+def of_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert [num_rows, heads, num_columns, size] to [num_rows * num_columns, heads, size]; a
+    tensor of three dimensions stays as it is.
+    """
+    return tensor if tensor.dim() != 4 else tensor.transpose(1, 2).flatten(0, 1)
 
 
 def _of_any_number(signature: Signature) -> Signature:

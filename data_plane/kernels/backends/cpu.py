@@ -7,7 +7,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from data_plane.kernels.arguments import HOST, AttentionArguments
-from data_plane.kernels.backends.bound_layers import BoundLayers
+from data_plane.kernels.backends.bound_layers import HostLayers
 from data_plane.kernels.backends.native import NativeKernels
 from data_plane.kernels.device.cuda_streams import HostStreams
 from kvplane.errors import InvalidRequestError
@@ -63,8 +63,8 @@ class CpuKernels(NativeKernels):
     def share_memory(self, num_bytes: int) -> NoReturn:
         raise RuntimeError("a CPU has no memory of its own")
 
-    def bound_layers(self) -> BoundLayers:
-        return BoundLayers(self._module, self._bound_layer, self._threads)
+    def bound_layers(self) -> HostLayers:
+        return HostLayers(self._module, self._bound_layer, self._threads)
 
     def step_memory(self) -> None:
         """Return None, because a CPU has no graphs."""

@@ -26,8 +26,10 @@ from data_plane.kernels.arguments import (
     check_result,
     require,
 )
+from data_plane.kernels.backends.bound_layers import BoundLayer, BoundLayers, of_tokens
 from data_plane.kernels.backends.native import NativeKernels
 from data_plane.kernels.device.cuda_streams import HostStreams, Streams
+from data_plane.kernels.step_rows import StepRows
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT
 
@@ -155,8 +157,8 @@ class CudaKernels(NativeKernels):
     def share_memory(self, num_bytes: int) -> Any:
         return self._module.allocate_shared(device=self._index, num_bytes=num_bytes)
 
-    def bound_layers(self) -> None:
-        """Return None: launches are queued, so binding layers would save little."""
+    def bound_layers(self) -> QueuedLayers:
+        return QueuedLayers(self)
 
     def step_memory(self) -> StepMemory:
         return StepMemory(self)
@@ -186,7 +188,7 @@ class CudaKernels(NativeKernels):
         if arguments.lengths is None:
             return self._attend_in(self._workspace(arguments), arguments, out, lse)
         if arguments.plans is not None:
-            plan = self._shared_plan(arguments, arguments.plans)
+            plan = self.shared_plan(arguments, arguments.plans)
             if plan is not None:
                 there = self.empty(plan.workspace_bytes)
                 return self._attend_in(there, arguments, out, lse, plan)
@@ -334,17 +336,14 @@ class CudaKernels(NativeKernels):
     @staticmethod
     def plan_key(arguments: AttentionArguments) -> tuple[object, ...]:
         """Return everything that a work plan depends on, except the lengths and tables."""
-        query, keys, values = arguments.query, arguments.keys, arguments.values
-        of_pages = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
-        between = values.data_ptr() - keys.data_ptr()
-        addresses = (query.data_ptr() % 16, keys.data_ptr() % 16, between)
-        window = arguments.options.sliding_window_tokens
-        return (query.dtype, query.shape, query.stride(), *of_pages, *addresses, window)
+        return _plan_key(arguments.query, _key_of_pages(arguments))
 
-    def _shared_plan(
+    def shared_plan(
         self, arguments: AttentionArguments, plans: SharedPlans
     ) -> AttentionPlan | None:
-        """Return the work plan shared with other calls; None if one workspace is too small."""
+        """Return the work plan shared with other calls, which is queued if there is none yet; None
+        if one workspace is too small.
+        """
         key = self.plan_key(arguments)
         if key not in plans.made:
             if len(plans.made) >= MAX_SHARED_PLANS:
@@ -378,7 +377,7 @@ class CudaKernels(NativeKernels):
             query=self._view(a.query),
             pages=self._pages(a),
             **self._batch(a),
-            share_reads=self._may_share(a),
+            share_reads=self.may_share(a.lengths),
             is_padded=a.is_padded,
             options=self._options(a),
             max_query_len=a.max_query_len,
@@ -409,15 +408,11 @@ class CudaKernels(NativeKernels):
                 workspace=workspace.data_ptr(),
                 workspace_bytes=workspace.numel(),
                 plan=None if plan is None else plan.native,
-                share_reads=self._may_share(arguments),
+                share_reads=self.may_share(arguments.lengths),
                 is_padded=arguments.is_padded,
             )
         except ValueError as error:
             raise InvalidRequestError(str(error), field="plan") from None
-
-    def _may_share(self, arguments: AttentionArguments) -> bool:
-        lengths = arguments.lengths
-        return self._share_reads and (lengths is None or lengths.tables_may_share)
 
     def _sizes(self, arguments: AttentionArguments) -> dict[str, Any]:
         return {
@@ -431,6 +426,22 @@ class CudaKernels(NativeKernels):
         wanted = f"must be of cache kind {KEYS_AND_VALUES}, the only one of these kernels"
         require(not is_latent, f"{wanted}, are of {LATENT}", "pages")
         return super()._pages(arguments)
+
+    def queue_layer(self, write: WriteArguments, attention: AttentionArguments) -> QueuedLayer:
+        """Make the native arguments that stay the same for all calls with tensors like these."""
+        pages = {"pages": self._pages(attention), "scales": self._scales(attention)}
+        options = {"options": self._options(attention), "split_tokens": self._split_tokens}
+        return QueuedLayer(attention, pages, pages | options, _key_of_pages(attention))
+
+    def queue(self, name: str, tensors: dict[str, torch.Tensor], **arguments: Any) -> None:
+        """Queue a native call whose tensors and other arguments have been checked."""
+        self._call(
+            name, **{key: self._view(tensor) for key, tensor in tensors.items()}, **arguments
+        )
+
+    def may_share(self, lengths: HostLengths | None) -> bool:
+        """Return whether blocks that sequences of these lengths share are read once for several."""
+        return self._share_reads and (lengths is None or lengths.tables_may_share)
 
     def check_faults(self) -> None:
         faults = int(self._faults.item())
@@ -449,6 +460,18 @@ class CudaKernels(NativeKernels):
         with torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
             return super()._call(name, stream=stream, **arguments)
+
+
+def _key_of_pages(arguments: AttentionArguments) -> tuple[object, ...]:
+    """Return the part of a plan's key that does not depend on the query."""
+    keys, values = arguments.keys, arguments.values
+    between = values.data_ptr() - keys.data_ptr()
+    strides = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
+    return (*strides, keys.data_ptr() % 16, between, arguments.options.sliding_window_tokens)
+
+
+def _plan_key(query: torch.Tensor, of_pages: tuple[object, ...]) -> tuple[object, ...]:
+    return (query.dtype, query.shape, query.stride(), query.data_ptr() % 16, of_pages)
 
 
 def _max_short_query_len(arguments: AttentionArguments) -> int:
@@ -492,6 +515,102 @@ def _part(
         plans=None,
     )
     return part, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedLayer:
+    """The native arguments of a layer. ``attention``: those that it was bound with, whose query,
+    tables and lengths are another call's. ``key_of_pages``: the layer's part of a plan's key.
+    """
+
+    attention: AttentionArguments
+    write: dict[str, Any]
+    attend: dict[str, Any]
+    key_of_pages: tuple[object, ...]
+
+
+class QueuedLayers(BoundLayers):
+    """Binds the layers of one shard on a GPU. A call queues the kernels on the caller's stream."""
+
+    def __init__(self, kernels: CudaKernels) -> None:
+        super().__init__(kernels.queue_layer)
+        self._kernels = kernels
+
+    def write(
+        self, bound: BoundLayer, batch: StepRows, key: torch.Tensor, value: torch.Tensor | None
+    ) -> None:
+        """Queue the write of a bound layer that fits the batch."""
+        assert value is not None, "a GPU keeps no latents"
+        self._kernels.queue(
+            "reshape_and_cache",
+            {"key": of_tokens(key), "value": of_tokens(value)},
+            slots=batch.slots.data_ptr(),
+            **bound.native.write,
+        )
+
+    def attend(
+        self, bound: BoundLayer, batch: StepRows, query: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Queue the attention of a bound layer that fits the batch. Returns the output, which is
+        ``out`` if given. The first layer of a batch queues its work plan too.
+        """
+        kernels, layer, rows = self._kernels, bound.native, of_tokens(query)
+        if out is None:
+            out = torch.empty(bound.output_shape, dtype=query.dtype, device=query.device)
+        key, made = _plan_key(rows, layer.key_of_pages), batch.plans.made
+        plan = made.get(key)
+        if plan is None:
+            arguments = _of_batch(layer.attention, rows, batch)
+            plan = kernels.shared_plan(arguments, batch.plans)
+            if plan is None:  # in parts
+                kernels.paged_attention(arguments, out=out.view(-1, *out.shape[-2:]))
+                return out
+        assert isinstance(plan, AttentionPlan)
+        workspace = kernels.empty(plan.workspace_bytes)
+        kernels.queue(
+            "paged_attention",
+            {"query": rows},
+            out=out.data_ptr(),
+            lse=0,
+            max_query_len=batch.max_tokens,
+            max_short_query_len=0,  # the plan's
+            workspace=workspace.data_ptr(),
+            workspace_bytes=plan.workspace_bytes,
+            plan=plan.native,
+            **layer.attend,
+            **self.batch(batch),
+        )
+        return out
+
+    def _bind_batch(self, batch: StepRows) -> dict[str, Any]:
+        return {
+            "block_tables": batch.block_tables.data_ptr(),
+            "wide_block_tables": batch.block_tables.dtype == torch.int64,
+            "max_blocks": batch.block_tables.shape[1],
+            "query_starts": batch.query_starts.data_ptr(),
+            "context_lens": batch.context_lens.data_ptr(),
+            "num_sequences": batch.context_lens.shape[0],
+            "share_reads": self._kernels.may_share(batch.lengths),
+            "is_padded": batch.is_padded,
+        }
+
+
+def _of_batch(
+    attention: AttentionArguments, query: torch.Tensor, batch: StepRows
+) -> AttentionArguments:
+    """Return a layer's arguments with the query, tables and lengths of another batch."""
+    return replace(
+        attention,
+        query=query,
+        block_tables=batch.block_tables,
+        query_starts=batch.query_starts,
+        context_lens=batch.context_lens,
+        max_query_len=batch.max_tokens,
+        lengths=batch.lengths,
+        plans=batch.plans,
+        is_padded=batch.is_padded,
+        of_heads=(attention.slopes, attention.sinks),
+    )
 
 
 @dataclass(slots=True)

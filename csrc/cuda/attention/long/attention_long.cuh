@@ -124,16 +124,25 @@ __device__ void copy_tile(const Work& work, const Item& item, Range seen, int32_
     const int32_t position = tile * Tile::kTokens + n * kTileRows;
     const int64_t row = find_tile_row(work, item, position, seen);
     const Kv* data = static_cast<const Kv*>(pages.data);
-    load_tile_rows<Kv, kHeadSize>(data, row, 0, static_cast<int32_t>(pages.head_size),
-                                  keys + n * kTileRows * kPitch<Kv, kHeadSize>);
-    load_tile_rows<Kv, Tile::kValueSize>(
-        data + first_dim, row, kTileRows, static_cast<int32_t>(pages.value_head_size) - first_dim,
-        keys + Tile::kKeys + n * kTileRows * kPitch<Kv, Tile::kValueSize>);
+    const int32_t head_size = static_cast<int32_t>(pages.head_size);
+    const int32_t num_values = static_cast<int32_t>(pages.value_head_size) - first_dim;
+    unsigned char* to_keys = keys + n * kTileRows * kPitch<Kv, kHeadSize>;
+    unsigned char* to_values = keys + Tile::kKeys + n * kTileRows * kPitch<Kv, Tile::kValueSize>;
+    if (is_in_one_block(work, position, seen)) {
+      load_tile_of_block<Kv, kHeadSize>(data, row, 0, pages.token_stride, head_size, to_keys);
+      load_tile_of_block<Kv, Tile::kValueSize>(data + first_dim, row, kTileRows,
+                                               pages.value_token_stride, num_values, to_values);
+    } else {
+      load_tile_rows<Kv, kHeadSize>(data, row, 0, head_size, to_keys);
+      load_tile_rows<Kv, Tile::kValueSize>(data + first_dim, row, kTileRows, num_values, to_values);
+    }
   }
 }
 
-// Turns scores into probabilities, as in the short kernel; here four lanes hold a row's scores.
-template <int kTokens>
+// Turns scores into probabilities, as in the short kernel; here four lanes hold a row's scores. A
+// tile of which every row sees all tokens, with plain scores, needs no mask: it takes a third of the
+// instructions then, and the bits are the same.
+template <int kTokens, bool kIsMasked>
 __device__ void online_softmax(const Work& work, Range seen, int32_t first,
                                float (&scores)[kTokens / 8][4], LongRows& rows,
                                float (&rescale)[2]) {
@@ -150,10 +159,13 @@ __device__ void online_softmax(const Work& work, Range seen, int32_t first,
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& score = scores[n][2 * j + i];
-        const int32_t position = first + 8 * n + 2 * t + i;
-        const float bias = rows.slope[j] * static_cast<float>(position - rows.position[j]);
-        const bool is_seen = position >= begin && position < end;
-        score = is_seen ? cap.of<true>(score * rows.scale[j]) + bias : -INFINITY;
+        score *= rows.scale[j];
+        if constexpr (kIsMasked) {
+          const int32_t position = first + 8 * n + 2 * t + i;
+          const float bias = rows.slope[j] * static_cast<float>(position - rows.position[j]);
+          const bool is_seen = position >= begin && position < end;
+          score = is_seen ? cap.of<true>(score) + bias : -INFINITY;
+        }
         maximum = fmaxf(maximum, score);
       }
     }
@@ -176,9 +188,21 @@ __device__ void online_softmax(const Work& work, Range seen, int32_t first,
   }
 }
 
+// Returns the positions whose tokens all rows of an item see with plain scores: none where an option
+// changes them.
+__device__ inline Range seen_by_all(const Work& work, const Item& item, Range seen,
+                                    int32_t first_row, int32_t num_rows) {
+  if (work.p.alibi_slopes != nullptr || work.p.logit_soft_cap != 0.0f) return {0, 0};
+  const int32_t group = work.cutting.group;
+  const int32_t first = item.sequence.first_position() + first_row / group;
+  const int32_t last = item.sequence.first_position() + (first_row + num_rows - 1) / group;
+  return {max_of(seen.begin, visible(work.cutting.window, last).begin),
+          min_of(seen.end, first + 1)};
+}
+
 template <typename Kv, int kHeadSize>
-__device__ void take_tile(const Work& work, Range seen, int32_t tile, const unsigned char* queries,
-                          const unsigned char* keys, LongRows& rows,
+__device__ void take_tile(const Work& work, Range seen, Range plain, int32_t tile,
+                          const unsigned char* queries, const unsigned char* keys, LongRows& rows,
                           float (&out)[LongTile<Kv, kHeadSize>::kValueSize / 8][4]) {
   using Tile = LongTile<Kv, kHeadSize>;
   using Factor = FactorOf<Kv>;
@@ -206,7 +230,12 @@ __device__ void take_tile(const Work& work, Range seen, int32_t tile, const unsi
     }
   }
   float rescale[2];
-  online_softmax<Tile::kTokens>(work, seen, tile * Tile::kTokens, scores, rows, rescale);
+  const int32_t first = tile * Tile::kTokens;
+  if (first >= plain.begin && first + Tile::kTokens <= plain.end) {
+    online_softmax<Tile::kTokens, false>(work, seen, first, scores, rows, rescale);
+  } else {
+    online_softmax<Tile::kTokens, true>(work, seen, first, scores, rows, rescale);
+  }
 #pragma unroll
   for (int d = 0; d < kValueSize / 8; ++d) {
 #pragma unroll
@@ -324,6 +353,7 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
   const int32_t all_rows = item.sequence.query_len * work.cutting.group;
   const int32_t num_rows = min_of(kRowsOfLongTile, all_rows - first_row);
   const Range seen = range_of(work, item, first_row, num_rows);
+  const Range plain = seen_by_all(work, item, seen, first_row, num_rows);
   LongRows rows = long_rows(work, item, first_row, num_rows);
   float out[Tile::kValueSize / 8][4] = {};
   int32_t tile = seen.begin / Tile::kTokens;
@@ -343,7 +373,7 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
       copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * kStageBytes);
     }
     commit_copies();
-    take_tile<Kv, kHeadSize>(work, seen, tile, queries + 16 * warp * Tile::kQueryPitch,
+    take_tile<Kv, kHeadSize>(work, seen, plain, tile, queries + 16 * warp * Tile::kQueryPitch,
                              ring + stage * kStageBytes, rows, out);
   }
   wait_for_copies<0>();  // Of a split that none of the rows attends to.

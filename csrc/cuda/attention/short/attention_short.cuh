@@ -238,10 +238,18 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
   const auto start_copy = [&](int32_t tile, int stage, int64_t row) {
     if (tile < end) {
       const Kv* data = static_cast<const Kv*>(work.p.pages.data);
+      const PagesParams& pages = work.p.pages;
       unsigned char* keys = ring + stage * Ring::kStageBytes;
-      load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, 0, work.p.pages.head_size, keys);
-      load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, kTileRows, work.p.pages.value_head_size,
-                                             keys + Ring::kTile);
+      // Thirty-two rows leave no registers for a second way.
+      if (kColumns < 4 && is_in_one_block(work, tile * kTileRows, seen)) {
+        load_tile_of_block<Kv, kHeadSize>(data, row, 0, pages.token_stride, pages.head_size, keys);
+        load_tile_of_block<Kv, kHeadSize>(data, row, kTileRows, pages.value_token_stride,
+                                          pages.value_head_size, keys + Ring::kTile);
+      } else {
+        load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, 0, pages.head_size, keys);
+        load_tile_rows<Kv, kHeadSize, kUnroll>(data, row, kTileRows, pages.value_head_size,
+                                               keys + Ring::kTile);
+      }
     }
     commit_copies();
   };
