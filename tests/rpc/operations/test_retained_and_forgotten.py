@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from kvplane import ops
-from kvplane.errors import (
-    BlockInUseError,
-)
+from kvplane.errors import BlockInUseError
 from kvplane.prefixes import DEFAULT_PRIORITY, ForgetScope
 from kvplane.results import ForgetResult
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.planning.operations_world import prompt
-
-TIME_S, PRIORITY = 60, 90
 
 
 async def test_what_sequences_read_is_forgotten_only_by_force(world, caller) -> None:
@@ -36,7 +32,7 @@ async def test_prefixes_are_kept_and_forgotten_after_their_sessions_have_ended(
     await caller.cache(prompt(2))
     await caller.session.close()
     await world.shard.send(fence_done=rpb.FenceDone(session=caller.session._ref))
-    assert await caller.retain(prompt(2), time_to_live_s=TIME_S) == 2
+    assert await caller.retain(prompt(2), time_to_live_s=60) == 2
     assert [block.priority for block in await caller.blocks(prompt(2))] == [DEFAULT_PRIORITY] * 2
     assert await caller.forget(ForgetScope.TENANT) == ForgetResult(2, 0)
     assert await caller.blocks(prompt(2)) == ()
