@@ -20,8 +20,10 @@ STOP_TIMEOUT_S: Final = 30.0
 _SETTINGS: Final = ("KVPLANE_CONTROL_PLANE_", "KVPLANE_DATA_PLANE_")
 # Runs in the new process, not between fork and exec: gRPC's threads may be running in this one.
 _END_WITH_PARENT: Final = """
-import ctypes, runpy, signal, sys
+import ctypes, os, runpy, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the process that started this one has ended")
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
@@ -49,7 +51,7 @@ def start(
     PlaneUnavailableError when it does not come up.
     """
     port_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "port"
-    command = [*python, "-c", _END_WITH_PARENT, program, *arguments]
+    command = [*python, "-c", _END_WITH_PARENT, str(os.getpid()), program, *arguments]
     if settings is None:
         settings = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS)}
     process = subprocess.Popen(

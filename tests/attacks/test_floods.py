@@ -10,7 +10,6 @@ import hashlib
 import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,13 +18,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from control_plane.server.config import ControlPlaneSettings
-from control_plane.server.server import ControlPlaneServer
 from kvplane.errors import (
     DeadlineExceededError,
     KvplaneError,
     QuotaExceededError,
-    UnavailableError,
 )
 from kvplane.serving import requests, server
 from kvplane.wire import protocol
@@ -33,14 +29,16 @@ from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import execution_pb2 as dpb
 from kvplane.wire.v1 import execution_pb2_grpc, prefix_pb2, prefix_pb2_grpc
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.e2e.engine_planes import free_port
 from tests.helpers.attacked_planes import (
     HonestCaller,
     PlaneProcess,
     assert_calm,
-    free_port,
     refusal,
 )
 from tests.helpers.data.data_server import serving
+from tests.helpers.planes_in_process import control_plane as control_plane_here
+from tests.helpers.waiting import until, wait_until
 
 MIB = 1 << 20
 LARGE = 4 * MIB - 128
@@ -111,10 +109,7 @@ def test_streams_on_one_connection_are_bounded(
             call.cancel()
         idle.set()
         # The server refuses streams until it has heard that others were cancelled.
-        deadline_s = time.monotonic() + 10.0
-        while isinstance(refusal(channel, "v1.PoolService/ListPools", b""), UnavailableError):
-            assert time.monotonic() < deadline_s
-        assert refusal(channel, "v1.PoolService/ListPools", b"") is None
+        wait_until(lambda: refusal(channel, "v1.PoolService/ListPools", b"") is None, 10.0)
 
 
 def test_metadata_is_bounded(
@@ -183,9 +178,7 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
         ):
             first = execution_pb2_grpc.ExecutionServiceStub(greedy).ReshapeAndCache(write)
             neighbour = execution_pb2_grpc.ExecutionServiceStub(other).ReshapeAndCache(write)
-            async with asyncio.timeout(10):
-                while server.metrics.rpc.received.num_bytes < 6 * MIB:
-                    await asyncio.sleep(0.01)
+            await until(lambda: server.metrics.rpc.received.num_bytes >= 6 * MIB, 10)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await execution_pb2_grpc.ExecutionServiceStub(greedy).ReshapeAndCache(
                     write, timeout=5
@@ -206,18 +199,17 @@ async def test_a_request_that_does_not_come_ends_its_call(
     access = tmp_path / "access.toml"
     digest = hashlib.sha256(b"token").hexdigest()
     access.write_text(f'[[callers]]\ntoken_sha256 = "{digest}"\ntenant = "a"\nroles = ["router"]\n')
-    server = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, access_file=access)
-    )
     metadata = [("authorization", "Bearer token")]
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    async with (
+        control_plane_here(access_file=access) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
         method = channel.stream_unary("/kvplane.v1.PoolService/ListPools")
         call = method(metadata=metadata)
         assert await asyncio.wait_for(call.code(), 10) == grpc.StatusCode.DEADLINE_EXCEEDED
         silent = method(metadata=metadata)
         await silent.done_writing()
         assert await asyncio.wait_for(silent.code(), 10) == grpc.StatusCode.INVALID_ARGUMENT
-    await server.stop()
 
 
 def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
@@ -245,16 +237,10 @@ def test_nothing_is_read_of_a_caller_that_is_not_known(tmp_path: Path) -> None:
 
 async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_MS", 500)
-    plane = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.0)
-    )
-    host, _, port = plane.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        async with asyncio.timeout(30):
-            with contextlib.suppress(ConnectionError):
-                while await reader.read(4096):  # what the server says first
-                    pass
-    finally:
+    async with control_plane_here() as plane, asyncio.timeout(30):
+        host, _, port = plane.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):  # what the server says first
+                pass
         writer.close()
-        await plane.stop()

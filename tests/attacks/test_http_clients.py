@@ -18,6 +18,7 @@ from kvplane.integrations.router.prompts import PromptReader
 from kvplane.serving import http_requests, http_server
 from tests.e2e.engine_planes import save_byte_model
 from tests.helpers.routed import BODY, PATIENCE_S, Engine, Routed, chunk, routed, says_yes
+from tests.helpers.waiting import until
 
 BODY_S = 3.0  # that other requests must be answered within, also on a busy machine
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -68,7 +69,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_body_that_does_not_come_gives_its_place_up() -> None:
     async with routed(Engine(says_yes), max_requests=1) as router, raw(router) as slow:
         await slow.say(CHUNKED + b"1\r\n{\r\n")
-        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 1))
+        await router.until_metric("kvplane_router_open_requests", 1)
         assert (await router.post()).status_code == 429
         answer = await asyncio.wait_for(slow.reader.readuntil(b"}}"), PATIENCE_S)
         assert answer.startswith(b"HTTP/1.1 400 ")
@@ -118,11 +119,9 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         async with raw(router), raw(router), raw(router) as too_many:
             await too_many.say(HEAD + b"content-length: 2\r\n\r\n{}")
             assert (await too_many.reader.readline()).startswith(b"HTTP/1.1 503 ")
-
-        async def are_closed() -> bool:
-            return (await router.post()).status_code == 200
-
-        await router.until(are_closed)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await router.post()).status_code != 200:  # until they are closed
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +223,7 @@ async def test_bodies_take_no_more_memory_than_is_set() -> None:
         tracemalloc.start()
         try:
             asked = [asyncio.create_task(router.post(body)) for _ in range(16)]
-            while sum(task.done() for task in asked) < 12:
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(task.done() for task in asked) >= 12)
             _, most_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -249,18 +247,13 @@ async def test_one_key_cannot_have_all_places() -> None:
     async with routed(engine, max_requests=4, api_keys=("greedy", "honest")) as router:
         greedy, honest = ({"authorization": f"Bearer {key}"} for key in ("greedy", "honest"))
         asked = [asyncio.create_task(router.post(headers=greedy)) for _ in range(4)]
-        while sum(task.done() for task in asked) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(task.done() for task in asked) >= 2)
         assert {task.result().status_code for task in asked if task.done()} == {429}
         served = asyncio.create_task(router.post(headers=honest))
-        await router.until(lambda: _is(router.metric("kvplane_router_open_requests"), 3))
+        await router.until_metric("kvplane_router_open_requests", 3)
         engine.go_on.set()
         assert (await served).status_code == 200
         await asyncio.gather(*asked)
-
-
-async def _is(measured: object, wanted: float) -> bool:
-    return await measured == wanted  # type: ignore[misc]
 
 
 async def test_long_texts_do_not_keep_others_from_the_tokenizer(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ the blocks that it got.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from kvplane import Execution, ops
 from kvplane.errors import BlockNotWrittenError
 from tests.helpers.data.plan_author import BLOCK_SIZE, POOL_ID
 from tests.helpers.listed_peers import Peers, listed_peers
+from tests.helpers.waiting import until
 
 NUM_BLOCKS = 8  # all that the pool has
 SECRET = range(1, NUM_BLOCKS * BLOCK_SIZE)  # fills them, but for a slot
@@ -26,9 +26,8 @@ async def peers(tmp_path: Path) -> AsyncIterator[Peers]:
         async with peers.engine("engine-a") as engine:
             await engine.step(ops.admit(1, SECRET), spans=[(0, len(SECRET))])
             await engine.session.submit_receipts()
-        async with asyncio.timeout(60):  # until its blocks can be allocated again
-            while peers.control.core._pools[POOL_ID].shards.ended:
-                await asyncio.sleep(0.01)
+        shards = peers.control.core._pools[POOL_ID].shards
+        await until(lambda: not shards.ended, 60)  # its blocks can be allocated again then
         yield peers
 
 

@@ -6,12 +6,9 @@ import contextlib
 import json
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from kvplane.errors import KvplaneError
 from kvplane.layout import Layout
 from kvplane.results import PoolInfo
 from kvplane.sync import ControlClient
@@ -27,19 +24,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Ask again and again; a plane that is not there yet is not so."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            if is_so():
-                return
-        except KvplaneError:
-            pass
-        assert time.monotonic() < deadline_s, "it did not come about in time"
-        time.sleep(0.02)
 
 
 def num_in_use(pool: PoolInfo) -> int:

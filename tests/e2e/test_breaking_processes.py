@@ -9,9 +9,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from engine_planes import POOL, Process, data_plane, wait_until
+from engine_planes import POOL, Process, data_plane
 
 from kvplane.sync import ControlClient
+from tests.helpers.waiting import wait_until
 
 
 @pytest.mark.nightly  # sleeps; shards that are taken over have tests of theirs on push

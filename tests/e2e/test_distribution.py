@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.server.config import ControlPlaneSettings
-from control_plane.server.server import ControlPlaneServer
 from kvplane.release import release
 from scripts.planes import run_planes
+from tests.helpers.planes_in_process import control_plane
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Compilers and pip share the machine with other tests.
@@ -181,9 +180,7 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
     pins = [f"protobuf=={protobuf}", f"grpcio=={grpcio}", f"grpcio-status=={grpcio}"]
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", str(wheel)]
     subprocess.run([*command, "--only-binary", ":all:", *pins], check=True, timeout=400)
-    config = ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, incarnation=7)
-    server = await ControlPlaneServer.start(config)
-    try:
+    async with control_plane(incarnation=7) as server:
         client = await asyncio.create_subprocess_exec(
             *(python, "-I", "-W", "error", "-c", ROUND_TRIP, server.address),
             cwd=tmp_path,
@@ -196,8 +193,6 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
             stdout=asyncio.subprocess.PIPE,
         )
         version, _ = await asyncio.wait_for(asked.communicate(), 60)
-    finally:
-        await server.stop()
     assert said.decode().split() == [protobuf, grpcio, "7"]
     assert (asked.returncode, release().encode() in version) == (0, True)
     assert (tmp_path / "venv" / "bin" / "kvplane").exists()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.docker_daemon import ROOT, DockerDaemon, download_wheels, needs_daemon, served
+from tests.helpers.waiting import wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(5400)]
 IMAGES = ("control-plane", "data-plane", "engine")
@@ -85,14 +86,12 @@ def stack(daemon: DockerDaemon) -> Iterator[DockerDaemon]:
 
 
 def wait_healthy(stack: DockerDaemon, service: str, num_restarts: int = 0) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while True:
+    def is_healthy() -> bool:
         found = stack.container(service)
         is_new = found["RestartCount"] >= num_restarts
-        if is_new and found["State"].get("Health", {}).get("Status") == "healthy":
-            return
-        assert time.monotonic() < deadline_s, found["State"]
-        time.sleep(0.5)
+        return is_new and found["State"].get("Health", {}).get("Status") == "healthy"
+
+    wait_until(is_healthy, PATIENCE_S, lambda: stack.container(service)["State"])
 
 
 @contextmanager
@@ -116,24 +115,22 @@ def answers(log: Path) -> list[dict[str, Any]]:
 def wait_answered(log: Path, bound_s: float) -> None:
     """Until a question that is asked from now on is answered; what failed meanwhile may fail."""
     begin_s = time.time()
-    while True:
-        asked_since = [each for each in answers(log) if each["asked_s"] >= begin_s]
-        if any("text" in each for each in asked_since):
-            return
-        assert time.time() < begin_s + bound_s, asked_since
-        time.sleep(0.2)
+
+    def asked_since() -> list[dict[str, Any]]:
+        return [each for each in answers(log) if each["asked_s"] >= begin_s]
+
+    wait_until(lambda: any("text" in each for each in asked_since()), bound_s, asked_since)
 
 
 def wait_shared(stack: DockerDaemon, num_clients: int) -> None:
     """Until so many clients share memory with the data plane."""
-    deadline_s = time.monotonic() + AWAY_S
-    while True:
+
+    def num_shared() -> float:
         page = stack.compose("exec", "-T", "data-plane", "python", "-c", METRICS)
         (value,) = re.findall(r"^kvplane_local_regions(?:{.*})? (\S+)$", page, re.MULTILINE)
-        if float(value) == num_clients:
-            return
-        assert time.monotonic() < deadline_s, f"{value} of {num_clients}"
-        time.sleep(0.5)
+        return float(value)
+
+    wait_until(lambda: num_shared() == num_clients, AWAY_S, num_shared)
 
 
 def words_of_the_head() -> list[str]:

@@ -9,12 +9,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.programs import ROOT, Program, run
+from tests.helpers.waiting import wait_until
 
 TIMEOUT_S = 280
 FLAGS = ("--quick", "--run-folder")
@@ -64,18 +64,12 @@ def test_it_passes_and_prints_what_it_counted(tmp_path: Path) -> None:
 def test_however_it_ends_no_plane_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
     process = Program("examples.demo", *FLAGS, str(tmp_path), out=tmp_path / "printed")
     try:
-        deadline = time.monotonic() + 60
-        while len(children_of_run(tmp_path)) < 2:
-            assert time.monotonic() < deadline, "the planes did not start"
-            time.sleep(0.05)
+        wait_until(lambda: len(children_of_run(tmp_path)) == 2)
         process.send_signal(number)
         assert process.wait(30) != 0
     finally:
         process.kill()
-    deadline = time.monotonic() + 15
-    while children_of_run(tmp_path):
-        assert time.monotonic() < deadline, "a plane is left behind"
-        time.sleep(0.05)
+    wait_until(lambda: not children_of_run(tmp_path), 15)
 
 
 @pytest.mark.nightly  # a whole demonstration

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from engine_planes import POOL, Pair
 
 from engine import LLM, SamplingParams
+from tests.helpers.waiting import wait_until
 
 PROMPT = "what was asked before, at some length, so that it has a few blocks of its own; " * 3
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -32,9 +32,7 @@ def test_a_killed_data_plane_comes_back_with_its_files_and_answers_the_same(
             (again,) = llm.generate([PROMPT], PARAMS)
             num_blocks = again.num_cached_tokens // 16
             assert num_blocks > 10
-            deadline_s = time.monotonic() + 30
-            while num_files(files) < num_blocks and time.monotonic() < deadline_s:
-                time.sleep(0.02)
+            wait_until(lambda: num_files(files) >= num_blocks)
             pair.data.kill()
             pair.data.start()
             (after,) = llm.generate([PROMPT], PARAMS)

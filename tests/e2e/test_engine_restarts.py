@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import signal
 import time
@@ -15,7 +14,8 @@ from engine_planes import POOL, Pair
 from engine import LLM, SamplingParams
 from engine.running.core import ATTEMPT_S
 from kvplane.errors import KvplaneError
-from tests.helpers.programs import Program
+from tests.helpers.http_programs import HttpProgram
+from tests.helpers.waiting import wait_until
 
 RECOVERY_S = 4.0
 SLOW_S = 5.0  # that a busy machine may take beside; a second round begins later
@@ -60,34 +60,22 @@ def test_requests_fail_within_the_time_for_recovery_and_are_answered_once_planes
 def test_sigterm_ends_the_wait_for_planes_and_answers_who_waits(
     model: Path, tmp_path: Path
 ) -> None:
-    port_file, log = tmp_path / "port", tmp_path / "engine.log"
     with Pair(model, tmp_path) as pair, ThreadPoolExecutor() as threads:
-        process = Program(
-            *("engine", "serve", "--model", str(model), "--model-name", "m"),
+        program = HttpProgram(
+            *(tmp_path, "engine", "engine", "serve", "--model", str(model), "--model-name", "m"),
             *("--control-plane", pair.control.address, "--pool-id", POOL, "--timeout-s", "1"),
-            *("--bind", "127.0.0.1:0", "--port-file", str(port_file), "--num-threads", "1"),
-            out=log,
+            *("--num-threads", "1"),
+            headers={"Content-Type": "application/json"},
         )
-        while not port_file.exists():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
+        program.start()
+        program.wait()
         pair.data.kill()
-        waiting = threads.submit(completion, int(port_file.read_text()))
-        while "step failed" not in log.read_text():
-            time.sleep(0.1)
-        process.terminate()
+        body = json.dumps({"model": "m", "prompt": "a prompt", "max_tokens": 2}).encode()
+        waiting = threads.submit(program.request, "POST", "/v1/completions", body)
+        wait_until(lambda: "step failed" in program.log.read_text())
+        program.process.terminate()
         began_s = time.monotonic()
-        assert waiting.result() == 503
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert waiting.result()[0] == 503
+        assert program.process.wait(20) == 128 + signal.SIGTERM
         assert time.monotonic() - began_s < ATTEMPT_S + SLOW_S
-        assert "the engine failed" not in log.read_text()
-
-
-def completion(port: int) -> int:
-    """The status of one completion."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    body = json.dumps({"model": "m", "prompt": "a prompt", "max_tokens": 2})
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    status = connection.getresponse().status
-    connection.close()
-    return status
+        assert "the engine failed" not in program.log.read_text()

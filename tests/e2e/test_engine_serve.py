@@ -12,10 +12,11 @@ from typing import Any
 import openai
 import pytest
 import torch
-from engine_planes import Process, save_byte_model, wait_until
+from engine_planes import Process, save_byte_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.programs import Program
+from tests.helpers.http_programs import HttpProgram
+from tests.helpers.waiting import wait_until
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 MAX_REQUESTS = 6
@@ -23,30 +24,26 @@ HEADERS = {"Authorization": "Bearer first-key"}
 LONG = "a prompt of more than two blocks of sixteen tokens"
 
 
-class Server:
+class Server(HttpProgram):
     def __init__(self, folder: Path) -> None:
         self.model = save_byte_model(folder / "byte-model")
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(self.model)
         self.control = Process("control_plane", folder / "control.log").start()
-        port_file, keys = folder / "port", folder / "keys"
+        keys = folder / "keys"
         keys.write_text("first-key\nsecond-key\n")
-        self.log = folder / "engine.log"
-        self.process = Program(
-            *("engine", "serve", "--model", str(self.model)),
+        super().__init__(
+            *(folder, "engine", "engine", "serve", "--model", str(self.model)),
             *("--control-plane", self.control.address, "--data-plane", "embedded"),
             *("--num-device-blocks", "32", "--num-host-blocks", "0", "--num-threads", "1"),
-            *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
             *("--max-requests", str(MAX_REQUESTS), "--max-body-bytes", "65536"),
             *("--api-keys-file", str(keys)),
-            out=self.log,
+            headers=HEADERS,
         )
-        wait_until(port_file.exists, 60)
-        self.port = int(port_file.read_text())
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="second-key", max_retries=0
-        )
+        self.start()
+        self.wait()
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="second-key", max_retries=0)
 
     def complete(self, prompt: Any, **how: Any) -> Any:
         how = {"max_tokens": 8, "temperature": 0} | how
@@ -57,31 +54,18 @@ class Server:
         how = {"max_tokens": 8, "temperature": 0} | how
         return self.client.chat.completions.create(model="byte-model", messages=messages, **how)
 
-    def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request(method, path, body, HEADERS)
-        response = connection.getresponse()
-        answer = response.status, response.read()
-        connection.close()
-        return answer
-
-    def metric(self, name: str) -> float:
-        lines = self.request("GET", "/metrics")[1].decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
-
-    def stop(self) -> None:
+    def stop(self) -> int:
         """It ends when it is told to, also while it answers."""
         stream = self.complete("go on", max_tokens=400, stream=True)
         try:
             next(iter(stream))
-            self.process.terminate()
-            assert self.process.wait(20) == 128 + signal.SIGTERM
+            code = super().stop()
+            assert code == 128 + signal.SIGTERM
             assert "Traceback" not in self.log.read_text()
+            return code
         finally:
             stream.close()
             self.client.close()
-            self.process.kill()
-            self.process.wait()
             self.control.stop()
 
 
@@ -305,24 +289,21 @@ def test_a_bug_in_the_engine_ends_the_server_once_its_clients_have_an_answer(
     server: Server, tmp_path: Path
 ) -> None:
     """A supervisor starts another one: a process that answers 503 for ever would be left alone."""
-    port_file, log = tmp_path / "port", tmp_path / "log"
-    process = Program(
-        *("-c", PLANTED, "serve", "--model", str(server.model)),
+    program = HttpProgram(
+        *(tmp_path, "planted", "-c", PLANTED, "serve", "--model", str(server.model)),
         *("--control-plane", server.control.address, "--data-plane", "embedded"),
         *("--pool-id", "other", "--num-device-blocks", "32", "--num-threads", "1"),
-        *("--bind", "127.0.0.1:0", "--port-file", str(port_file)),
-        out=log,
     )
+    program.start()
     try:
-        wait_until(port_file.exists, 60)
-        url = f"http://127.0.0.1:{int(port_file.read_text())}/v1"
-        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        program.wait()
+        client = openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
         with client, pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(model="byte-model", prompt="a", max_tokens=200)
         assert caught.value.status_code == 503
-        assert process.wait(30) == 1
+        assert program.process.wait(30) == 1
     finally:
-        process.kill()
-    told = log.read_text()
+        program.stop()
+    told = program.log.read_text()
     assert "ZeroDivisionError" in told
     assert told.splitlines()[-1].startswith("engine: error: INTERNAL: the engine failed")

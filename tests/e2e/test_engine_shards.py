@@ -25,9 +25,9 @@ from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.refusals import refused
+from tests.helpers.same_answers import PROMPTS
 from tests.helpers.sharded_pool import BY_LAYERS, POOL, Ranges, ShardedPool, by_heads
 
-PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, record_logits=True)
 
 

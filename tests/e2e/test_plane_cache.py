@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_planes import Pair, wait_until
+from engine_planes import Pair
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvplane import LayerGroup, Layout
@@ -25,15 +25,18 @@ from kvplane.errors import (
 from kvplane.transformers import PlaneCache, close_planes
 from tests.helpers.plane_cache_checks import (
     ARGUMENT,
+    ATOL,
     NUM_NEW,
     answer,
     assert_same,
+    forward,
     greedy_with_padding,
     one_prompt,
     prompts,
     tiny_llama,
 )
 from tests.helpers.refusals import refused
+from tests.helpers.waiting import wait_until
 from tests.models.tiny_models import tiny_model
 
 POOL = {"num_device_blocks": 64}
@@ -142,10 +145,9 @@ def test_attention_without_a_cache_of_ours_is_refused(model: PreTrainedModel) ->
 def test_a_batch_that_cannot_be_cached_is_refused(
     model: PreTrainedModel, field: str, change: Callable[[Any], Any]
 ) -> None:
-    model.set_attn_implementation("kvplane")
-    with PlaneCache(model, **POOL) as cache, torch.no_grad():
+    with PlaneCache(model, **POOL) as cache:
         with refused(InvalidRequestError, field):
-            model(**change(prompts()), **{ARGUMENT: cache})
+            forward(model, cache, **change(prompts()))
         assert num_held(cache) == 0
 
 
@@ -159,17 +161,15 @@ def test_weights_of_attention_are_refused_also_in_a_later_turn(model: PreTrained
 
 
 def test_another_number_of_rows_is_refused_and_the_cache_goes_on(model: PreTrainedModel) -> None:
-    batch = prompts()
-    with PlaneCache(model, **POOL) as cache, torch.no_grad():
-        model.set_attn_implementation("kvplane")
-        model(**batch, **{ARGUMENT: cache})
-        two = torch.tensor([[7], [8]])
+    with PlaneCache(model, **POOL) as cache:
+        forward(model, cache, **prompts())
+        two, three = torch.tensor([[7], [8]]), torch.tensor([[7]] * 3)
         with pytest.raises(InvalidRequestError, match="has 2 rows, but the cache has 3"):
-            model(two, **{ARGUMENT: cache})
+            forward(model, cache, two)
         other_mask = torch.ones(3, 41, dtype=torch.long)
         with pytest.raises(InvalidRequestError, match="other padding than before"):
-            model(torch.tensor([[7]] * 3), attention_mask=other_mask, **{ARGUMENT: cache})
-        model(torch.tensor([[7]] * 3), **{ARGUMENT: cache})
+            forward(model, cache, three, attention_mask=other_mask)
+        forward(model, cache, three)
         assert cache.get_seq_length() == 41
 
 
@@ -236,37 +236,26 @@ def test_gradients_are_refused(model: PreTrainedModel) -> None:
 
 
 def test_all_logits_are_given_where_all_are_wanted(model: PreTrainedModel) -> None:
-    batch = one_prompt()
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        want = model(**batch).logits
-        model.set_attn_implementation("kvplane")
-        for how in ({}, {"logits_to_keep": 1}, {"logits_to_keep": 20}, {}):
-            with PlaneCache(model, **POOL) as cache:
-                got = model(**batch, **{ARGUMENT: cache}, **how).logits
-                kept = how.get("logits_to_keep", want.shape[1])
-                torch.testing.assert_close(got, want[:, -kept:], atol=5e-5, rtol=0)
+    want = forward(model, None, **one_prompt()).logits
+    for how in ({}, {"logits_to_keep": 1}, {"logits_to_keep": 20}, {}):
+        with PlaneCache(model, **POOL) as cache:
+            got = forward(model, cache, **one_prompt(), **how).logits
+        kept = how.get("logits_to_keep", want.shape[1])
+        torch.testing.assert_close(got, want[:, -kept:], atol=ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("is_in_config", [False, True])
 def test_hidden_states_are_those_of_all_columns_also_of_a_prompt_that_is_cached(
-    model: PreTrainedModel, is_in_config: bool
+    model: PreTrainedModel, is_in_config: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, how = one_prompt(), {} if is_in_config else {"output_hidden_states": True}
-    with torch.no_grad():
-        model.set_attn_implementation("eager")
-        want = model(**batch, output_hidden_states=True).hidden_states
-        model.set_attn_implementation("kvplane")
-        model.config.output_hidden_states = is_in_config
-        try:
-            for _ in range(2):
-                with PlaneCache(model, **POOL) as cache:
-                    arguments = {"logits_to_keep": 1, ARGUMENT: cache, **how}
-                    got = model(**batch, **arguments).hidden_states
-                    assert cache.num_cached_tokens == [0]
-                torch.testing.assert_close(got, want, atol=5e-5, rtol=0)
-        finally:
-            model.config.output_hidden_states = False
+    how = {**one_prompt(), **({} if is_in_config else {"output_hidden_states": True})}
+    want = forward(model, None, **one_prompt(), output_hidden_states=True).hidden_states
+    monkeypatch.setattr(model.config, "output_hidden_states", is_in_config)
+    for _ in range(2):
+        with PlaneCache(model, **POOL) as cache:
+            got = forward(model, cache, **how, logits_to_keep=1).hidden_states
+            assert cache.num_cached_tokens == [0]
+        torch.testing.assert_close(got, want, atol=ATOL, rtol=0)
 
 
 def test_scores_of_a_prompt_that_is_cached_are_those_of_eager_attention(
@@ -288,15 +277,12 @@ def test_scores_of_a_prompt_that_is_cached_are_those_of_eager_attention(
 
 def test_router_logits_are_those_of_all_columns() -> None:
     model = tiny_model("mixtral")
-    batch = one_prompt()
-    how = {"output_router_logits": True, "logits_to_keep": 1}
-    with torch.no_grad():
-        want = model(**batch, **how).router_logits
-        model.set_attn_implementation("kvplane")
-        for _ in range(2):
-            with PlaneCache(model, **POOL) as cache:
-                got = model(**batch, **how, **{ARGUMENT: cache}).router_logits
-            torch.testing.assert_close(got, want, atol=5e-5, rtol=0)
+    how = {**one_prompt(), "output_router_logits": True, "logits_to_keep": 1}
+    want = forward(model, None, **how).router_logits
+    for _ in range(2):
+        with PlaneCache(model, **POOL) as cache:
+            got = forward(model, cache, **how).router_logits
+        torch.testing.assert_close(got, want, atol=ATOL, rtol=0)
     close_planes(model)
 
 
@@ -368,9 +354,8 @@ def test_a_session_that_ended_is_replaced(model: PreTrainedModel) -> None:
     link = cache._planes._link
     link._loop.run(link.session.close())
     for each in (cache, other):
-        model.set_attn_implementation("kvplane")
-        with pytest.raises(SessionNotFoundError), torch.no_grad():
-            model(torch.tensor([[7]] * 3), **{ARGUMENT: each})
+        with pytest.raises(SessionNotFoundError):
+            forward(model, each, torch.tensor([[7]] * 3))
         assert_same(answer(model, each, **prompts()), answer(model, None, **prompts()))
         each.close()
 

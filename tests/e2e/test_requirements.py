@@ -29,7 +29,10 @@ RANGES = (
     "protobuf",
 )
 """Packages that are tried at both ends. Each other release of them may rename what is called."""
-TESTS = ("tests/e2e/test_plane_cache.py", "tests/rpc/test_sdk_*.py", "tests/rpc/test_command.py")
+TESTS = (
+    *("tests/e2e/test_plane_cache.py", "tests/rpc/test_command.py"),
+    *("tests/rpc/test_sdk_*.py", "tests/rpc/sdk/test_sdk_*.py"),
+)
 """``generate`` on a PlaneCache, and the client's calls to running planes."""
 
 

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import textwrap
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from engine_planes import save_byte_model
 from kvplane import ControlClient, DataClient, Tls, layout_from_hf
 from kvplane.errors import KvplaneError, NotPermittedError
 from tests.helpers import programs
+from tests.helpers.waiting import wait_until
 
 DOC = programs.ROOT / "docs" / "security.md"
 
@@ -36,10 +36,7 @@ def start(stack: ExitStack, folder: Path, command: str) -> str:
     process = programs.Program(words[2], *flags, cwd=folder, out=folder / f"{words[2]}.log")
     stack.callback(process.wait, 30)
     stack.callback(process.terminate)
-    deadline_s = time.monotonic() + 60
-    while not port_file.exists():
-        assert process.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_until(port_file.exists)
     return f"127.0.0.1:{port_file.read_text().strip()}"
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine_planes import ROOT, free_port
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.helpers.waiting import wait_until
+
 CONFIG = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -25,20 +25,14 @@ CONFIG = {
 }
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 @pytest.fixture
 def environ() -> dict[str, str]:
     return {
         **os.environ,
-        "KVPLANE_CONTROL_PLANE_BIND": free_address(),
+        "KVPLANE_CONTROL_PLANE_BIND": f"127.0.0.1:{free_port()}",
         "KVPLANE_CONTROL_PLANE_METRICS_PORT": "-1",
-        "KVPLANE_CONTROL_PLANE_PAGE_PORT": free_address().rpartition(":")[2],
-        "KVPLANE_DATA_PLANE_BIND": free_address(),
+        "KVPLANE_CONTROL_PLANE_PAGE_PORT": str(free_port()),
+        "KVPLANE_DATA_PLANE_BIND": f"127.0.0.1:{free_port()}",
         "KVPLANE_DATA_PLANE_METRICS_PORT": "-1",
         "KVPLANE_DATA_PLANE_NUM_DEVICE_BLOCKS": "16",
     }
@@ -71,7 +65,7 @@ def children(process: subprocess.Popen[str]) -> dict[str, int]:
     found = {}
     for pid in pids:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        found[words[words.index(b"-c") + 2].decode()] = int(pid)
+        found[words[words.index(b"-c") + 3].decode()] = int(pid)
     return found
 
 
@@ -83,10 +77,7 @@ def test_a_plane_that_dies_ends_the_other_with_exit_code_1(serve: subprocess.Pop
     planes = children(serve)
     os.kill(planes["data_plane"], signal.SIGKILL)
     assert serve.wait(30) == 1
-    deadline = time.monotonic() + 5
-    while is_running(planes["control_plane"]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(planes["control_plane"])
+    wait_until(lambda: not is_running(planes["control_plane"]), 5)
 
 
 def test_another_says_which_address_is_taken_and_ctrl_c_stops_both_planes_with_exit_code_0(

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from engine_planes import ROOT, Process
 from transformers import AutoTokenizer
 
 from kvplane.release import release
+from tests.helpers.waiting import wait_until
 
 # The native parts may have to be compiled, which takes minutes.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -154,19 +154,17 @@ def answers(control: Release, data: Release, engine: Release, folder: Path) -> l
 
 def wait_ready(engine: Release, at: tuple[str, str], logs: dict[str, Path]) -> None:
     """Wait until the pool can be used."""
-    deadline_s = time.monotonic() + 120
-    while True:
+
+    def is_ready() -> bool:
         done = subprocess.run(
             [str(engine.python), "-m", "kvplane", *at, "--timeout-s", "2", "status"],
             cwd=engine.folder,
             capture_output=True,
             check=False,
         )
-        if done.returncode == 0 and b"yes" in done.stdout:
-            return
-        told = {name: log.read_text()[-2000:] for name, log in logs.items()}
-        assert time.monotonic() < deadline_s, told
-        time.sleep(0.5)
+        return done.returncode == 0 and b"yes" in done.stdout
+
+    wait_until(is_ready, 120, lambda: [log.read_text()[-2000:] for log in logs.values()])
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 from engine_planes import POOL, Process, data_plane
 
-from engine import LLM, SamplingParams
+from engine import LLM
 from kvplane import ControlClient, DataClient, ops
 from kvplane.errors import StaleIncarnationError, UnavailableError
 from kvplane.models.hf import layout_from_hf
 from kvplane.transport.health import check
 from tests.helpers.etcd_cluster import EtcdCluster
+from tests.helpers.same_answers import check_same_answers
 
-PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 TTL_S = 2
 ELECTIONS = ["file", pytest.param("etcd", marks=pytest.mark.nightly)]
 
@@ -100,13 +99,7 @@ async def test_engines_follow_the_next_leader_and_answer_the_same(
         leader = await fleet.leader()
         assert not await is_serving(fleet.other(leader))
         with engine_on(fleet, model) as engine:
-            expected = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
-            tokens: dict[str, list[int]] = {}
-            for i, delta in enumerate(engine.stream(PROMPTS, PARAMS)):
-                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-                if i == 20:
-                    leader.kill()
-            assert [*tokens.values()] == expected
+            check_same_answers(engine, leader.kill)
             assert engine.stats.num_reopened_sessions == 1
         assert await fleet.leader() is fleet.other(leader)
 

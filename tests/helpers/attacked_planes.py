@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -28,6 +26,7 @@ from kvplane.wire.error_codec import from_rpc_error
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID, PlanAuthor
 from tests.helpers.planes_in_process import write_layout
 from tests.helpers.planning.register_side import RegisterSide
+from tests.helpers.waiting import wait_until
 
 CALLER = Path(__file__).with_name("honest_caller.py")
 ROOT = Path(__file__).parents[2]
@@ -59,11 +58,7 @@ class PlaneProcess:
                 env={**environment(), **(variables or {})},
                 stderr=log,
             )
-        until_s = time.monotonic() + START_S
-        while not port_file.exists():
-            assert self.process.poll() is None, self.log_file.read_text()
-            assert time.monotonic() < until_s, "the plane does not start"
-            time.sleep(0.02)
+        wait_until(port_file.exists, START_S, self.log_file.read_text)
         self.address = f"127.0.0.1:{port_file.read_text().strip()}"
 
     def __enter__(self) -> PlaneProcess:
@@ -165,12 +160,6 @@ def delimited(number: int, data: bytes) -> bytes:
         length.append(rest & 0x7F | 0x80)
         rest >>= 7
     return bytes([number << 3 | 2, *length, rest]) + data
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def environment() -> dict[str, str]:

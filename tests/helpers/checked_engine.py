@@ -24,21 +24,12 @@ def key_of(positions: torch.Tensor) -> torch.Tensor:
 class Engine:
     """One session that runs what it is given and checks every output.
 
-    ``window_tokens``: the window of the layout's layers, 0 for none. ``begins``: whether plans that
-    compute something are sent without waiting for their answers.
+    ``begins``: whether plans that compute something are sent without waiting for their answers.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        execution: Execution,
-        window_tokens: int = 0,
-        *,
-        begins: bool = False,
-    ) -> None:
+    def __init__(self, session: Session, execution: Execution, *, begins: bool = False) -> None:
         self.session = session
         self.execution = execution
-        self._window_tokens = window_tokens
         self._begins = begins
 
     async def step(self, *operations: pb.Operation, spans: list[tuple[int, int]]) -> StepResult:
@@ -68,6 +59,6 @@ class Engine:
         for (first, num), own in zip(spans, positions, strict=True):
             seen = key_of(torch.arange(first + num))
             query = key_of(own).repeat_interleave(2, dim=1)
-            want = dense_attention(query, seen, seen, self._window_tokens)
+            want = dense_attention(query, seen, seen)
             torch.testing.assert_close(got[begin : begin + num], want, atol=1e-5, rtol=1e-5)
             begin += num

@@ -13,11 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -49,11 +49,6 @@ LLAMA = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
     tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
-OPT = OPTConfig(
-    vocab_size=VOCABULARY, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=256, word_embed_proj_dim=64, tie_word_embeddings=False,
-    pad_token_id=0, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 
 
@@ -328,6 +323,18 @@ class Engine:
             self.outputs[request_id] = output
         return [each.token_ids for each in self.outputs[request_id].outputs]
 
+    def asked_at_layers(self, patch: pytest.MonkeyPatch) -> list[int]:
+        """Return a list of how many steps were asked for by the time of each layer that is run."""
+        num_asked: list[int] = []
+        layer = self.backend.layer
+
+        def noting(*tensors: Any, **options: Any) -> torch.Tensor:
+            num_asked.append(len(self.link.steps))
+            return layer(*tensors, **options)
+
+        patch.setattr(self.backend, "layer", noting)
+        return num_asked
+
     def check_greedy(self, reference: Reference, *request_ids: str) -> None:
         """Compare these requests' answers, or all, with transformers' of the same length."""
         for request_id in request_ids or self.asked:
@@ -351,20 +358,19 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 class Reference:
-    """Computes greedy tokens by transformers itself."""
+    """Computes tokens by transformers itself."""
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    @torch.inference_mode()
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        (answer,) = self.answers(prompt, num_tokens, min_new_tokens=num_tokens)
+        return answer
+
+    @torch.inference_mode()
+    def answers(self, prompt: list[int], max_tokens: int, **how: Any) -> list[list[int]]:
+        """Return the new tokens of each sequence that ``generate`` returns."""
         ids = torch.tensor([prompt])
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return out[0, len(prompt) :].tolist()
+        how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **how}
+        answers = self._model.generate(ids, max_new_tokens=max_tokens, **how)
+        return answers[:, len(prompt) :].tolist()

@@ -9,9 +9,9 @@ import socket
 import subprocess
 import urllib.request
 from pathlib import Path
-from time import monotonic, sleep
 
 from tests.helpers.tools import needs
+from tests.helpers.waiting import wait_until
 
 
 class EtcdCluster:
@@ -56,10 +56,7 @@ class EtcdCluster:
                     "--listen-metrics-urls", f"http://127.0.0.1:{health}", *self._tls,
                 ]  # fmt: skip
                 self.members.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
-        deadline_s = monotonic() + 30
-        while not all(self._is_healthy(port) for port in self._health):
-            assert monotonic() < deadline_s, "etcd did not come up"
-            sleep(0.1)
+        wait_until(lambda: all(self._is_healthy(port) for port in self._health), 30)
         return self
 
     def __exit__(self, *_: object) -> None:

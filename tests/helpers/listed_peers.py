@@ -10,14 +10,15 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Tls
 from tests.helpers.checked_engine import Engine
 from tests.helpers.data.data_server import config_of
 from tests.helpers.data.plan_author import LAYOUT, POOL_ID
+from tests.helpers.planes_in_process import control_plane
 
 TLS = Path(__file__).parents[1] / "rpc" / "tls"
 ROLES = {
@@ -59,6 +60,17 @@ class Peers:
             "access_file": self.access_file,
         }
 
+    def registering(self) -> dict[str, Any]:
+        """Return the settings of a data plane that is listed, for both of its sides."""
+        plane = self.tls("plane")
+        return {
+            "planes_tls": True,
+            "planes_ca": plane.ca_file,
+            "planes_name": plane.server_name,
+            "planes_token_file": plane.token_file,
+            **self.serving(),
+        }
+
     def tls(self, name: str) -> Tls:
         path = self.folder / f"{name}.token"
         path.write_text(f"{name}\n")
@@ -88,27 +100,13 @@ class Peers:
 async def listed_peers(folder: Path) -> AsyncIterator[Peers]:
     """Run both planes until the body ends; then check their integrity."""
     peers = Peers(folder)
-    peers.control = await ControlPlaneServer.start(
-        ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=1.0, **peers.serving())
-    )
-    plane = peers.tls("plane")
-    peers.data = await DataPlaneServer.start(
-        config_of(
-            folder,
-            peers.control.address,
-            planes_tls=True,
-            planes_ca=plane.ca_file,
-            planes_name=plane.server_name,
-            planes_token_file=plane.token_file,
-            **peers.serving(),
-        )
-    )
-    async with asyncio.timeout(60):
-        await peers.data.registered.wait()
-    try:
-        yield peers
-    finally:
-        await peers.data.stop()
-        await peers.control.stop()
-    peers.data.executor.check_integrity()
-    peers.control.core.check_integrity()
+    async with control_plane(grace_s=1.0, **peers.serving()) as peers.control:
+        config = config_of(folder, peers.control.address, **peers.registering())
+        peers.data = await DataPlaneServer.start(config)
+        try:
+            async with asyncio.timeout(60):
+                await peers.data.registered.wait()
+            yield peers
+            peers.data.executor.check_integrity()
+        finally:
+            await peers.data.stop()

@@ -64,17 +64,34 @@ def one_prompt() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of the text; images are encoded by eager attention."""
+    if "vision_config" in model.config.sub_configs:
+        model.set_attn_implementation({"text_config": name, "vision_config": "eager"})
+    else:
+        adapters.set_attention(model, name)
+
+
 def answer(model: PreTrainedModel, cache: Cache | None, **how: Any) -> Any:
     """Return the result of ``generate``; with eager attention when there is no cache of ours."""
-    adapters.set_attention(model, "eager" if cache is None else "kvplane")
-    defaults = {"max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW, "do_sample": False}
-    how = {**defaults, "use_cache": True, **how}
+    set_attention(model, "eager" if cache is None else "kvplane")
+    how = {"max_new_tokens": NUM_NEW, "do_sample": False, "use_cache": True, **how}
+    how.setdefault("min_new_tokens", min(NUM_NEW, how["max_new_tokens"]))
     if cache is not None:
         how[ARGUMENT] = cache
     for name, value in how.items():
         if isinstance(value, torch.Tensor):
             how[name] = value.to(model.device)
     return model.generate(**how, output_logits=True, return_dict_in_generate=True)
+
+
+def forward(model: PreTrainedModel, cache: Cache | None, *ids: torch.Tensor, **how: Any) -> Any:
+    """Return the result of one forward pass, with the attention of ``answer``."""
+    set_attention(model, "eager" if cache is None else "kvplane")
+    if cache is not None:
+        how[ARGUMENT] = cache
+    with torch.no_grad():
+        return model(*ids, **how)
 
 
 def assert_same(got: Any, want: Any) -> None:

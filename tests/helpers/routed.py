@@ -92,9 +92,9 @@ class Routed:
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
-    async def until(self, holds: Callable[[], Awaitable[bool]]) -> None:
+    async def until_metric(self, name: str, wanted: float) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while not await holds():
+            while await self.metric(name) != wanted:
                 await asyncio.sleep(0.01)
 
 

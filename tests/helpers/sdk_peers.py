@@ -85,8 +85,7 @@ class ScriptedControlPlane(
     async def AbortPlans(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    ListSequences = GetPool = Step = AbortPlans
-    RetainPrefix = AbortPlans
+    ListSequences = GetPool = AbortPlans
 
     async def WatchPrefixes(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.requests.append(request)
@@ -163,8 +162,6 @@ class ScriptedDataPlane(
     async def Execute(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         async for request in requests:
             for answer in await self._answer(request, context):
-                if isinstance(answer, Exception):
-                    await abort(context)
                 yield answer
 
     async def _answer(self, request: Any, context: Any) -> Any:

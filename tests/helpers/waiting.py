@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
+
+from kvplane.errors import KvplaneError
 
 
 async def until(holds: Callable[[], object], patience_s: float = 30.0) -> None:
@@ -11,3 +14,20 @@ async def until(holds: Callable[[], object], patience_s: float = 30.0) -> None:
     async with asyncio.timeout(patience_s):
         while not holds():
             await asyncio.sleep(0.01)
+
+
+def wait_until(
+    holds: Callable[[], object], patience_s: float = 60.0, why: Callable[[], object] = str
+) -> None:
+    """Wait in this thread until a condition holds; a plane that is not there yet is no error.
+    ``why`` describes what is the matter once the patience is over.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            if holds():
+                return
+        except KvplaneError:
+            pass
+        assert time.monotonic() < deadline_s, f"not in {patience_s:.0f} s: {why()}"
+        time.sleep(0.02)

@@ -18,7 +18,8 @@ from kvplane import LayerGroup, Layout
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import PlaneCache, close_planes
 from tests.e2e.engine_planes import Pair
-from tests.helpers.plane_cache_checks import ARGUMENT, ATOL, BLOCK_SIZE, tiny_llama
+from tests.helpers import plane_cache_checks as checks
+from tests.helpers.plane_cache_checks import ATOL, BLOCK_SIZE, tiny_llama
 from tests.helpers.programs import run
 from tests.helpers.refusals import refused
 from tests.models import tiny_pictures as tiny
@@ -41,9 +42,18 @@ Answer = Callable[..., list[int]]
 
 def check(model: PreTrainedModel, cache: PlaneCache, **how: Any) -> list[int]:
     """Compare an answer with eager attention's. Returns what was found cached."""
-    want = tiny.answer(model, None, **how)
-    assert off_by(tiny.answer(model, cache, **how), want) < ATOL
+    want = checks.answer(model, None, **how)
+    assert off_by(checks.answer(model, cache, **how), want) < ATOL
     return cache.num_cached_tokens
+
+
+def check_forward(model: PreTrainedModel, **how: Any) -> list[int]:
+    """Compare one forward pass without ``generate``. Returns what was found cached."""
+    want = checks.forward(model, None, **how).logits
+    with PlaneCache(model, num_device_blocks=256) as cache:
+        got = checks.forward(model, cache, **how).logits
+        torch.testing.assert_close(got, want, atol=ATOL, rtol=0)
+        return cache.num_cached_tokens
 
 
 @pytest.fixture
@@ -138,13 +148,7 @@ def test_pixels_may_be_given_to_the_model_itself(in_pool: Any) -> None:
     in_pool(model)
     for seed, found in ((1, 0), (2, BEFORE_IMAGE), (1, WHOLE)):
         how = {"input_ids": prompt(), "pixel_values": picture(seed), "logits_to_keep": 1}
-        with torch.no_grad(), PlaneCache(model, num_device_blocks=256) as cache:
-            tiny.set_attention(model, "eager")
-            want = model(**how).logits
-            tiny.set_attention(model, "kvplane")
-            got = model(**how, **{ARGUMENT: cache}).logits
-            assert cache.num_cached_tokens == [found]
-        torch.testing.assert_close(got, want, atol=ATOL, rtol=0)
+        assert check_forward(model, **how) == [found]
 
 
 def test_an_image_in_a_later_turn_is_not_that_of_another_branch(in_pool: Any) -> None:
@@ -153,12 +157,12 @@ def test_an_image_in_a_later_turn_is_not_that_of_another_branch(in_pool: Any) ->
     turn = torch.cat([prompt(3), prompt(4, first=10)], dim=1)
     with PlaneCache(model, num_device_blocks=256) as cache:
         first = {"input_ids": prompt(3), "pixel_values": picture(1)}
-        tiny.answer(model, cache, **first, max_new_tokens=1)
+        checks.answer(model, cache, **first, max_new_tokens=1)
         for seed in (2, 3, 2):
             branch = copy.deepcopy(cache)
             both = torch.cat([picture(1), picture(seed)])
-            want = tiny.answer(model, None, input_ids=turn, pixel_values=both)
-            got = tiny.answer(model, branch, input_ids=turn, pixel_values=picture(seed))
+            want = checks.answer(model, None, input_ids=turn, pixel_values=both)
+            got = checks.answer(model, branch, input_ids=turn, pixel_values=picture(seed))
             assert off_by(got, want) < ATOL
             branch.close()
     for seed in (3, 2):  # prompts whose ids are those that the branches wrote
@@ -203,19 +207,17 @@ def test_images_whose_tokens_see_each_other_are_refused_and_text_is_not(in_pool:
             PlaneCache(model, num_device_blocks=256) as cache,
             refused(InvalidRequestError, "attention_mask", match="lets a token see later ones"),
         ):
-            tiny.answer(model, cache, **how)
+            checks.answer(model, cache, **how)
 
 
 def test_images_with_positions_of_several_dimensions_are_refused() -> None:
     model = tiny.qwen2_vl()
-    tiny.set_attention(model, "kvplane")
     how = {"pixel_values": torch.zeros(4, 1176), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     with (
         PlaneCache(model, num_device_blocks=64) as cache,
-        torch.no_grad(),
         refused(InvalidRequestError, "image_grid_thw", match="positions of several dimensions"),
     ):
-        model(input_ids=prompt(), **how, **{ARGUMENT: cache})
+        checks.forward(model, cache, input_ids=prompt(), **how)
     close_planes(model)
 
 
@@ -227,7 +229,7 @@ def test_an_encoder_of_images_that_was_told_to_use_kvplane_says_so() -> None:
         torch.no_grad(),
         refused(InvalidRequestError, "model", match=r"CLIPAttention .*vision_config"),
     ):
-        model(input_ids=prompt(), pixel_values=picture(1), **{ARGUMENT: cache})
+        model(input_ids=prompt(), pixel_values=picture(1), **{checks.ARGUMENT: cache})
     close_planes(model)
 
 
@@ -255,14 +257,12 @@ def test_token_types_are_a_part_of_the_key(in_pool: Any) -> None:
 )
 def test_token_types_without_room_in_an_id_are_refused(change: Any, message: str) -> None:
     model = tiny_model("gpt2")
-    model.set_attn_implementation("kvplane")
     ids = prompt() % 60 + 3
     with (
         PlaneCache(model, num_device_blocks=64) as cache,
-        torch.no_grad(),
         refused(InvalidRequestError, "token_type_ids", match=message),
     ):
-        model(ids, token_type_ids=change(torch.zeros_like(ids)), **{ARGUMENT: cache})
+        checks.forward(model, cache, input_ids=ids, token_type_ids=change(torch.zeros_like(ids)))
     close_planes(model)
 
 
@@ -289,18 +289,11 @@ def test_an_unknown_argument_is_a_part_of_the_key(in_pool: Any) -> None:
     ids = prompt() % 60 + 3
     moves = [torch.zeros(64), torch.linspace(-1, 1, 64)]
     for by, found in zip((*moves, *moves), (0, 0, WHOLE, WHOLE), strict=True):
-        with PlaneCache(model, num_device_blocks=256) as cache, torch.no_grad():
-            how = {"input_ids": ids, "steering": {"by": [by]}, "logits_to_keep": 1}
-            model.set_attn_implementation("eager")
-            want = model(**how).logits
-            model.set_attn_implementation("kvplane")
-            got = model(**how, **{ARGUMENT: cache}).logits
-            assert cache.num_cached_tokens == [found]
-        torch.testing.assert_close(got, want, atol=ATOL, rtol=0)
+        how = {"input_ids": ids, "steering": {"by": [by]}, "logits_to_keep": 1}
+        assert check_forward(model, **how) == [found]
     assert answer(input_ids=ids) == [0]
     with (
         PlaneCache(model, num_device_blocks=256) as cache,
-        torch.no_grad(),
         refused(InvalidRequestError, "steering", match=r"holds a object \(steering\.by\)"),
     ):
-        model(ids, steering={"by": object()}, **{ARGUMENT: cache})
+        checks.forward(model, cache, input_ids=ids, steering={"by": object()})

@@ -26,12 +26,6 @@ NIGHTLY = ("cohere2", "falcon", "gemma2", "gemma4_text", "mistral", "olmo3", "qw
 OWN_SHAPES = "mimo_v2_flash"
 
 
-@pytest.fixture(scope="module")
-def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Process("control_plane", tmp_path_factory.mktemp("control") / "log") as process:
-        yield process.address
-
-
 def started(control: str, folder: Path, layout: Layout | None = None) -> Process:
     """A data plane of the folder's model, or of a layout; its pool has the folder's name."""
     log, flags = folder / "data.log", ("--num-device-blocks", "128")

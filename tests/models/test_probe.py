@@ -127,8 +127,30 @@ def small_llama(num_layers: int = 4, hidden_size: int = 64, dtype: Any = None) -
     return model if dtype is None else model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_probed_in_single(dtype: torch.dtype) -> None:
+def layers_probed(model: PreTrainedModel) -> set[int]:
+    """Probe a model; return the layers that were run."""
+    called: set[int] = set()
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_hook(lambda *_, index=index: called.add(index))
+    probe(model)
+    return called
+
+
+def test_a_large_model_is_probed_by_its_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part, "_SMALL", 1000)
+    model = small_llama(num_layers=6)
+    assert layers_probed(model) == {0, 1}
+    assert len(model.model.layers) == 6
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_models_of_each_precision_are_probed(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_large: bool
+) -> None:
+    """Small ones in single precision, large ones in their own."""
+    if is_large:
+        monkeypatch.setattr(part, "_SMALL", 1000)
     model = small_llama(dtype=dtype)
     probe(model)
     assert model.dtype is dtype
@@ -137,37 +159,11 @@ def test_half_precision_is_probed_in_single(dtype: torch.dtype) -> None:
         probe(model)
 
 
-def test_a_large_model_is_probed_by_its_first_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "_SMALL", 1000)
-    model = small_llama(num_layers=6)
-    calls: list[int] = []
-    for index, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda *_, index=index: calls.append(index))
-    probe(model)
-    assert set(calls) == {0, 1}
-    assert len(model.model.layers) == 6
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_large_model_is_probed_in_its_own_precision(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(part, "_SMALL", 1000)
-    model = small_llama(dtype=dtype)
-    probe(model)
-    bias(model)
-    with pytest.raises(InvalidRequestError):
-        probe(model)
-
-
 def test_layers_of_each_kind_are_among_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part, "_SMALL", 1000)
     model = tiny_model("gemma3_text")
-    calls: list[int] = []
-    for index, layer in enumerate(model.model.layers):
-        layer.register_forward_hook(lambda *_, index=index: calls.append(index))
-    probe(model)
-    assert {model.config.layer_types[i] for i in calls} == set(model.config.layer_types)
+    kinds = model.config.layer_types
+    assert {kinds[i] for i in layers_probed(model)} == set(kinds)
 
 
 def test_windows_are_as_before_whatever_happens() -> None:

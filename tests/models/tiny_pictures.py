@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from kvplane.transformers import PlaneCache, close_planes
-from tests.helpers.plane_cache_checks import ARGUMENT, BLOCK_SIZE, NUM_NEW
+from tests.helpers.plane_cache_checks import BLOCK_SIZE, answer
 from tests.models.model_states import off_by
 from tests.models.tiny_models import draw_weights
 
@@ -85,26 +85,6 @@ def prompt(seed: int = 1, *, first: int = FIRST) -> torch.Tensor:
 def picture(seed: int) -> torch.Tensor:
     """Pixels of one image."""
     return 3 * torch.randn(1, 3, 56, 56, generator=torch.Generator().manual_seed(seed))
-
-
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Of the text; images are encoded by eager attention."""
-    has_images = "vision_config" in model.config.sub_configs
-    both = {"text_config": name, "vision_config": "eager"}
-    model.set_attn_implementation(both if has_images else name)
-
-
-def answer(model: PreTrainedModel, cache: PlaneCache | None, **how: Any) -> Any:
-    """What ``generate`` returns; with eager attention when there is no cache of ours."""
-    set_attention(model, "eager" if cache is None else "kvplane")
-    ids = how["input_ids"]
-    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NUM_NEW, **how}
-    if cache is not None:
-        how[ARGUMENT] = cache
-    return model.generate(
-        **how, min_new_tokens=how["max_new_tokens"], do_sample=False, output_logits=True,
-        return_dict_in_generate=True,
-    )  # fmt: skip
 
 
 def answers_in_pool(control_plane: str, seeds: list[int]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Layout
 from tests.helpers.both_planes import POOL, Planes
-from tests.helpers.planes_in_process import control_config
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.operations_world import World
 from tests.helpers.planning.registration_messages import LAYOUT
@@ -34,18 +34,13 @@ def shared_memory(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 async def start_control_plane() -> AsyncIterator[StartServer]:
     """Start control planes with the settings given; each ends with its integrity checked."""
-    servers: list[ControlPlaneServer] = []
+    async with AsyncExitStack() as stack:
 
-    async def start(**settings: Any) -> ControlPlaneServer:
-        defaults = {"bind": "127.0.0.1:0", "metrics_port": -1, "grace_s": 2.0}
-        server = await ControlPlaneServer.start(control_config(**{**defaults, **settings}))
-        servers.append(server)
-        return server
+        async def start(**settings: Any) -> ControlPlaneServer:
+            server = control_plane(**{"grace_s": 2.0, **settings})
+            return await stack.enter_async_context(server)
 
-    yield start
-    for server in servers:
-        await server.stop()
-        server.core.check_integrity()
+        yield start
 
 
 @pytest.fixture

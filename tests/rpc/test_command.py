@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from kvplane import ControlClient, __version__, ops
 from kvplane.cli.program import run
+from kvplane.cli.values import table_of
 from kvplane.release import release
 from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.load import Load
@@ -155,6 +158,13 @@ async def test_tokens_come_from_a_file_too(command: Command, tmp_path: Path) -> 
 def test_there_is_a_completion_for(shell: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", shell]) == 0
     assert "_KVPLANE_COMPLETE" in capfd.readouterr().out
+
+
+def test_no_part_of_a_sessions_id_is_left_out_where_a_table_is_narrow() -> None:
+    row = {"pool": "default", "session": "502828640514462", "plans_in_flight": 0, "held_blocks": 0}
+    out = io.StringIO()
+    Console(file=out, width=30).print(table_of([row]))
+    assert "…" not in out.getvalue()
 
 
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("data_plane", "engine")]

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.attacked_planes import PlaneProcess
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
+from tests.helpers.scrapes import fetch
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
@@ -51,13 +51,7 @@ SERVICES = {
 
 async def scrape(server: ControlPlaneServer) -> dict[str, float]:
     """Sample to value, as Prometheus would read them."""
-    url = f"http://127.0.0.1:{server.metrics_port}/metrics"
-
-    def get() -> str:
-        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
-            return str(answer.read().decode())
-
-    lines = (await asyncio.to_thread(get)).splitlines()
+    lines = (await asyncio.to_thread(fetch, server.metrics_port)).splitlines()
     samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in samples}
 

@@ -11,8 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from control_plane.server.election import elector as module
 from control_plane.server.election.elector import Elector, has_died, next_incarnation
 from control_plane.server.election.file_elector import FileElector
 from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
-from control_plane.server.server import ControlPlaneServer, elector_of
+from control_plane.server.server import elector_of
 from kvplane import ControlClient, Tls
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.integrations.etcd.elector import EtcdElector
@@ -32,8 +31,10 @@ from kvplane.transport.health import check
 from kvplane.wire.error_codec import from_rpc_error
 from tests.helpers.etcd_cluster import EtcdCluster
 from tests.helpers.lease_api import LeaseApi
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.planning.control_wire import RawShard, stub_of
 from tests.helpers.refusals import refused
+from tests.helpers.waiting import until
 
 TTL_S = 2
 PATIENCE_S = 30
@@ -262,8 +263,7 @@ async def test_a_process_has_died_when_its_connection_ends_and_another_is_refuse
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         dying = asyncio.create_task(has_died(f"{host}:{port}"))
-        while not connections:
-            await asyncio.sleep(0.01)
+        await until(lambda: connections)
         connections[0].close()
         await asyncio.sleep(0.1)
         assert len(connections) == 2  # it was asked again, and lives
@@ -311,21 +311,11 @@ def test_the_settings_name_the_elector(tmp_path, monkeypatch) -> None:
     assert next_incarnation(2**70) == 2**70 + 1
 
 
-@asynccontextmanager
-async def started(**settings: Any) -> AsyncIterator[ControlPlaneServer]:
-    config = ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.1, **settings)
-    server = await ControlPlaneServer.start(config)
-    try:
-        yield server
-    finally:
-        await server.stop()
-
-
 async def test_a_server_stands_by_until_it_leads_and_ends_when_it_has_lost(tmp_path) -> None:
     path = tmp_path / "leader"
     async with (
-        started(election=f"file:{path}") as first,
-        started(election=f"file:{path}") as second,
+        control_plane(election=f"file:{path}") as first,
+        control_plane(election=f"file:{path}") as second,
         ControlClient(f"{first.address},{second.address}") as both,
         ControlClient(second.address, timeout_s=0.2) as standby,
         grpc.aio.insecure_channel(second.address) as channel,

@@ -17,7 +17,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Tls
@@ -27,6 +26,7 @@ from kvplane.integrations.router.program import engine_client
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.server import ServerTls
 from tests.helpers.data.data_server import config_of
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.sdk_peers import WhoAmI, serving
 from tests.helpers.waiting import until
 
@@ -98,20 +98,15 @@ def files(tmp_path: Path, pairs: list[tuple[bytes, bytes]]) -> Files:
 
 @pytest.fixture
 async def server(files: Files) -> AsyncIterator[ControlPlaneServer]:
-    server = await ControlPlaneServer.start(
-        ControlPlaneSettings(
-            bind="127.0.0.1:0",
-            plane_bind="127.0.0.1:0",
-            metrics_port=0,
-            metrics_tls=True,
-            page_port=0,
-            tls_certificate=files.certificate,
-            tls_key=files.key,
-            grace_s=0.5,
-        )
-    )
-    yield server
-    await server.stop()
+    async with control_plane(
+        plane_bind="127.0.0.1:0",
+        metrics_port=0,
+        metrics_tls=True,
+        page_port=0,
+        tls_certificate=files.certificate,
+        tls_key=files.key,
+    ) as server:
+        yield server
 
 
 async def shown(authority: Authority, address: str) -> str:

@@ -19,11 +19,8 @@ from kvplane.wire import columns
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers.both_planes import LAYOUT, POOL, Planes
 from tests.helpers.lossy_link import LossyLink
-
-
-def made_up(num_tokens: int, seed: int) -> Tensor:
-    data = bytes(random.Random(seed).choices(range(64), k=num_tokens * 8 * 4))
-    return Tensor("float32", (num_tokens, 1, 8), data)
+from tests.helpers.sharded_engine import numbers
+from tests.helpers.waiting import until
 
 
 async def run(execution: Execution, plan: SignedPayload, *, seed: int = 0) -> list[bytes]:
@@ -37,9 +34,8 @@ async def run(execution: Execution, plan: SignedPayload, *, seed: int = 0) -> li
     ]
 
 
-def inputs(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    query, key, value = (made_up(num_tokens, 1000 * seed + i) for i in range(3))
-    return query, key, value
+def inputs(num_tokens: int, seed: int) -> list[Tensor]:
+    return [numbers((num_tokens, 1, 8), 1000 * seed + i) for i in range(3)]
 
 
 def receipt_of(execution: Execution) -> SignedPayload:
@@ -94,8 +90,7 @@ async def test_a_session_goes_on_after_the_control_plane_was_restarted(
 ) -> None:
     session, _ = await computed(control, data)
     await session.submit_receipts()
-    while num_published(planes.data) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: num_published(planes.data) >= 2)
     await planes.restart_control()
     with pytest.raises((SessionNotFoundError, StaleError, UnavailableError)):
         await session.step([NEXT])

@@ -12,6 +12,7 @@
 #include "containers/id_map.h"
 #include "core/operations.h"
 #include "core/types.h"
+#include "sessions/block_set.h"
 #include "sessions/draft.h"
 #include "sessions/origins.h"
 
@@ -162,7 +163,7 @@ struct WholeTables {
   std::vector<uint32_t> indices;  // of the sequences
   size_t next = 0;
   std::unordered_map<uint32_t, const Sequence*> sent;  // first chunk -> a table that begins with it
-  IdMap in_tables;                                     // blocks that the draft's transfers write
+  BlockSet in_tables;                                  // blocks that the draft's transfers write
   Origins origins;
   size_t next_transfer = 0;
 };
@@ -207,9 +208,9 @@ struct Session {
   WholeTables tables;  // of the draft
   // Of the draft: blocks that its transfers write, which are not allocated twice in one plan; those
   // of them that nothing refers to any more, pinned until the plan is made; its allocated blocks.
-  IdMap destinations;
+  BlockSet destinations;
   std::vector<std::pair<Tier, Block>> kept;
-  IdMap allocated;
+  BlockSet allocated;
 };
 
 // Leading entries of the table that the data plane has, whichever plans in flight have reached it.

@@ -25,7 +25,7 @@ void PlanLog::transfer(Session& session, BlockRef source, Tier tier, Block copy,
                        uint32_t num_tokens) {
   stores_[source.tier].pin(source.block, session.handle, num_tokens);
   const BlockRef destination{tier, copy, stores_[tier].generation(copy)};
-  session.destinations.insert(key_of(tier, copy), 1);
+  session.destinations.insert(tier, copy);
   note(session, {source, destination});
 }
 
@@ -47,7 +47,7 @@ void PlanLog::save(Session& session, Block b) {
   host.allocate(session.handle, 1, copy);
   const BlockRef source{kDevice, b, stores_[kDevice].generation(b)};
   const BlockRef destination{kHost, copy[0], host.generation(copy[0])};
-  session.destinations.insert(key_of(kHost, copy[0]), 1);
+  session.destinations.insert(kHost, copy[0]);
   note(session, {source, destination, false});
   Allocations& allocations = session.draft.allocations;
   allocations.tiers.push_back(kHost);
@@ -77,7 +77,7 @@ bool PlanLog::is_empty(const Session& session) const {
 bool PlanLog::prepare(Session& session, int64_t max_blocks) {
   if (!session.resync_due) return false;
   const int64_t num =
-      session.destinations.size() ? div_ceil(max_blocks, kOriginBlocks) : max_blocks;
+      session.destinations.empty() ? max_blocks : div_ceil(max_blocks, kOriginBlocks);
   return write_whole_tables(session, num) || write_transfers(session, max_blocks);
 }
 
@@ -122,7 +122,6 @@ bool PlanLog::write_whole_tables(Session& session, int64_t max_blocks) {
     changes.indices.reserve(most);
     changes.generations.reserve(most);
     changes.allocated.reserve(most);
-    tables.in_tables.reserve(session.destinations.size());
   }
   const size_t first_index = changes.indices.size() + changes.kinds.size();
   for (; tables.next < tables.indices.size(); ++tables.next) {
@@ -158,11 +157,11 @@ void PlanLog::write_whole_table(Session& session, Sequence& sequence) {
   changes.allocated.resize(changes.indices.size());
   const auto& destinations = session.destinations;
   for (; i < changes.indices.size(); ++i) {
-    if (!session.allocated.size() && !destinations.size()) return;
-    const int64_t key = key_of(sequence.tier, static_cast<Block>(changes.indices[i]));
+    if (session.allocated.empty() && destinations.empty()) return;
+    const auto b = static_cast<Block>(changes.indices[i]);
     // Only the first table that refers to a block says that it is allocated.
-    changes.allocated[i] = session.allocated.erase(key);
-    if (destinations.contains(key)) session.tables.in_tables.insert(key, 1);
+    changes.allocated[i] = session.allocated.erase(sequence.tier, b);
+    if (destinations.contains(sequence.tier, b)) session.tables.in_tables.insert(sequence.tier, b);
   }
 }
 
@@ -181,8 +180,8 @@ bool PlanLog::write_transfers(Session& session, int64_t max_blocks) {
     const BlockRef& to = transfer.destination;
     origins.add(transfer.source, to);
     // Nothing was ever written to a block that the step allocated and gave up again.
-    if (session.allocated.contains(key_of(origin.tier, origin.block))) continue;
-    if (session.tables.in_tables.contains(key_of(to.tier, to.block)) &&
+    if (session.allocated.contains(origin.tier, origin.block)) continue;
+    if (session.tables.in_tables.contains(to.tier, to.block) &&
         stores_[to.tier].generation(to.block) == to.generation)
       session.draft.transfers.add(origin, to);
   }
@@ -322,7 +321,7 @@ void PlanLog::check(const Session& session, BlockUses& uses) const {
     last = std::max(last, record.number);
   }
   require(!session.record.number, "the draft has a number");
-  require(session.resync_due || (!session.tables.begun && !session.allocated.size()),
+  require(session.resync_due || (!session.tables.begun && session.allocated.empty()),
           "whole tables are written, and not due");
   add(session.record);
   for (const auto& [tier, block] : session.kept) ++uses.pins[tier - 1][block];

@@ -96,7 +96,6 @@ bool Swaps::allocate_some(Session& session, int64_t& left) {
   if (plan.copies.empty() && num) {
     plan.shared.clear();
     plan.copies.reserve(num);
-    if (session.resync_due) session.allocated.reserve(num);
     there.promise(session.handle, static_cast<int64_t>(num));
   }
   if (const auto num_missing = static_cast<int64_t>(num - plan.copies.size())) {
@@ -109,7 +108,6 @@ bool Swaps::allocate_some(Session& session, int64_t& left) {
   if (std::exchange(plan.has_all, true)) return false;
   for (const uint32_t index : plan.indices)
     families_.claim_device(session, index, plan.destination == kDevice);
-  session.destinations.reserve(num);
   std::vector<Transfer>& transfers = session.record.transfers;
   if (const size_t wanted = transfers.size() + num; wanted > transfers.capacity())
     transfers.reserve(std::max(wanted, 2 * transfers.capacity()));
@@ -124,11 +122,11 @@ bool Swaps::move_some(Session& session, int64_t& left) {
   for (size_t& i = plan.next_block; i < plan.blocks.size(); ++i, --left) {
     if (left <= 0) return true;
     const Block old = plan.blocks[i], copy = plan.copies[i];
-    if (session.resync_due) session.allocated.insert(key_of(destination, copy), 1);
+    if (session.resync_due) session.allocated.insert(destination, copy);
     // This plan may allocate the old one, and copy its former contents to the host tier; but it may
     // allocate no block twice, even if it copies nothing to it.
     if (plan.is_ahead[i])
-      session.destinations.insert(key_of(destination, copy), 1);
+      session.destinations.insert(destination, copy);
     else
       plans_.transfer(session, {source, old, stores_[source].generation(old)}, destination, copy,
                       static_cast<uint32_t>(block_size_));

@@ -110,9 +110,9 @@ int64_t Tables::release(Session& session, Tier tier, const Block* blocks, size_t
                         int64_t plan) {
   if (num == 0) return 0;
   BlockStore& there = stores_[tier];
-  for (size_t i = 0; i < num && session.destinations.size(); ++i) {
+  for (size_t i = 0; i < num && !session.destinations.empty(); ++i) {
     const Block b = blocks[i];
-    if (there.ref_count(b) > 1 || !session.destinations.contains(key_of(tier, b))) continue;
+    if (there.ref_count(b) > 1 || !session.destinations.contains(tier, b)) continue;
     // A later operation of this step must not allocate it: two transfers of one plan would write
     // two generations of one block.
     there.pin(b, session.handle, 0);
@@ -143,13 +143,12 @@ void Tables::allocate(Session& session, Tier tier, int64_t num, std::vector<Bloc
   const size_t before = out.size();
   obtain(session, tier, num, out);
   for (size_t i = before; session.resync_due && i < out.size(); ++i)
-    session.allocated.insert(key_of(tier, out[i]), 1);
+    session.allocated.insert(tier, out[i]);
 }
 
 void Tables::obtain(Session& session, Tier tier, int64_t num, std::vector<Block>& out) {
   stores_[tier].allocate(session.handle, num, out);
   if (tier == kDevice) held_[session.owner] += num;
-  if (session.resync_due) session.allocated.reserve(static_cast<size_t>(num));
   announcements_.add_promoted();
 }
 

@@ -91,8 +91,8 @@ __device__ inline bool is_in_one_block(const Work& work, int32_t position, Range
          position + kTileRows <= wanted.end;
 }
 
-// Starts the copies of such a tile, as `load_tile_rows`. Lane first_lane has the offset of the first
-// row, negative where the table's entry is not the id of a block.
+// Starts the copies of such a tile, as `load_tile_rows`. Lane first_lane has the offset of the
+// first row, negative where the table's entry is not the id of a block.
 template <typename Kv, int kWidth>
 __device__ void load_tile_of_block(const Kv* data, int64_t offset_of_lane, int first_lane,
                                    int64_t token_stride, int32_t num_columns, unsigned char* to) {

@@ -27,9 +27,9 @@ constexpr int64_t kMaxParts = 1024;  // into which the bytes of one copy are div
 constexpr int kIdsOfLaunch = 224;
 constexpr int kIdsOfLargeLaunch = 2016;
 
-// The link is idle for about 3 us between two copies by the copy engine. On an H200, whose link moves
-// 55 GB/s, pieces of 128 KiB went at 23 to 26 GB/s and those of 2 MiB at 51 to 52, and a kernel
-// copied pieces of 64 KiB at 46 to 51. So a kernel copies what is smaller than this.
+// The link is idle for about 3 us between two copies by the copy engine. On an H200, whose link
+// moves 55 GB/s, pieces of 128 KiB went at 23 to 26 GB/s and those of 2 MiB at 51 to 52, and a
+// kernel copied pieces of 64 KiB at 46 to 51. So a kernel copies what is smaller than this.
 constexpr int64_t kMinBytesOfEngine = 1 << 20;
 // In a batch of copies the host spends less on each, but smaller ones leave the link idle again:
 // others measured that from 28 KiB down a kernel is faster (vLLM #57342).

@@ -14,8 +14,6 @@ import grpc.aio
 import pytest
 from two_pools import HERE, PUSHING, THERE, data_plane, push_of, settings_of, variables
 
-from control_plane.server.config import ControlPlaneSettings
-from control_plane.server.server import ControlPlaneServer
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, DataClient, Session, Tensor, Tls, ops
@@ -35,7 +33,7 @@ from kvplane.transport.tls import open_channel
 from tests.helpers.data.data_server import author_of, serving
 from tests.helpers.data.plan_author import set_blocks, span
 from tests.helpers.listed_peers import Peers, listed
-from tests.helpers.planes_in_process import LAYOUT, PROMPT, SEQUENCE, write_layout
+from tests.helpers.planes_in_process import LAYOUT, PROMPT, SEQUENCE, control_plane, write_layout
 
 POOLS = f'["{HERE}", "{THERE}"]'
 
@@ -45,41 +43,21 @@ class TlsPools(Peers):
 
     planes: dict[str, DataPlaneServer]
 
-    async def start(self) -> None:
-        self.access_file.write_text(
-            listed("engine-a", "engine-b", "plane").replace('["pool"]', POOLS)
-        )
-        self.control = await ControlPlaneServer.start(
-            ControlPlaneSettings(bind="127.0.0.1:0", metrics_port=-1, grace_s=0.5, **self.serving())
-        )
-        plane = self.tls("plane")
-        self.planes = {}
-        self._stack = AsyncExitStack()
-        for pool_id in (HERE, THERE):
-            values = settings_of(
-                pool_id,
-                self.control.address,
-                write_layout(self.folder),
-                planes_tls=True,
-                planes_ca=plane.ca_file,
-                planes_name=plane.server_name,
-                planes_token_file=plane.token_file,
-                **self.serving(),
-            )
-            started = data_plane({**PUSHING, "name": str(plane.server_name)}, **values)
-            self.planes[pool_id] = await self._stack.enter_async_context(started)
-
-    async def stop(self) -> None:
-        await self._stack.aclose()
-        await self.control.stop()
-
 
 @pytest.fixture
 async def peers(tmp_path: Path) -> AsyncIterator[TlsPools]:
     peers = TlsPools(tmp_path)
-    await peers.start()
-    yield peers
-    await peers.stop()
+    peers.access_file.write_text(listed("engine-a", "engine-b", "plane").replace('["pool"]', POOLS))
+    settings = peers.registering()
+    async with AsyncExitStack() as stack:
+        peers.control = await stack.enter_async_context(control_plane(**peers.serving()))
+        peers.planes = {}
+        for pool_id in (HERE, THERE):
+            layout = write_layout(tmp_path)
+            values = settings_of(pool_id, peers.control.address, layout, **settings)
+            started = data_plane({**PUSHING, "name": settings["planes_name"]}, **values)
+            peers.planes[pool_id] = await stack.enter_async_context(started)
+        yield peers
 
 
 async def compute(session: Session, tls: Tls) -> None:

@@ -20,6 +20,7 @@ from kvplane.integrations.push.push_pb2 import PushBlocksRequest, PushTicket
 from kvplane.integrations.push.push_pb2_grpc import BlockPushServiceStub
 from kvplane.integrations.push.receiver import PEERS
 from tests.helpers.planes_in_process import PROMPT, SEQUENCE
+from tests.helpers.waiting import until
 
 ADMIT = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
 PATIENCE_S = 60.0
@@ -73,9 +74,7 @@ async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
         slots = there.push.receiver._slots
         for num in range(1, 5):
             last = await begin(stack, await ticket_of(pools, plan), requests[0])
-            async with asyncio.timeout(PATIENCE_S):
-                while slots._of_callers.total() < num:
-                    await asyncio.sleep(0.01)
+            await until(lambda num=num: slots._of_callers.total() >= num, PATIENCE_S)
         ticket = await ticket_of(pools, plan)
         with pytest.raises(QuotaExceededError, match="4 pushes of this caller"):
             await push(ticket, await pools.chunks())
@@ -83,9 +82,7 @@ async def test_one_caller_cannot_hold_all_pushes(pools: TwoPools) -> None:
         await push(await other.receive(others_plan), await pools.chunks())
         assert there.push.counts.num_pushes["received", "QUOTA_EXCEEDED"] == 1
         last.cancel()
-        async with asyncio.timeout(PATIENCE_S):
-            while slots._of_callers.total() == 4:
-                await asyncio.sleep(0.01)
+        await until(lambda: slots._of_callers.total() < 4, PATIENCE_S)
         await push(ticket, await pools.chunks())
 
 

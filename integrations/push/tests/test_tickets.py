@@ -27,7 +27,7 @@ def test_a_ticket_is_taken_once() -> None:
     assert given.find(second) == given.find(second)
     assert given.take(second).lane.session_id == 2
     assert given.take(first).lane.session_id == 1
-    for used in (first, second):
+    for used in (first, second, b"", bytes(32)):  # and secrets that are made up
         with pytest.raises(NotPermittedError, match="serves once"):
             given.take(used)
         with pytest.raises(NotPermittedError, match="serves once"):

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from ray_cluster import POOL, UP_S, SimulatedCluster
 
-from engine import LLM, SamplingParams
+from engine import LLM
 from tests.helpers.byte_model import save_byte_model
-
-PROMPTS = [[5, 9, 33, 44, 77] * 9, [8, 9, 10, 55], [5, 9, 33, 44, 77] * 8]
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+from tests.helpers.same_answers import check_same_answers
 
 
 @pytest.fixture(scope="session")
@@ -55,13 +53,7 @@ def same_answers_after(addresses: str, model: Path) -> Callable[[Callable[[], No
             model, control_plane=addresses, pool_id=POOL, probe=False, num_threads=1,
             timeout_s=5.0, recovery_timeout_s=UP_S,
         ) as engine:  # fmt: skip
-            expected = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
-            tokens: dict[str, list[int]] = {}
-            for i, delta in enumerate(engine.stream(PROMPTS, PARAMS)):
-                tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-                if i == 20:
-                    broken()
-            assert [*tokens.values()] == expected
+            check_same_answers(engine, broken)
         return engine
 
     return check

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
 from ray_cluster import POOL, UP_S
+
+from tests.helpers.waiting import wait_until
 
 pytestmark = [
     pytest.mark.fleet,
@@ -25,11 +26,13 @@ def status_of(name: str) -> Any:
 
 def wait_until_it_is_another(name: str, before: Any) -> Any:
     """Wait until the server is up again, as another process."""
-    deadline_s = time.monotonic() + UP_S
-    while (now := status_of(name)) is None or not now.address or now.pid == before.pid:
-        assert time.monotonic() < deadline_s, f"{name} was not started again: {now}"
-        time.sleep(0.1)
-    return now
+
+    def is_another() -> bool:
+        now = status_of(name)
+        return now is not None and now.address and now.pid != before.pid
+
+    wait_until(is_another, UP_S, lambda: status_of(name))
+    return status_of(name)
 
 
 def is_alive(pid: int) -> bool:
@@ -38,13 +41,6 @@ def is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline_s = time.monotonic() + UP_S
-    while is_alive(pid):
-        assert time.monotonic() < deadline_s, f"process {pid} is left over"
-        time.sleep(0.05)
 
 
 def test_a_pool_is_on_one_node_and_the_servers_are_processes(addresses) -> None:
@@ -65,7 +61,7 @@ def test_a_shard_that_is_killed_is_started_again_with_its_actor(same_answers_aft
     assert engine.stats.num_reopened_sessions >= 1
     after = wait_until_it_is_another(f"{POOL}-shard-1", before)
     assert after.actor_pid != before.actor_pid
-    wait_until_gone(before.pid)
+    wait_until(lambda: not is_alive(before.pid), UP_S)
 
 
 def test_a_control_plane_whose_actor_is_killed_is_where_it_was(same_answers_after) -> None:
@@ -105,7 +101,7 @@ def test_down_leaves_nothing(addresses) -> None:
     pids = [each.pid for each in fleet.status()]
     assert fleet.down() == 5
     for pid in pids:
-        wait_until_gone(pid)
+        wait_until(lambda pid=pid: not is_alive(pid), UP_S)
     assert list_named_actors() == []
     assert {group["state"] for group in placement_group_table().values()} == {"REMOVED"}
     assert fleet.status() == []

@@ -8,8 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -22,6 +20,7 @@ from kvplane.integrations.ray.placement import FleetShape
 from kvplane.integrations.ray.program import main
 from kvplane.integrations.ray.server_process import ServerProcess
 from kvplane.serving.settings import parse
+from tests.helpers.waiting import wait_until
 
 WAIT_S = 60.0
 ROOT = Path(__file__).parents[3]
@@ -31,13 +30,6 @@ SERVER = "import sys, time; open(sys.argv[1], 'w').write('4711'); time.sleep(90)
 
 def server(port_file: Path) -> list[str]:
     return [sys.executable, "-S", "-c", SERVER, str(port_file)]
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
@@ -141,7 +133,7 @@ def test_a_command_that_there_is_not_is_answered_with_those_that_there_are(
 def test_an_actor_is_told_when_its_server_has_ended() -> None:
     ended = Event()
     process = ServerProcess(server, ended.set)
-    wait_for(lambda: process.port == 4711)
+    wait_until(lambda: process.port == 4711)
     os.kill(process.pid, signal.SIGKILL)
     assert ended.wait(WAIT_S)
     assert (process.pid, process.port) == (0, 0)
@@ -167,7 +159,7 @@ def test_a_server_that_is_of_no_use_is_ended() -> None:
 def test_a_server_that_is_stopped_ends_and_its_actor_stays() -> None:
     ended = Event()
     process = ServerProcess(server, ended.set)
-    wait_for(lambda: process.port)
+    wait_until(lambda: process.port)
     pid = process.pid
     process.stop()
     assert not is_alive(pid)
@@ -189,4 +181,4 @@ time.sleep(600)
         pid = int(process.stdout.readline())
         assert is_alive(pid)
         process.kill()
-    wait_for(lambda: not is_alive(pid))
+    wait_until(lambda: not is_alive(pid))

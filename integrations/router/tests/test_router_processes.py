@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import itertools
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,68 +13,16 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from tests.e2e.engine_planes import ROOT, Process, save_byte_model
+from tests.e2e.engine_planes import Process, save_byte_model
+from tests.helpers.http_programs import HttpProgram
+from tests.helpers.waiting import wait_until
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 ROUTER = "kvplane.integrations.router"
 POOLS = ("first", "second")
 NUMBERS = itertools.count()  # of prompts: none is cached when it is sent first
-NO_MORE_THAN_S = 90.0
 # Two engines start, and two routers.
 pytestmark = pytest.mark.timeout(400)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + NO_MORE_THAN_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-
-
-class Program:
-    """A program that writes its HTTP port to a file."""
-
-    def __init__(self, folder: Path, name: str, *command: str) -> None:
-        self._port_file, self.log = folder / f"{name}.port", folder / f"{name}.log"
-        self._command = [sys.executable, "-m", *command, "--bind", "127.0.0.1:0"]
-        self._command += ["--port-file", str(self._port_file)]
-
-    def start(self) -> None:
-        self._port_file.unlink(missing_ok=True)
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def wait(self) -> None:
-        def is_up() -> bool:
-            assert self.process.poll() is None, self.log.read_text()
-            return self._port_file.exists()
-
-        wait_until(is_up)
-        self.port = int(self._port_file.read_text())
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        self.process.kill()
-        return self.process.wait()
-
-    def get(self, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request("GET", path)
-            response = connection.getresponse()
-            return response.status, response.read().decode()
-        finally:
-            connection.close()
-
-    def metric(self, name: str) -> float:
-        lines = self.get("/metrics")[1].splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
 class Fleet:
@@ -93,7 +36,7 @@ class Fleet:
         self.control = Process("control_plane", folder / "control.log").start()
         control = ("--control-plane", self.control.address)
         self.engines = [
-            Program(
+            HttpProgram(
                 *(folder, pool, "engine", "serve", "--model", str(model), *control),
                 *("--data-plane", "embedded", "--pool-id", pool, "--num-device-blocks", "64"),
                 *("--num-host-blocks", "0", "--num-threads", "1", "--no-probe"),
@@ -106,7 +49,7 @@ class Fleet:
             engine.wait()
         listed = [f"{e.url}={pool}" for e, pool in zip(self.engines, POOLS, strict=True)]
         self.routers = [
-            Program(
+            HttpProgram(
                 *(
                     folder,
                     name,
@@ -137,11 +80,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     running.stop()
 
 
-def client(program: Program) -> openai.OpenAI:
+def client(program: HttpProgram) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{program.url}/v1", api_key="none", max_retries=0)
 
 
-def complete(program: Program, prompt: Any, **how: Any) -> tuple[Any, str, int]:
+def complete(program: HttpProgram, prompt: Any, **how: Any) -> tuple[Any, str, int]:
     """Return the completion, the pool that it came from, and how much of it was known there."""
     how = {"max_tokens": 8, "temperature": 0} | how
     with client(program) as openai_client:
@@ -166,7 +109,7 @@ def test_a_prompt_goes_where_it_is_cached(fleet: Fleet) -> None:
         assert cached == 0
         # Asking again before the index is known could have the prompt computed in both pools.
         enough = before[pool] + blocks // 16
-        wait_until(lambda pool=pool, enough=enough: num_known(pool) >= enough)
+        wait_until(lambda pool=pool, enough=enough: num_known(pool) >= enough, 90.0)
         again, other, cached = complete(router, prompt)
         assert (again.choices[0].text, other, cached) == (want.choices[0].text, pool, blocks)
         assert again.usage.prompt_tokens_details.cached_tokens == blocks
@@ -176,12 +119,6 @@ def test_a_prompt_goes_where_it_is_cached(fleet: Fleet) -> None:
                 model="byte-model", prompt=prompt, max_tokens=8, temperature=0
             )
         assert answer.choices[0].text == want.choices[0].text
-
-
-def test_requests_are_shared_among_engines(fleet: Fleet) -> None:
-    router = fleet.routers[0]
-    pools = {complete(router, f"{next(NUMBERS):04} short", max_tokens=1)[1] for _ in range(12)}
-    assert pools == set(POOLS)
 
 
 def test_chats_and_streams_pass_through(fleet: Fleet) -> None:
@@ -199,7 +136,7 @@ def test_chats_and_streams_pass_through(fleet: Fleet) -> None:
             routed.chat.completions.create(**how | {"temperature": -1})
         with pytest.raises(openai.NotFoundError, match="'other' is not served"):
             routed.chat.completions.create(**how | {"model": "other"})
-    assert fleet.routers[0].get("/healthz")[0] == 200
+    assert fleet.routers[0].request("GET", "/healthz")[0] == 200
     assert fleet.routers[0].metric("kvplane_router_first_byte_seconds_count") >= 1
 
 
@@ -207,7 +144,7 @@ def test_two_routers_agree_also_after_one_has_started_again(fleet: Fleet) -> Non
     one, two = fleet.routers
     prompts: list[list[int]] = []
 
-    def known(router: Program) -> list[tuple[str, int]]:
+    def known(router: HttpProgram) -> list[tuple[str, int]]:
         return [complete(router, prompt, max_tokens=1)[1:] for prompt in prompts]
 
     def send_others() -> list[tuple[str, int]]:
@@ -229,7 +166,7 @@ def test_two_routers_agree_also_after_one_has_started_again(fleet: Fleet) -> Non
         want[:] = send_others()
         return all(known(router) == want for router in (one, two))  # the second has sent none
 
-    wait_until(agree)
+    wait_until(agree, 90.0)
     two.process.kill()
     two.process.wait()
     two.start()
@@ -243,7 +180,7 @@ def test_the_engine_that_is_left_answers(fleet: Fleet) -> None:
     for _ in range(4):
         answer, pool, _ = complete(router, f"{next(NUMBERS)} goes to whoever is left")
         assert (pool, answer.usage.completion_tokens) == (POOLS[1], 8)
-    assert router.get("/healthz")[0] == 200
+    assert router.request("GET", "/healthz")[0] == 200
     assert router.stop() == 0
     log = router.log.read_text()
     assert "Traceback" not in log

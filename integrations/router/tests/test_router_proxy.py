@@ -1,4 +1,6 @@
-"""Tests the router's proxy before failing engines: small servers that answer by script."""
+"""Tests the router's proxy before failing engines: small servers that answer by script; and what
+else the router is made of.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ import json
 
 import pytest
 
+from kvplane.clients.control_client import ControlClient
+from kvplane.integrations.router.feeds import PoolFeeds
+from kvplane.integrations.router.program import run
 from tests.helpers.routed import (
     BODY,
     STREAM,
@@ -17,6 +22,7 @@ from tests.helpers.routed import (
     routed,
     says_yes,
 )
+from tests.helpers.waiting import until
 
 
 async def dies(engine: Engine, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,20 +135,12 @@ async def test_who_goes_away_takes_the_request_along(script: Script) -> None:
 
         asking = asyncio.create_task(ask())
         if script is says_nothing:
-
-            async def is_asked() -> bool:
-                return len(engine.requests) == 1
-
-            await router.until(is_asked)
+            await until(lambda: len(engine.requests) == 1)
             asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         async with asyncio.timeout(60.0):
             await engine.gone.wait()
-
-        async def is_over() -> bool:
-            return await router.metric('kvplane_router_requests_total{status="499"}') == 1
-
-        await router.until(is_over)
+        await router.until_metric('kvplane_router_requests_total{status="499"}', 1)
         assert await router.metric("kvplane_router_open_requests") == 0
         assert router.picker.loads[engine.url].num_open == 0
 
@@ -181,10 +179,7 @@ async def test_no_more_requests_are_open_than_allowed() -> None:
     async with routed(engine, max_requests=2) as router:
         waiting = [asyncio.create_task(router.post()) for _ in range(2)]
 
-        async def are_open() -> bool:
-            return len(engine.requests) == 2
-
-        await router.until(are_open)
+        await until(lambda: len(engine.requests) == 2)
         answer = await router.post()
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         for each in waiting:
@@ -203,3 +198,21 @@ async def test_models_are_those_of_all_engines_and_decide_who_is_asked() -> None
             assert (await router.post(BODY | {"model": "a"})).status_code == 200
             assert (await router.post(BODY | {"model": "b"})).status_code == 200
     assert [len(one.requests), len(two.requests) + len(also.requests)] == [3, 3]
+
+
+async def test_each_pool_has_one_feed_until_all_are_stopped() -> None:
+    async with ControlClient("127.0.0.1:1") as nobody:
+        feeds = PoolFeeds(nobody, "", {}, set())
+        feeds.follow(["one", "two", "two"])
+        assert feeds.caught_up == {"one": False, "two": False}
+        await feeds.stop()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_help_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["--help"], {})
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("Usage: python -m kvplane.integrations.router ")
+    assert "KVPLANE_ROUTER_ENGINE" in printed

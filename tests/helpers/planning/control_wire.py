@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from kvplane import ops
-from kvplane.wire import columns, signing
+from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.plane.v1 import plan_pb2, registration_pb2_grpc
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -60,15 +60,6 @@ class RawShard:
         await shard.register()
         await shard.report()
         return shard
-
-    def again(self, stub: Stub) -> RawShard:
-        """Return the same process on another stream, with the state from its last registration."""
-        other = RawShard(stub)
-        other.hello.CopyFrom(self.hello)
-        other.hello.incarnation = self.welcome.incarnation
-        other.hello.key_id = signing.key_id(self.key)
-        other.key = self.key
-        return other
 
     async def register(self) -> rpb.Welcome:
         """Send Hello and wait for the Welcome."""

@@ -6,7 +6,6 @@ receipt for every plan, and runs none.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -45,19 +44,6 @@ Block = tuple[int, int, int]
 """Tier, index and generation."""
 
 
-class StoppedClock:
-    """Seconds of a control plane, which pass only when a test lets them."""
-
-    def __init__(self) -> None:
-        self._now_s = time.monotonic()
-
-    def __call__(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        self._now_s += seconds
-
-
 class World:
     """The pool, and the callers that lease from it."""
 
@@ -66,12 +52,6 @@ class World:
         self.client = client
         self.stub = stub
         self.shard: RawShard
-
-    def stop_clock(self) -> StoppedClock:
-        """Stop the control plane's clock. It still does due work every quarter of a second."""
-        clock = StoppedClock()
-        self.server.core._clock = self.server.core.sessions._clock = clock
-        return clock
 
     async def register(self, layout: Layout = LAYOUT, **hello: Any) -> RawShard:
         """Register a data plane's pool, ``POOL`` unless ``hello`` says otherwise."""

@@ -6,7 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
-from tests.e2e.engine_planes import ROOT, Process
+from tests.e2e.engine_planes import ROOT
 from tests.models.tiny_models import VOCABULARY, tiny_model
 
 NUM_NEW = 10
@@ -25,12 +24,6 @@ POOL: dict[str, Any] = {
 }  # fmt: skip
 NAMES = itertools.count()
 PROMPT = torch.randint(3, VOCABULARY, (30,), generator=torch.Generator().manual_seed(2)).tolist()
-
-
-@pytest.fixture(scope="module")
-def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Process("control_plane", tmp_path_factory.mktemp("control") / "log") as process:
-        yield process.address
 
 
 def save(folder: Path, dtype: Any = torch.float32, **how: Any) -> Path:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from control_plane import limits
 from kvplane import ops
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InvalidRequestError, RevisionTooOldError
 from kvplane.transport.connection import typed_errors
+from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.planning.operations_world import BLOCK, POOL, prompt
 
@@ -52,6 +55,20 @@ async def test_the_longest_match_of_every_pool_is_found_without_a_session(world,
     assert only.revision == (await caller.step()).revision
     assert world.state() == before
     other.hang_up()
+
+
+async def test_a_follower_that_is_overrun_is_told_so_on_its_stream(
+    world, caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step changes more than is kept."""
+    monkeypatch.setattr(limits, "NUM_KEPT_CHANGES", 4)
+    call = world.stub.WatchPrefixes(pb.WatchPrefixesRequest(pool_id=POOL))
+    while not (await asyncio.wait_for(call.read(), 10)).revision:
+        pass
+    await caller.admit(1, prompt(5))
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await asyncio.wait_for(call.read(), 10)
+    assert type(from_rpc_error(ended.value)) is RevisionTooOldError
 
 
 # Requests that are wrong: method, request, and the field that the refusal names.

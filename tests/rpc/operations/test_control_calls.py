@@ -17,6 +17,7 @@ from kvplane.errors import QuotaExceededError
 from kvplane.release import release
 from kvplane.results import SequenceState
 from kvplane.serving.requests import Requests
+from kvplane.v1 import session_pb2
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.error_codec import from_rpc_error
@@ -24,7 +25,9 @@ from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.encodings import ENCODINGS, encode
 from tests.helpers.planning.control_wire import RawSession, RawShard, Stub
+from tests.helpers.planning.operations_world import BLOCK, POOL, prompt
 from tests.helpers.planning.registration_messages import LAYOUT
 
 PROMPT = list(range(1, 21))  # 20 tokens: 3 blocks of 8, of which 2 are full
@@ -166,3 +169,39 @@ async def test_an_answer_that_is_not_sent_has_used_its_number(
     with monkeypatch.context() as patch:
         patch.setattr(Requests, "hold_answer", full)
         await refused(stub.RenewSession(renew), "RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
+
+
+async def test_every_encoding_of_a_step_is_the_same_step(
+    control_server: ControlPlaneServer, session: RawSession
+) -> None:
+    """A repeat in another encoding is known by its content."""
+    admit = session_pb2.Admit(sequence_id=1, token_ids=PROMPT, fork_sequence_ids=[2])
+    step = session_pb2.StepRequest(number=1, operations=[session_pb2.Operation(admit=admit)])
+    step.session.MergeFromString(session.ref.SerializeToString())
+    async with grpc.aio.insecure_channel(control_server.address) as channel:
+        send: Any = channel.unary_unary("/kvplane.v1.SessionService/Step")
+        answer = await send(encode(step, "unpacked"))
+        (result,) = pb.StepResponse.FromString(answer).results
+        assert result.admit.num_blocks == 3
+        for other in ENCODINGS:
+            assert await send(encode(step, other)) == answer
+        assert await send(step.SerializeToString()) == answer
+
+
+# Sizes.
+
+
+async def test_a_message_over_the_limit_uses_no_number_and_changes_nothing(world, caller) -> None:
+    """Of the default limit: gRPC refuses it unread, so no field of it is named."""
+    await caller.admit(1, prompt(1))
+    assert await caller.num_cached(range(2_000_000)) == BLOCK  # 8 MB; gRPC's own default is 4 MiB
+    before, (listed,) = world.state(), await world.client.list_sessions(POOL)
+    with pytest.raises(
+        QuotaExceededError,
+        match=r"larger than max .*: send it in parts, or raise .* --max-message-bytes",
+    ):
+        await caller.session.step([ops.admit(2, bytes(40_000_000))])
+    (again,) = await world.client.list_sessions(POOL)
+    assert again.last_number == listed.last_number
+    assert world.state() == before
+    await caller.grow(1, 5)

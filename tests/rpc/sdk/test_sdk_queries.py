@@ -1,4 +1,4 @@
-"""What the client asks without a number: of its session, and of a pool's prefix index."""
+"""What the client is told of a pool's prefix index."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvplane import ops
 from kvplane.errors import (
     InvalidRequestError,
     PlaneUnavailableError,
@@ -15,7 +14,6 @@ from kvplane.errors import (
     RevisionTooOldError,
 )
 from kvplane.prefixes import (
-    DEFAULT_PRIORITY,
     BlocksRemoved,
     BlocksStored,
     CaughtUp,
@@ -25,40 +23,11 @@ from kvplane.prefixes import (
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, UINT8
 from kvplane.wire.v1 import prefix_pb2 as ppb
-from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.outcomes import outcomes
 from tests.helpers.refusals import refused
-from tests.helpers.sdk_peers import SESSION
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
 NO_PARENT = bytes(16)
-
-
-async def test_operations_are_checked_without_a_number(plane, session) -> None:
-    later = pb.OperationResult()
-    later.failures.add(status=pb.ITEM_STATUS_LATER)
-    granted = pb.OperationResult(admit=pb.AdmitResult(num_cached_tokens=16, num_blocks=2))
-    plane.script = lambda _: pb.StepResponse(results=[granted, later])
-    operations = [ops.admit(1, [5] * 20), ops.append(2, [7], 1, first_positions=9)]
-    assert outcomes(await session.validate(operations)) == [granted, later]
-    (request,) = plane.requests
-    assert (request.session, list(request.operations)) == (SESSION, operations)
-    assert request.validate_only
-    assert session.last_number == 0
-
-
-async def test_prefixes_are_retained_until_a_time_or_no_longer(plane, client) -> None:
-    plane.script = lambda _: ppb.RetainPrefixResponse(num_blocks=3)
-    assert await client.retain_prefix("p", [7, 8], time_to_live_s=1.5, priority=9) == 3
-    await client.retain_prefix("p", [7], namespace="lora", time_to_live_s=1)
-    await client.retain_prefix("p", [7], time_to_live_s=None)
-    first, second, ending = plane.requests
-    assert (first.pool_id, first.namespace, first.priority) == ("p", "", 9)
-    assert list(columns.read(INT32, first.token_ids, "")) == [7, 8]
-    assert first.time_to_live.ToMilliseconds() == 1500
-    assert (second.namespace, second.priority) == ("lora", DEFAULT_PRIORITY)
-    assert not ending.HasField("time_to_live")
 
 
 CLEARED = ppb.PrefixEvent(kind=ppb.PREFIX_EVENT_KIND_CLEARED)

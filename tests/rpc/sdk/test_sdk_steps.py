@@ -35,6 +35,7 @@ from tests.helpers.sdk_peers import (
     payload,
     plan_of,
 )
+from tests.helpers.waiting import until
 
 
 def refuse(error: KvplaneError, next_number: int = 0) -> Any:
@@ -148,8 +149,7 @@ async def test_news_that_come_with_receipts_are_in_the_next_steps_answer(plane, 
     plane.script = answer
     await session.submit_receipts()
     session.add_receipt(payload(b"r1"))
-    while session._steps.receipts:
-        await asyncio.sleep(0.01)  # they are submitted in the background
+    await until(lambda: not session._steps.receipts)  # submitted in the background
     result = await session.step([ops.free([])])
     assert result.has_news and list(result.news.cut) == [1, 2, 3]
     assert [grant.sequence_id for grant in result.news.granted] == [11, 12, 13]
@@ -204,8 +204,7 @@ async def test_receipts_added_after_a_cancelled_submission_are_submitted_too(
     plane.script = in_turn(never)
     session.add_receipt(payload(b"r1"))
     submission = asyncio.create_task(session.submit_receipts())
-    while not plane.requests:
-        await asyncio.sleep(0.001)
+    await until(lambda: plane.requests)
     submission.cancel()
     with pytest.raises(asyncio.CancelledError):
         await submission
@@ -282,8 +281,7 @@ async def test_a_closed_client_ends_the_calls_that_wait(plane, client) -> None:
     session = await client.open_session("p", LAYOUT)
     step = asyncio.create_task(session.step([ops.free([])]))
     look_up = asyncio.create_task(session.list_sequences([1]))
-    while len(plane.requests) < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(plane.requests) >= 2)
     await client.close()
     for task in (step, look_up):
         with pytest.raises(CancelledError):

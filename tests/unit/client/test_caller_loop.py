@@ -104,33 +104,26 @@ def test_callers_of_several_threads_all_have_their_results(loop: CallerLoop) -> 
     assert sorted(found) == [100 * i + j for i in range(4) for j in range(40)]
 
 
+async def wait_long(ended: threading.Event) -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        ended.set()
+
+
 def test_an_interrupt_cancels_what_is_waited_for(loop: CallerLoop) -> None:
     ended = threading.Event()
-
-    async def wait_long() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        loop.run(wait_long())
+        loop.run(wait_long(ended))
     assert ended.wait(10)
     assert loop.run(thread_after(1)) == threading.current_thread().name
 
 
 def test_a_request_that_was_sent_can_be_given_up(loop: CallerLoop) -> None:
     ended = threading.Event()
-
-    async def wait_long() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    loop.send(wait_long()).cancel()
+    loop.send(wait_long(ended)).cancel()
     assert ended.wait(10)
 
 

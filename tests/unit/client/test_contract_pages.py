@@ -1,4 +1,6 @@
-"""The pages that the contract's comments point to say what the code does."""
+"""The pages that the contract's comments point to say what the code does, and no page's commands do
+harm if they are taken at their word.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from pathlib import Path
 from kvplane.errors import CODES, reason_of
 from kvplane.layout import LayerGroup, Layout
 
-DOCS = Path(__file__).parents[3] / "docs"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+PAGES = (*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("integrations/*/*.md")))
+STARTS_A_POOL = re.compile(r"python -m data_plane|--data-plane embedded")
 
 
 def test_the_page_of_errors_has_each_with_its_code_and_docstring() -> None:
@@ -38,3 +43,16 @@ def test_the_fingerprints_of_the_page_are_those_of_their_layouts() -> None:
         assert hashlib.sha256(text.encode()).hexdigest() == fingerprint
         assert layout.fingerprint.hex() == fingerprint
         assert json.loads(text)["model_id"] == layout.model_id
+
+
+def test_data_planes_that_start_together_are_told_their_size() -> None:
+    """Otherwise each takes half of the memory that is free."""
+    found = [
+        block
+        for page in PAGES
+        for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page.read_text(), re.DOTALL)
+        if "\nfor " in block and STARTS_A_POOL.search(block)
+    ]
+    assert len(found) >= 3
+    for block in found:
+        assert "--num-device-blocks" in block, block

@@ -290,21 +290,9 @@ def test_attention_is_not_asked_for_with(name: str) -> None:
         AttentionOptions(**options)
 
 
-@pytest.mark.parametrize(
-    ("field", "message"),
-    [
-        ("scale", data_pb.AttentionOptions(scale=float("-inf"))),
-        ("sliding_window_tokens", data_pb.AttentionOptions(sliding_window_tokens=-(2**31))),
-        ("alibi_slopes", data_pb.AttentionOptions(alibi_slopes=[1.0, float("nan")])),
-        ("logit_soft_cap", data_pb.AttentionOptions(logit_soft_cap=-0.5)),
-        ("sinks", data_pb.AttentionOptions(sinks=[float("inf")])),
-        ("sinks", data_pb.AttentionOptions(sinks=[0.0] * (2**20 + 1))),
-    ],
-)
-def test_bad_options_that_travelled_name_their_field(
-    field: str, message: data_pb.AttentionOptions
-) -> None:
-    with refused(InvalidRequestError, f"layer.options.{field}"):
+def test_bad_options_that_travelled_name_their_field() -> None:
+    message = data_pb.AttentionOptions(alibi_slopes=[1.0, float("nan")])
+    with refused(InvalidRequestError, "layer.options.alibi_slopes"):
         AttentionOptions.from_proto(message, field="layer.options")
 
 

@@ -20,7 +20,7 @@ from kvplane.errors import (
     TooManyPlansInFlightError,
 )
 from kvplane.wire import columns
-from kvplane.wire.columns import INT32
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import (
@@ -53,6 +53,15 @@ OVERFLOW = ops.append(1, pack([1, 2]), 1, first_positions=4)
 OVERFLOW.append.num_tokens = columns.pack(INT32, [1])
 CUT_OFF = ops.append(1, b"", 1, first_positions=4)
 CUT_OFF.append.sequence_ids += b"x"
+# Operations of whose fields one is of a later release, or is missing.
+END = cpb.Operation(admit=cpb.Admit(sequence_id=2, token_ids=pack([1]), ends_with_plan=True))
+CHECKPOINT = cpb.Operation(
+    admit=cpb.Admit(sequence_id=2, token_ids=pack([1]), checkpoint_position=8)
+)
+CHECKPOINTS = cpb.Operation(
+    append=cpb.Append(sequence_ids=bytes(8), checkpoint_positions=columns.pack(INT32, [8]))
+)
+NO_TIER = cpb.Operation(swap=cpb.Swap(sequence_ids=columns.pack(INT64, [1])))
 # By the error: operations, and the fields that it names.
 WRONG: dict[type[KvplaneError], list[tuple[cpb.Operation, str]]] = {
     InvalidRequestError: [
@@ -71,6 +80,17 @@ WRONG: dict[type[KvplaneError], list[tuple[cpb.Operation, str]]] = {
         (ops.append(1, b"abc", 1, first_positions=4, num_tokens=1), "token_ids"),
         (OVERFLOW, "token_ids"),
         (CUT_OFF, "sequence_ids"),
+        (END, "ends_with_plan"),
+        (CHECKPOINT, "checkpoint_position"),
+        (CHECKPOINTS, "checkpoint_positions"),
+        (
+            ops.append(1, [9], 1, first_positions=4, num_lookahead_slots=[-1]),
+            "num_lookahead_slots[0]",
+        ),
+        (
+            ops.append(1, [9], 1, first_positions=4, num_lookahead_slots=[1, 1]),
+            "num_lookahead_slots",
+        ),
         (ops.append([1, 1], (), 0, first_positions=[4]), "first_positions"),
         (ops.append([1, 1], (), [0], first_positions=4), "num_slots"),
         (ops.append([1, 1], (), 0, first_positions=4, num_tokens=[0]), "num_tokens"),
@@ -79,6 +99,8 @@ WRONG: dict[type[KvplaneError], list[tuple[cpb.Operation, str]]] = {
         (ops.free(b"1234"), "sequence_ids"),
         (ops.truncate(1, 0), "num_tokens[0]"),
         (ops.truncate(1, 5), "num_tokens[0]"),
+        (ops.truncate(1, [5, 5]), "num_tokens"),
+        (NO_TIER, "tier"),
         (ops.swap([], "host"), "sequence_ids"),
         (ops.swap([1, 1], "host"), "sequence_ids[1]"),
         (cpb.Operation(), ""),

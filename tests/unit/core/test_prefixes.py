@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count, islice
 
 import pytest
@@ -14,19 +15,27 @@ from kvplane.slices import run_to_end
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import POOL
-from tests.helpers.core.core_model import World
+from tests.helpers.core.core_model import World, only
 from tests.helpers.planning.registration_messages import hello
 from tests.helpers.refusals import refused
 
 
-def retain(world: World, tenant: str, namespace: str, *, time_to_live_s: int = 60) -> int:
-    """Retain the prompt of 17 tokens; 0 s end its retention."""
+def retain(
+    world: World,
+    tenant: str,
+    namespace: str,
+    *,
+    time_to_live_s: int = 60,
+    tokens: Sequence[int] = range(17),
+    priority: int = 50,
+) -> int:
+    """Retain a prompt; 0 s end its retention."""
     request = pb.RetainPrefixRequest(
         pool_id=POOL,
         namespace=namespace,
-        token_ids=ops.pack_tokens(range(17)),
+        token_ids=ops.pack_tokens(tokens),
         time_to_live=duration_of(time_to_live_s or None),
-        priority=50,
+        priority=priority,
     )
     return world.core.retain_prefix(request, tenant).num_blocks
 
@@ -52,6 +61,30 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
     assert retain(world, *owners[2]) == 2
     assert retain(world, *owners[0], time_to_live_s=0) == 2, "it ends"
     assert retain(world, *owners[1]) == 2
+
+
+def priorities(world: World) -> list[int]:
+    """Of the blocks of the prompt of 25 tokens."""
+    request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(25)), with_blocks=True)
+    (found,) = run_to_end(world.core.find_prefix(request, "tenant")).matches
+    return [*found.blocks.priorities]
+
+
+def test_a_retention_that_is_refused_leaves_earlier_ones_as_they_are() -> None:
+    world = World(num_device=8, num_host=0, max_retained_share=0.25)
+    engine = world.engine()
+    engine.cache(range(25))
+    engine.cache(range(100, 117))
+    assert retain(world, "tenant", "") == 2
+    for time_to_live_s in (1, 600):
+        for more in (range(25), range(100, 109)):  # what follows, and another prompt
+            with refused(QuotaExceededError, "token_ids"):
+                how = {"time_to_live_s": time_to_live_s, "tokens": more, "priority": 100}
+                retain(world, "tenant", "", **how)
+    assert only(engine.step(ops.admit(2, range(200, 265)))).failures, "the pool has 8 blocks"
+    for seconds, wanted in ((0, [50, 50, 0]), (59, [50, 50, 0]), (2, [0, 0, 0])):
+        world.clock.now += seconds
+        assert priorities(world) == wanted
 
 
 def test_a_search_of_many_pools_runs_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

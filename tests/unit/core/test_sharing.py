@@ -186,6 +186,22 @@ def test_an_admission_that_is_impossible_by_now_is_given_up() -> None:
     assert dict(SessionNews.from_proto(other.step().news).cut) == {5: cpb.CUT_REASON_IMPOSSIBLE}
 
 
+def test_an_admission_in_line_is_judged_again_when_its_turn_comes() -> None:
+    world = World(num_device=10, max_tenant_blocks=8)
+    one, other = world.engine(), world.engine()
+    one.admit(1, prompt(6))
+    one.admit(2, prompt(1, 1))
+    one.step(ops.free([1]))  # whose receipt is missing
+    (later,) = only(other.step(ops.admit(5, prompt(5, 2), wait=True))).failures
+    assert later.shortage.queue_position == 1
+    one.step(ops.append(2, [5] * 4 * BLOCK, 4 * BLOCK, first_positions=BLOCK))
+    one.run_all()
+    one.settle()
+    assert dict(SessionNews.from_proto(other.step().news).cut) == {5: cpb.CUT_REASON_QUOTA}
+    one.do(ops.free([2]))
+    assert not only(other.admit(5, prompt(5, 2))).failures
+
+
 def test_tokens_of_a_sequence_that_was_cut_do_not_fail_its_sessions_step() -> None:
     world, one, other = crowded()
     one.do(ops.append(1, [], 1, first_positions=56))

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from engine.request import SamplingParams
 from kvplane.errors import InternalError, InvalidRequestError, StaleEpochError
@@ -15,33 +13,13 @@ from tests.helpers.engine_harness import Engine, Reference, prompt_of
 from tests.helpers.refusals import refused
 
 
-class Beams:
-    """Beam search by transformers itself."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    @torch.inference_mode()
-    def search(self, prompt: list[int], max_tokens: int, ends: list[int], **how: Any) -> list[Any]:
-        """The token ids of each answer, up to an end."""
-        ids = torch.tensor([prompt])
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=ends or None,
-            **how,
-        )
-        answers = out[:, len(prompt) :].tolist()
-        cut = [next((i + 1 for i, t in enumerate(a) if t in ends), len(a)) for a in answers]
-        return [answer[:end] for answer, end in zip(answers, cut, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def beams(folder: Path) -> Beams:
-    return Beams(folder)
+def search(
+    reference: Reference, prompt: list[int], max_tokens: int, ends: list[int], **how: Any
+) -> list[list[int]]:
+    """The token ids of each answer of transformers' own beam search, up to an end."""
+    answers = reference.answers(prompt, max_tokens, eos_token_id=ends or None, **how)
+    cut = [next((i + 1 for i, t in enumerate(a) if t in ends), len(a)) for a in answers]
+    return [answer[:end] for answer, end in zip(answers, cut, strict=True)]
 
 
 CASES: list[dict[str, Any]] = [
@@ -62,7 +40,7 @@ def params_of(case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("num_ends", [0, pytest.param(1, marks=pytest.mark.nightly), 12])
 def test_the_answers_are_those_of_transformers(
-    folder: Path, beams: Beams, case: dict[str, Any], num_ends: int
+    folder: Path, reference: Reference, case: dict[str, Any], num_ends: int
 ) -> None:
     engine = Engine(folder)
     ends = list(range(20, 20 + 4 * num_ends, 4))
@@ -73,7 +51,7 @@ def test_the_answers_are_those_of_transformers(
     ]
     engine.run()
     for request_id, prompt in zip(ids, prompts, strict=True):
-        assert engine.tokens(request_id) == beams.search(prompt, 12, ends, **case)
+        assert engine.tokens(request_id) == search(reference, prompt, 12, ends, **case)
         told = [d for d in engine.deltas if d.request_id == request_id]
         assert [d.token_ids for d in told] == engine.tokens(request_id)
         for delta in told:
@@ -103,7 +81,7 @@ def test_beams_share_the_prompt_and_copy_what_they_write(folder: Path) -> None:
 )
 @pytest.mark.parametrize("is_disturbed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_search_beside_others_survives_preemption_and_failures(
-    folder: Path, beams: Beams, sizes: dict[str, Any], is_disturbed: bool
+    folder: Path, reference: Reference, sizes: dict[str, Any], is_disturbed: bool
 ) -> None:
     engine = Engine(folder, **sizes)
     greedy, searched = prompt_of(20, 1), prompt_of(17, 2)
@@ -114,8 +92,8 @@ def test_a_search_beside_others_survives_preemption_and_failures(
     two = engine.add(searched, max_tokens=14, num_beams=4, n=2)
     three = engine.add(greedy[:9], max_tokens=10)
     engine.run()
-    assert engine.tokens(two) == beams.search(searched, 14, [], num_beams=4, num_return_sequences=2)
-    reference = Reference(folder)
+    wanted = search(reference, searched, 14, [], num_beams=4, num_return_sequences=2)
+    assert engine.tokens(two) == wanted
     assert engine.tokens(one) == [reference.greedy(greedy, 24)]
     assert engine.tokens(three) == [reference.greedy(greedy[:9], 10)]
     if "num_device_blocks" in sizes:

@@ -20,17 +20,8 @@ from kvplane.errors import (
 )
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
-from tests.helpers.engine_harness import LLAMA, OPT, Engine, Reference, prompt_of, save_model
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 from tests.helpers.refusals import refused
-
-
-def test_opt_answers_as_transformers_does(tmp_path: Path) -> None:
-    folder = save_model(OPT, tmp_path)
-    engine = Engine(folder, max_batch_tokens=16)
-    for length in (7, 21):
-        engine.add(prompt_of(length, length), max_tokens=9)
-    engine.run()
-    engine.check_greedy(Reference(folder))
 
 
 def test_a_stop_token_ends_a_text_and_stays_in_it(folder: Path, reference: Reference) -> None:

@@ -22,6 +22,7 @@ from kvplane.errors import (
 )
 from tests.helpers.engine_harness import Engine, prompt_of
 from tests.helpers.refusals import refused
+from tests.helpers.waiting import until
 
 PROMPT = prompt_of(9, 1)
 
@@ -100,8 +101,7 @@ async def test_a_stream_that_is_closed_aborts_its_request(served: Served) -> Non
         await asyncio.gather(waiting, return_exceptions=True)
         assert worker.num_open == 0
         await ask(worker, max_tokens=4)
-        while served.has_work:
-            await asyncio.sleep(0.01)
+        await until(lambda: not served.has_work)
     assert served.core.stats.num_generated_tokens < 200
 
 

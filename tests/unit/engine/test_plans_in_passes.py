@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from engine.scheduling import sequence
 from kvplane.errors import InternalError, StaleEpochError
@@ -168,14 +166,7 @@ def test_the_next_plan_is_asked_for_in_the_last_pass(
 ) -> None:
     engine = Engine(folder, max_plan_s=LONG_S, num_device_blocks=100)
     engine.add(prompt_of(9, 1), max_tokens=2 + 2 * MAX_PASSES)
-    num_asked: list[int] = []
-    layer = engine.backend.layer
-
-    def noting(*tensors: Any, **options: Any) -> torch.Tensor:
-        num_asked.append(len(engine.link.steps))
-        return layer(*tensors, **options)
-
-    monkeypatch.setattr(engine.backend, "layer", noting)
+    num_asked = engine.asked_at_layers(monkeypatch)
     engine.run()
     of_plans = num_asked[1::NUM_LAYERS][2:]  # after the prompt and a plan of one token
     assert of_plans == [3] * (MAX_PASSES - 1) + [4] * (1 + MAX_PASSES)

@@ -260,22 +260,6 @@ def test_one_request_alone_in_a_pool_too_small_for_its_continuations_ends(folder
     assert engine.tokens(request) == calm.tokens(want)
 
 
-def test_an_aborted_request_ends_with_what_it_has_and_others_go_on(
-    folder: Path, reference: Reference
-) -> None:
-    engine = Engine(folder)
-    gone = engine.add(prompt_of(20, 1), max_tokens=50, n=2, temperature=1.0, seed=1)
-    stays = engine.add(prompt_of(9, 2), max_tokens=12)
-    for _ in range(5):
-        engine.core.step()
-    engine.core.abort(gone)
-    engine.core.abort("request-unknown")
-    engine.run()
-    assert all(0 < len(tokens) < 50 for tokens in engine.tokens(gone))
-    assert {o.finish_reason for o in engine.outputs[gone].outputs} == {"abort"}
-    engine.check_greedy(reference, stays)
-
-
 @pytest.mark.parametrize("num_host_blocks", [0, pytest.param(64, marks=pytest.mark.nightly)])
 def test_preemption_does_not_thrash(
     folder: Path, reference: Reference, num_host_blocks: int

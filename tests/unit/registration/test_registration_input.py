@@ -5,10 +5,12 @@ Which columns can be read is the native core's: see ``tests/unit/blocks/test_reb
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kvplane import LayerGroup
 from kvplane.errors import InvalidRequestError
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32
@@ -70,6 +72,13 @@ def test_a_report_that_can_not_be_is_refused_whole_by_the_name_of_its_column(
     assert not any(world.generations(tpb.TIER_HOST)), "a part of the refused report counts"
 
 
+TWO_GROUPS = replace(
+    LAYOUT,
+    groups=(LayerGroup("full", (0,), 2, 8), LayerGroup("window", (1,), 1, 16, 12)),
+).to_proto()
+GROUP = rpb.GroupBlocks(num_device_blocks=16, num_host_blocks=8)
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -88,6 +97,24 @@ def test_a_report_that_can_not_be_is_refused_whole_by_the_name_of_its_column(
         ({"shard": tpb.Shard(num_shards=2000)}, "shard.num_shards"),
         ({"shard": half(2)}, "shard.index"),
         ({"shard": half(-1)}, "shard.index"),
+        ({"version": ""}, "version"),
+        ({"version": "x" * 129}, "version"),
+        ({"oldest_payload_version": 0}, "oldest_payload_version"),
+        ({"oldest_payload_version": 3, "newest_payload_version": 2}, "newest_payload_version"),
+        ({"layout": TWO_GROUPS}, "groups"),
+        ({"layout": TWO_GROUPS, "groups": [GROUP]}, "groups"),
+        (
+            {"layout": TWO_GROUPS, "groups": [GROUP, rpb.GroupBlocks()]},
+            "groups[1].num_device_blocks",
+        ),
+        (
+            {
+                "layout": TWO_GROUPS,
+                "groups": [GROUP, GROUP],
+                "shard": tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=2),
+            },
+            "shard.first_layer",
+        ),
         ({"shard": tpb.Shard(num_shards=1, num_kv_heads=2)}, "shard.num_layers"),
         (
             {"shard": tpb.Shard(num_shards=1, first_layer=2, num_layers=1, num_kv_heads=2)},

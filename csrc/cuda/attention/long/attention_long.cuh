@@ -140,8 +140,8 @@ __device__ void copy_tile(const Work& work, const Item& item, Range seen, int32_
 }
 
 // Turns scores into probabilities, as in the short kernel; here four lanes hold a row's scores. A
-// tile of which every row sees all tokens, with plain scores, needs no mask: it takes a third of the
-// instructions then, and the bits are the same.
+// tile of which every row sees all tokens, with plain scores, needs no mask: it takes a third of
+// the instructions then, and the bits are the same.
 template <int kTokens, bool kIsMasked>
 __device__ void online_softmax(const Work& work, Range seen, int32_t first,
                                float (&scores)[kTokens / 8][4], LongRows& rows,
@@ -188,8 +188,8 @@ __device__ void online_softmax(const Work& work, Range seen, int32_t first,
   }
 }
 
-// Returns the positions whose tokens all rows of an item see with plain scores: none where an option
-// changes them.
+// Returns the positions whose tokens all rows of an item see with plain scores: none where an
+// option changes them.
 __device__ inline Range seen_by_all(const Work& work, const Item& item, Range seen,
                                     int32_t first_row, int32_t num_rows) {
   if (work.p.alibi_slopes != nullptr || work.p.logit_soft_cap != 0.0f) return {0, 0};

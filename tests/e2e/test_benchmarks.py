@@ -1,4 +1,4 @@
-"""The benchmark of the control plane runs all its cases, and writes what programs read."""
+"""The benchmarks run all their cases, and write what programs read; the engine's sides agree."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from benchmarks.control_plane.report import GOALS, GOALS_P99, goal_of
+from tests.helpers import programs
+from tests.helpers.programs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+# The control plane.
+
 PROMPTS = ("hit_in_use_32k", "miss_32k", "hit_free_32k_pool100k")
 OTHERS = ("empty_step", "decode_step_256", "swap_2048_blocks", "abort_256x2048")
 RATES = ("steps_per_s_1_engine", "steps_per_s_8_engines", "steps_per_s_64_engines")
@@ -72,3 +75,43 @@ def test_no_slice_holds_the_event_loop_for_long(tmp_path: Path) -> None:
     of_larger_messages = {name for name in held if "compute_256x" in name}
     for name in held - of_larger_messages:
         assert rows[name]["p50"] <= 10_000.0, name
+
+
+# The engine.
+
+
+def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
+    names = ["generate", "generate_batch", "embedded", "remote"]
+    out = tmp_path / "out.json"
+    flags = ["--models", "tiny", "--batches", "2", "--runs", "1", "--quick", "--threads", "1"]
+    flags += ["--sides", ",".join(names)]
+    done = programs.run("benchmarks.engine", *flags, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    rows, printed = json.loads(out.read_text())["rows"], done.stdout
+    assert [row["workload"]["name"] for row in rows] == [
+        "decode, batch 2",
+        "shared prefix, batch 8",
+    ]
+    for row in rows:
+        assert list(row["num_equal"]) == names
+        assert set(row["num_equal"].values()) == {1}
+        assert all(rate > 0 for rate in row["tokens_per_s"].values())
+    assert "embedded / generate:" in printed
+    assert printed.count("decode, batch 2") == 1
+
+
+# A layer's transports.
+
+
+@pytest.mark.nightly
+def test_each_transport_has_a_row_in_each_case(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.transport", "--steps", "10", "--batches", "2"]
+    command += ["--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    rows = json.loads(out.read_text())["rows"]
+    sides = ["embedded", "shared memory", "grpc"]
+    assert [row["side"] for row in rows] == sides * 4 and len(lines) == 1 + len(rows)
+    assert all(row["layer_p50"] > 0 and row["step_p50"] > 0 for row in rows)
