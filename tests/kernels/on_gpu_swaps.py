@@ -31,9 +31,9 @@ def random_pairs(num_from: int, num_to: int) -> torch.Tensor:
     return pairs[torch.randperm(len(pairs))].contiguous()
 
 
-# 4 KiB: a run of nine is small. 256 KiB: on the default stream four and more are the copy engine's,
-# on another one all. 1 MiB: all are on either.
-@pytest.mark.parametrize("layers", (1, 64, 256), ids=("small", "medium", "large"))
+# 4 KiB: a run of nine is small. 64 KiB: all are the copy engine's, but on the default stream none.
+# 256 KiB: there, runs of four and more are.
+@pytest.mark.parametrize("layers", (1, 16, 64), ids=("small", "medium", "large"))
 @pytest.mark.parametrize("kind", ("pinned", "registered", "pageable"))
 @pytest.mark.parametrize("seed", range(3))
 def test_swaps_give_what_one_by_one_gives(seed: int, kind: str, layers: int) -> None:
