@@ -21,9 +21,10 @@ from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import execution_pb2 as dpb
 from kvplane.wire.v1 import execution_pb2_grpc, pool_pb2, prefix_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
+from tests.e2e.engine_planes import free_port
 from tests.fuzz.callers import NUM_BLOCKS, NUM_HOST_BLOCKS, Client, Engine
 from tests.fuzz.fuzzer import NUM_LANES, PATIENCE_S, Fuzzer, Lane, Result
-from tests.helpers.attacked_planes import PlaneProcess, data_plane_process, free_port
+from tests.helpers.attacked_planes import PlaneProcess, data_plane_process
 from tests.helpers.data.plan_author import set_blocks
 from tests.helpers.honest_caller import beat
 from tests.helpers.planning.control_wire import RawSession, RawShard, stub_of

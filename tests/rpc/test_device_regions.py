@@ -97,16 +97,23 @@ class Rig:
         await until(lambda: num_gpu_maps() <= wanted)
 
 
-def noting(kernels: Kernels, outs: list[int | None]) -> Kernels:
-    attend = kernels.paged_attention
+def noting(kernels: Any, outs: list[int | None]) -> Kernels:
+    """Return CUDA kernels that note where outputs go, of bound layers too."""
+    attend, queue = kernels.paged_attention, kernels.queue
 
     def paged_attention(arguments: AttentionArguments, **options: Any) -> torch.Tensor:
         out = options.get("out")
         outs.append(None if out is None else out.data_ptr())
         return attend(arguments, **options)
 
-    kernels.paged_attention = paged_attention  # type: ignore[method-assign]
-    return kernels
+    def queued(name: str, tensors: dict[str, torch.Tensor], **arguments: Any) -> None:
+        if name == "paged_attention":
+            outs.append(arguments["out"])
+        queue(name, tensors, **arguments)
+
+    kernels.paged_attention, kernels.queue = paged_attention, queued
+    made: Kernels = kernels
+    return made
 
 
 @contextlib.asynccontextmanager

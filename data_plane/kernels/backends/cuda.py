@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
@@ -428,10 +429,19 @@ class CudaKernels(NativeKernels):
         return super()._pages(arguments)
 
     def queue_layer(self, write: WriteArguments, attention: AttentionArguments) -> QueuedLayer:
-        """Make the native arguments that stay the same for all calls with tensors like these."""
-        pages = {"pages": self._pages(attention), "scales": self._scales(attention)}
-        options = {"options": self._options(attention), "split_tokens": self._split_tokens}
-        return QueuedLayer(attention, pages, pages | options, _key_of_pages(attention))
+        """Make the arguments that stay the same for all calls with tensors like these."""
+        a, of_heads = attention, (attention.slopes, attention.sinks)
+        of_pages = {"pages": self._pages(a), "scales": self._scales(a)}
+        options = {"options": self._options(a), "split_tokens": self._split_tokens}
+        arguments = partial(
+            AttentionArguments,
+            pages=a.pages,
+            options=a.options,
+            key_scales=a.key_scales,
+            value_scales=a.value_scales,
+            of_heads=of_heads,
+        )
+        return QueuedLayer(of_pages, of_pages | options, _key_of_pages(a), arguments)
 
     def queue(self, name: str, tensors: dict[str, torch.Tensor], **arguments: Any) -> None:
         """Queue a native call whose tensors and other arguments have been checked."""
@@ -519,14 +529,15 @@ def _part(
 
 @dataclass(frozen=True, slots=True)
 class QueuedLayer:
-    """The native arguments of a layer. ``attention``: those that it was bound with, whose query,
-    tables and lengths are another call's. ``key_of_pages``: the layer's part of a plan's key.
+    """The arguments of a layer that stay the same from call to call, checked. It keeps no tensor of
+    a caller or of a batch. ``key_of_pages``: the layer's part of a plan's key. ``arguments`` makes
+    those of its attention from a query and a batch's tables and lengths.
     """
 
-    attention: AttentionArguments
     write: dict[str, Any]
     attend: dict[str, Any]
     key_of_pages: tuple[object, ...]
+    arguments: Callable[..., AttentionArguments]
 
 
 class QueuedLayers(BoundLayers):
@@ -560,7 +571,16 @@ class QueuedLayers(BoundLayers):
         key, made = _plan_key(rows, layer.key_of_pages), batch.plans.made
         plan = made.get(key)
         if plan is None:
-            arguments = _of_batch(layer.attention, rows, batch)
+            arguments = layer.arguments(
+                query=rows,
+                block_tables=batch.block_tables,
+                query_starts=batch.query_starts,
+                context_lens=batch.context_lens,
+                max_query_len=batch.max_tokens,
+                lengths=batch.lengths,
+                plans=batch.plans,
+                is_padded=batch.is_padded,
+            )
             plan = kernels.shared_plan(arguments, batch.plans)
             if plan is None:  # in parts
                 kernels.paged_attention(arguments, out=out.view(-1, *out.shape[-2:]))
@@ -593,24 +613,6 @@ class QueuedLayers(BoundLayers):
             "share_reads": self._kernels.may_share(batch.lengths),
             "is_padded": batch.is_padded,
         }
-
-
-def _of_batch(
-    attention: AttentionArguments, query: torch.Tensor, batch: StepRows
-) -> AttentionArguments:
-    """Return a layer's arguments with the query, tables and lengths of another batch."""
-    return replace(
-        attention,
-        query=query,
-        block_tables=batch.block_tables,
-        query_starts=batch.query_starts,
-        context_lens=batch.context_lens,
-        max_query_len=batch.max_tokens,
-        lengths=batch.lengths,
-        plans=batch.plans,
-        is_padded=batch.is_padded,
-        of_heads=(attention.slopes, attention.sinks),
-    )
 
 
 @dataclass(slots=True)
