@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -276,3 +277,42 @@ def test_a_large_root_is_forgotten_in_pieces() -> None:
             num_pieces += 1
         assert num_pieces > 40
         assert num_free(pool) == num_sequences * num_each
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse-rate"])
+def test_forgetting_at_random_leaves_the_index_sound(policy: str) -> None:
+    rng = random.Random(11)
+    with checked_pool(48, 16, policy=policy) as pool:
+        writers = [Writer(pool, root) for root in (b"a", b"a", b"b")]
+        live: list[tuple[Writer, int]] = []
+        for turn in range(500):
+            writer = rng.choice(writers)
+            writer.late = rng.random() < 0.5
+            prompt = blocks(*[rng.randrange(3) for _ in range(rng.randrange(1, 6))])
+            action = rng.randrange(6)
+            if action < 2 and len(live) < 4:
+                live.append((writer, writer.write(prompt)))
+            elif action == 2 and live:
+                holder, sequence_id = live.pop(rng.randrange(len(live)))
+                holder.free(sequence_id)
+            elif action == 3:
+                pool.retain(
+                    writer.root, writer.owner, i32(prompt), rng.randrange(1, 9), turn + 9.0, 100
+                )
+            elif action == 4:
+                before = writer.num_cached(prompt)
+                found, _ = forget(writer, prompt, force=rng.random() < 0.5)
+                after = writer.num_cached(prompt)
+                assert sum(after) <= max(0, len(prompt) // 4 - 1) if found else after == before
+            elif rng.random() < 0.3:
+                pool.forget_roots([writer.root], True)
+                assert writer.num_cached(prompt) == (0, 0)
+            pool.forget_some(rng.randrange(4))
+            pool.set_time(float(turn))
+            pool.check_integrity()
+        for writer in writers:
+            writer.end()
+        pool.forget_roots([b"a", b"b"], True)
+        finish(pool)
+        assert num_free(pool) == 48
+        assert pool.memory()[2] == 0

@@ -248,3 +248,84 @@ def test_only_an_ended_session_is_fenced_and_once() -> None:
     caller.pool.session_fenced(caller.handle)
     with pytest.raises(IndexError):
         caller.pool.session_fenced(caller.handle)
+
+
+def test_an_abort_leaves_what_receipts_say_was_written() -> None:
+    caller = with_prompt()
+    with caller.in_flight():
+        caller.append((1, 6, 6, [6, 7, 8], 8))
+        caller.admit(2, [9] * 5)
+    caller.abort()
+    caller.pool.check_integrity()
+    state = caller.state(1)
+    assert (state.num_tokens, state.num_scheduled, state.num_written) == (6, 6, 6)
+    assert (state.num_blocks, caller.state(2).num_blocks) == (2, 0)
+    assert caller.pool.usage(DEVICE)[4] == 5, "aborted plans may still run"
+    caller.begin()
+    plan = caller.finish()
+    assert plan is not None and plan.resync
+    assert [(c.kind, c.sequence_id, c.num) for c in plan.changes] == [(Kind.KEEP, 1, 2)]
+    assert plan.finished == 1
+    caller.receipted()
+    assert caller.pool.usage(DEVICE)[4] == 0
+
+
+def test_frees_and_forks_of_an_aborted_step_stay() -> None:
+    caller = with_prompt()
+    with caller.in_flight():
+        caller.fork((1, 2))
+        caller.free(1)
+    caller.abort()
+    assert [state.sequence_id for state in caller.states()] == [2]
+    assert caller.state(2).num_written == 6
+
+
+def test_a_sequence_of_the_same_id_keeps_nothing() -> None:
+    caller = with_prompt(list(range(16)), num_device=20)
+    with caller.in_flight():
+        caller.free(1)
+    with caller.in_flight():
+        assert len(caller.admit(1, list(range(16)))) == 3
+    changes = changes_after_an_abort(caller)
+    assert all(kind != Kind.KEEP for kind, *_ in changes)
+
+
+def test_a_block_given_up_before_whole_tables_is_no_source_of_theirs() -> None:
+    caller = with_prompt()
+    caller.abort()
+    assert len(caller.admit(2, [9, 9], admitted_by=2)) == 3
+    caller.begin()
+    assert caller.swap([2], HOST) == 1
+    plan = caller.finish()
+    assert plan is not None and plan.resync and plan.transfers == []
+    assert caller.table(2)[0] in [ref for change in plan.changes for ref in change.blocks]
+
+
+def test_a_granted_sequence_is_in_the_next_plan_and_computes_nothing() -> None:
+    caller = with_prompt(list(range(8)))
+    other = Caller(caller.pool)
+    assert other.admit(5, [*range(8), 9, 9], admitted_by=1) == (8, 3, 0)
+    assert other.state(5).admitted_by == 1
+    other.begin()
+    other.append((5, 8, 2, [], 0))
+    plan = other.finish()
+    assert plan is not None and plan.spans == [(5, 8, 2)]
+    assert plan.changes[0].kind == Kind.SET
+    other.receipted()
+    assert other.state(5).num_written == 10
+
+
+def test_sequences_of_later_sessions_are_apart_from_those_that_ended_in_flight() -> None:
+    pool = new_pool(16)
+    for _ in range(3):
+        caller = Caller(pool)
+        with caller.in_flight():
+            caller.admit(1, PROMPT, forks=[2])
+        pool.end_session(caller.handle)
+        pool.session_fenced(caller.handle)
+    caller = Caller(pool)
+    caller.begin()
+    for i in range(1, 5):
+        caller.admit(i, [i] * 2)
+    pool.check_integrity()
+    assert [state.sequence_id for state in caller.states()] == [1, 2, 3, 4]

@@ -258,3 +258,10 @@ def test_blocks_evicted_beside_one_whose_spare_takes_its_place_leave_nothing_beh
 
 def _column(indices: list[int]) -> bytes:
     return b"".join(i.to_bytes(4, "little") for i in indices)
+
+
+def test_other_roots_share_nothing() -> None:
+    caller = Caller(new_pool(16))
+    admitted(caller, 1, ABC)
+    other = Caller(caller.pool, b"bob")
+    assert admitted(other, 1, ABC) == (0, 3, 12)

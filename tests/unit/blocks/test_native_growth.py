@@ -328,3 +328,31 @@ def test_a_family_holds_what_its_members_on_the_device_hold() -> None:
     with caller.step():
         assert caller.swap([1], HOST) == 2
     assert (pool.family_held(handle, 1), pool.num_device_blocks_held(handle)) == (4, 4)
+
+
+def test_a_truncated_block_that_is_published_is_left_to_its_readers() -> None:
+    caller = with_prompt(tokens=list(range(8)))
+    published = caller.table(1)[1]
+    caller.begin()
+    assert caller.truncate((1, 6)) == ([0], [])
+    assert caller.append((1, 6, 2, [90, 91], 0)) == ([2], [])
+    plan = caller.finish()
+    assert plan is not None and plan.transfers == [(published, caller.table(1)[1])]
+    caller.receipted()
+    assert caller.pool.match(b"root", i32(range(8)))[0] == 2
+    assert caller.pool.match(b"root", i32([0, 1, 2, 3, 4, 5, 90, 91]))[0] == 2
+    caller.pool.check_integrity()
+
+
+def test_children_differ_from_where_they_grow() -> None:
+    caller = with_prompt(num_device=400, tokens=list(range(599)))
+    with caller.step():
+        caller.fork((1, 2), (2, 3))
+    with caller.step():
+        caller.append((3, 599, 9, [], 0))
+    assert caller.table(3)[:149] == caller.table(1)[:149]
+    assert caller.table(3)[149] != caller.table(1)[149] == caller.table(2)[149]
+    with caller.step():
+        caller.free(1, 2)
+    assert len(caller.table(3)) == 152
+    caller.pool.check_integrity()

@@ -282,3 +282,12 @@ def test_blocks_behind_the_window_are_trimmed_before_what_follows_is_published()
     assert [*map(bool, caller.table(1))] == [False] * 18 + [True] * 3
     caller.receipted()
     pool.check_integrity()
+
+
+def test_a_sequence_that_others_share_leaves_its_blocks_to_them() -> None:
+    caller = with_prompt()
+    with caller.step():
+        caller.fork((1, 2))
+        before = caller.table(2)
+        assert caller.swap([1], HOST) == 2
+    assert caller.table(2) == before

@@ -172,3 +172,20 @@ def assert_as_held(
     for owner in (0, 1):
         retained = {of[:end] for o, of, _ in held if o == owner for end in range(4, len(of) + 1, 4)}
         assert pool.num_retained(owner + 1) == len(retained)
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse-rate"])
+def test_pressure_on_random_retentions_leaves_the_index_sound(policy: str) -> None:
+    rng = random.Random(3)
+    with checked_pool(40, 12, policy=policy) as pool:
+        writer, other = Writer(pool), Writer(pool, owner=2)
+        for turn in range(400):
+            tokens = blocks(*[rng.randrange(3) for _ in range(rng.randrange(1, 7))], turn % 17)
+            writer.cache(tokens)
+            retain(rng.choice([writer, other]), tokens, rng.randrange(1, 5), until=turn + 30)
+            if turn % 5 == 0:
+                release(writer, tokens)
+            pool.set_time(turn)
+            pool.check_integrity()
+        pool.set_time(1000)
+        assert (pool.num_retained(1), pool.num_retained(2)) == (0, 0)
