@@ -377,7 +377,7 @@ class CudaKernels(NativeKernels):
             "plan_attention",
             query=self._view(a.query),
             pages=self._pages(a),
-            **self._batch(a),
+            **self.batch_arguments(a),
             share_reads=self.may_share(a.lengths),
             is_padded=a.is_padded,
             options=self._options(a),
@@ -603,16 +603,9 @@ class QueuedLayers(BoundLayers):
         return out
 
     def _bind_batch(self, batch: StepRows) -> dict[str, Any]:
-        return {
-            "block_tables": batch.block_tables.data_ptr(),
-            "wide_block_tables": batch.block_tables.dtype == torch.int64,
-            "max_blocks": batch.block_tables.shape[1],
-            "query_starts": batch.query_starts.data_ptr(),
-            "context_lens": batch.context_lens.data_ptr(),
-            "num_sequences": batch.context_lens.shape[0],
-            "share_reads": self._kernels.may_share(batch.lengths),
-            "is_padded": batch.is_padded,
-        }
+        may_share = self._kernels.may_share(batch.lengths)
+        shared = {"share_reads": may_share, "is_padded": batch.is_padded}
+        return self._kernels.batch_arguments(batch) | shared
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import torch
 
 from data_plane.kernels import arguments as checks
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
+from data_plane.kernels.step_rows import StepRows
 from data_plane.memory.upload import upload
 from kvplane.errors import InvalidRequestError
 
@@ -106,13 +107,13 @@ class NativeKernels:
             lse=_address(lse),
             pages=self._pages(a),
             scales=self._scales(a),
-            **self._batch(a),
+            **self.batch_arguments(a),
             options=self._options(a),
             **more,
         )
         return out
 
-    def _batch(self, a: AttentionArguments) -> dict[str, Any]:
+    def batch_arguments(self, a: AttentionArguments | StepRows) -> dict[str, Any]:
         """Return the arguments of native functions that describe a batch's tables and lengths."""
         return {
             "block_tables": a.block_tables.data_ptr(),
