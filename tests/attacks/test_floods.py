@@ -47,7 +47,7 @@ SEARCH = prefix_pb2.FindPrefixRequest(token_ids=bytes(LARGE))
 
 
 def search(stub: prefix_pb2_grpc.PrefixServiceStub, compression: grpc.Compression) -> str:
-    """What one large request, sent so, is answered: a status's name."""
+    """Send one large request; return the name of the status of its answer."""
     try:
         stub.FindPrefix(SEARCH, timeout=30, compression=compression)
     except grpc.RpcError as error:

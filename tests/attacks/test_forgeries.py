@@ -1,5 +1,5 @@
-"""What a caller forges, repeats, reorders, cuts off, or takes from another tenant is refused by
-name and counted, and changes nothing for the session that it was aimed at.
+"""Tests that what a caller forges, repeats, reorders, cuts off, or takes from another tenant is
+refused by name and counted, and changes nothing for the session that it was aimed at.
 """
 
 from __future__ import annotations

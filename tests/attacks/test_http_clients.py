@@ -36,7 +36,7 @@ class Raw:
         await self.writer.drain()
 
     async def ended(self) -> bytes:
-        """What came until the server closed the connection."""
+        """Return what came until the server closed the connection."""
         got = bytearray()
         async with asyncio.timeout(PATIENCE_S):
             try:
@@ -62,7 +62,7 @@ async def is_served(router: Routed) -> None:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes 30 s takes a moment."""
+    """Let the limit of 30 s be a moment."""
     monkeypatch.setattr(http_requests, "BODY_S", BODY_S)
 
 
@@ -214,7 +214,7 @@ async def test_json_that_is_deep_or_large_is_refused_or_passed_on(body: bytes) -
 
 
 async def test_bodies_take_no_more_memory_than_is_set() -> None:
-    """Of requests that no engine has begun to answer; others wait, and are let in again."""
+    """The limit is of requests that no engine has begun to answer; others wait."""
     engine = Engine(says_nothing_until_told)
     body = {"model": "m", "prompt": list(range(100, 13_000))}
     num_bytes = len(json.dumps(body))
@@ -257,7 +257,7 @@ async def test_one_key_cannot_have_all_places() -> None:
 
 
 async def test_long_texts_do_not_keep_others_from_the_tokenizer(tmp_path: Path) -> None:
-    """What would wait for long is sent to an engine unread."""
+    """A text that would wait for long is sent to an engine unread."""
     reader = PromptReader(save_byte_model(tmp_path))
     text = "a" * (prompts.MAX_WAITING_CHARACTERS - 1000)
     try:

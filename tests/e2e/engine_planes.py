@@ -89,7 +89,7 @@ class Process:
         return self._process.wait(timeout_s)
 
     def kill(self) -> None:
-        """As a machine that loses power."""
+        """End the process at once, as a machine that loses power does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,6 +1,6 @@
-"""What ``pip install .`` gives: one pure wheel, whose base needs neither compiler nor torch, and
-runs beside the protobuf and the grpcio that an engine pins. The native parts are apart from it, and
-from each other.
+"""Tests that ``pip install .`` gives one pure wheel, whose base needs neither compiler nor torch,
+and runs beside the protobuf and the grpcio that an engine pins. The native parts are apart from it,
+and from each other.
 """
 
 from __future__ import annotations

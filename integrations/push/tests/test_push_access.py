@@ -1,4 +1,4 @@
-"""Who may push: over TLS, with an access list, and against what is refused where the memory is."""
+"""Tests who may push over TLS and with an access list, and what the memory's owner refuses."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_another_tenant_gets_no_ticket(peers: TlsPools) -> None:
 
 @asynccontextmanager
 async def taking(folder: Path) -> AsyncIterator[tuple[DataPlaneServer, Any]]:
-    """As ``serving``, with the plug-in."""
+    """Serve a data plane as ``serving`` does, with the plug-in."""
     async with AsyncExitStack() as stack:
         with patch.dict(os.environ, variables(bind="127.0.0.1:0")):
             served = await stack.enter_async_context(serving(folder, plug_ins="push"))
