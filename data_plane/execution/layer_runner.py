@@ -177,8 +177,8 @@ class LayerRunner:
         self, named: PlanLayer, tensors: LayerTensors, options: AttentionOptions
     ) -> BoundLayer | None:
         """Check a layer's tensors and options for plans and passes of as many tokens as the
-        session's present one, and bind it. Returns None where native code cannot run layers by
-        itself, and for a layer that does not both write and attend. Raises as
+        session's present one, and bind it. Returns None where native code cannot run layers
+        without Python, and for a layer that does not both write and attend. Raises as
         ``PlanRunner.latest``, and InvalidRequestError.
         """
         query, key, _ = tensors

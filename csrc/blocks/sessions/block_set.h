@@ -1,8 +1,8 @@
 // A set of blocks of both tiers.
 //
-// A bit for each block, in pages of 4,096 that are made when the first of their blocks is added. So
-// no insert moves what is there, as the growth of a hash table does, and a plan that writes a
-// million blocks touches 128 KiB.
+// A bitmap in parts of 4,096 bits, each made when the first of its blocks is added. So no
+// insert moves what is there, as the growth of a hash table does, and a million consecutive blocks
+// take 128 KiB.
 #pragma once
 
 #include <array>

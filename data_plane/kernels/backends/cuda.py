@@ -342,8 +342,8 @@ class CudaKernels(NativeKernels):
     def shared_plan(
         self, arguments: AttentionArguments, plans: SharedPlans
     ) -> AttentionPlan | None:
-        """Return the work plan shared with other calls, which is queued if there is none yet; None
-        if one workspace is too small.
+        """Return the work plan that calls with the same lengths and tables share, and queue the
+        making of one if there is none; None if its partial results do not fit in one workspace.
         """
         key = self.plan_key(arguments)
         if key not in plans.made:
@@ -529,9 +529,10 @@ def _part(
 
 @dataclass(frozen=True, slots=True)
 class QueuedLayer:
-    """The arguments of a layer that stay the same from call to call, checked. It keeps no tensor of
-    a caller or of a batch. ``key_of_pages``: the layer's part of a plan's key. ``arguments`` makes
-    those of its attention from a query and a batch's tables and lengths.
+    """The checked arguments of one layer that do not change between calls. It keeps no tensor of a
+    caller or of a batch. ``key_of_pages``: what the layer's pages add to the key of a work plan.
+    ``arguments`` builds the arguments of an attention call from a query and a batch's tables and
+    lengths.
     """
 
     write: dict[str, Any]
@@ -562,8 +563,9 @@ class QueuedLayers(BoundLayers):
     def attend(
         self, bound: BoundLayer, batch: StepRows, query: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """Queue the attention of a bound layer that fits the batch. Returns the output, which is
-        ``out`` if given. The first layer of a batch queues its work plan too.
+        """Queue attention for a bound layer; ``find`` has said that the layer fits the batch.
+        Returns ``out`` if given, else a new tensor. The first call of a batch queues its work plan
+        too.
         """
         kernels, layer, rows = self._kernels, bound.native, of_tokens(query)
         if out is None:
