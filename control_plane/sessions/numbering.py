@@ -25,6 +25,7 @@ from kvplane.slices import Slices, run_to_end
 from kvplane.wire.v1 import session_pb2 as cpb
 
 _SLICE_BYTES: Final = 1 << 21  # that are digested in one slice: less than a millisecond
+_KEPT_BYTES: Final = 1 << 14  # of a request that is kept itself: about as much as its answer
 _METHODS: Final[dict[type[Message], bytes]] = {
     cpb.StepRequest: b"step",
     cpb.AbortPlansRequest: b"abort_plans",
@@ -53,6 +54,13 @@ class Answer:
         if self._request is not None:
             self._content, self._request = content_of(self._request), None
         return self._content
+
+    def shrink(self) -> None:
+        """Replace the request by its digest if it is large. Few small ones are ever repeated, and
+        to keep one costs less than to digest it.
+        """
+        if self._request is not None and self._request.ByteSize() > _KEPT_BYTES:
+            self.content()
 
     def result(self) -> Any:
         """Return the message, or the StepAnswer. Raises the error if the request failed."""
@@ -124,11 +132,11 @@ class Numbering:
         self.answered = self.last
 
     def settle(self) -> None:
-        """Replace the last request by its digest, which is enough to recognise a repeat. Called
-        after the answer is sent, which need not wait for it.
+        """Replace the last request, if it is large, by its digest, which is enough to recognise a
+        repeat. Called after the answer is sent, which need not wait for it.
         """
         if self._latest is not None:
-            self._latest.content()
+            self._latest.shrink()
             self._latest = None
 
     def _content_of(self, request: Any) -> bytes:

@@ -200,7 +200,7 @@ class Session:
         for shard_index, payload in enumerate(receipts):
             signature = signing.sign(self.pool.key, signing.RECEIPT, payload)
             self.expected[payload] = ExpectedReceipt(signature, number, shard_index)
-        self.plans[number] = record._replace(receipts=receipts)
+        self.plans[number] = PlanRecord(record.digest, record.made_s, receipts)
 
     def drop_plans(self, numbers: Sequence[int]) -> None:
         """Remove plans that have run or were aborted from those in flight."""
