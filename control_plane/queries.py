@@ -10,7 +10,7 @@ from control_plane.pools.pool import Pool
 from control_plane.sessions.session import Session
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError
 from kvplane.wire import columns
-from kvplane.wire.columns import INT64
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
@@ -38,6 +38,17 @@ def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceS
         num_cached_tokens=num_cached,
         num_blocks=num_blocks,
         tiers=tiers,
+        num_awaited_blocks=_awaited(session, ids),
+    )
+
+
+def _awaited(session: Session, ids: bytes) -> bytes:
+    """Return the column of how many blocks each sequence waits for; empty if none waits."""
+    if not session.wanted:
+        return b""
+    awaited = dict(session.wanted.values())
+    return columns.pack(
+        INT32, [awaited.get(each, 0) for each in columns.read(INT64, ids, "sequence_ids")]
     )
 
 

@@ -320,6 +320,7 @@ class SequenceState:
     ``admitted_by``: the number of the step that admitted or forked it. Of its ``num_tokens`` known
     tokens the first ``num_scheduled_tokens`` were cached or are computed by some plan, and the KV
     of the first ``num_written_tokens`` is written. ``tier``: a ``types_pb2.Tier``.
+    ``num_awaited_blocks``: blocks that it waits for since an append of it was LATER.
     """
 
     sequence_id: int
@@ -330,6 +331,7 @@ class SequenceState:
     num_cached_tokens: int
     num_blocks: int
     tier: int
+    num_awaited_blocks: int = 0
 
     @classmethod
     def all_from_proto(cls, message: pb.SequenceStates) -> list[SequenceState]:
@@ -344,6 +346,7 @@ class SequenceState:
                 length=num_sequences,
             )
             for field in pb.SequenceStates.DESCRIPTOR.fields
+            if field.name != "num_awaited_blocks" or message.num_awaited_blocks
         )
         return [cls(*each) for each in zip(*values, strict=True)]
 

@@ -161,28 +161,54 @@ class AdmissionQueue:
         """Remove a sequence that has left the device tier, but may come back, by ``admit``."""
         self._leave(session, sequence, done=False)
 
-    def may_grow(self, session: int, sequence: int, num_needed: int, now_s: float) -> bool:
+    def may_grow(
+        self,
+        session: int,
+        sequence: int,
+        num_needed: int,
+        now_s: float,
+        *,
+        num_awaited: int | None = None,
+        fits: bool | None = None,
+    ) -> bool:
         """Return whether a live sequence may take ``num_needed`` blocks now; the caller then
-        allocates them.
+        allocates them. ``fits``: whether there is room for them, by default as their number says.
 
-        If not, the sequence waits until it is granted the blocks, asks for another number or
-        leaves. It does not wait for more than the pool could give to this sequence alone.
+        If not, the sequence waits for ``num_awaited`` of them, by default all, until it is granted
+        these, asks for another number, leaves, or ``stop_growth`` is called. It does not wait for
+        blocks that it could have now, or for more than the pool could give to it alone.
         """
         turns, pool = self._turns, self._pool
         growing = turns.sessions[session].sequences[sequence]
-        may_grow = self.check_growth(session, sequence, num_needed)
-        if may_grow or pool.num_held(session, sequence) + num_needed > pool.num_blocks:
+        if self.check_growth(session, sequence, num_needed, fits=fits):
+            turns.unblock(growing, now_s)
+            return True
+        num_awaited = num_needed if num_awaited is None else num_awaited
+        is_given = not num_awaited or self.check_growth(session, sequence, num_awaited)
+        if is_given or pool.num_held(session, sequence) + num_awaited > pool.num_blocks:
             turns.unblock(growing, now_s)
         else:
-            turns.block(growing, num_needed, now_s)
-        return may_grow
+            turns.block(growing, num_awaited, now_s)
+        return False
 
-    def check_growth(self, session: int, sequence: int, num_needed: int) -> bool:
+    def stop_growth(self, session: int, sequence: int, now_s: float) -> None:
+        """Let a live sequence wait for no growth any more."""
+        self._turns.unblock(self._turns.sessions[session].sequences[sequence], now_s)
+
+    def num_awaited(self, session: int, sequence: int) -> int:
+        """Return how many blocks a live sequence waits for to grow."""
+        return self._turns.sessions[session].sequences[sequence].num_blocked
+
+    def check_growth(
+        self, session: int, sequence: int, num_needed: int, *, fits: bool | None = None
+    ) -> bool:
         """Return what ``may_grow`` would return, without changing the queue."""
+        if fits is None:
+            fits = num_needed <= self._pool.num_obtainable(session)
         rank = self._turns.sessions[session].sequences[sequence].rank
         oldest = self._turns.oldest_blocked()
         is_oldest = oldest is None or rank <= oldest.rank
-        return is_oldest and num_needed <= self._pool.num_obtainable(session)
+        return is_oldest and fits
 
     def live(self, session: int) -> set[int]:
         """Return the session's sequences that hold device blocks, and so have a turn."""

@@ -12,6 +12,7 @@ place while its session repeats it: the core moves blocks only within a step.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Final
 
 from kvplane_blocks import _native
@@ -30,7 +31,7 @@ from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
 from control_plane.sessions.device_blocks import DeviceBlocks
 from control_plane.sessions.news import PoolNews
-from control_plane.sessions.session import QueuedAdmission, Session, forks_of
+from control_plane.sessions.session import QueuedAdmission, Session, Wanted, forks_of
 from kvplane.wire import columns
 from kvplane.wire.columns import INT64
 from kvplane.wire.v1 import session_pb2 as cpb
@@ -139,16 +140,38 @@ class PoolAdmission:
             session.queued = QueuedAdmission(family, None, 0, self.pool.now_s)
         return must_wait
 
-    def may_grow(self, session: Session, sequence_id: int, num_needed: int, check_as: int) -> bool:
-        """Return whether a sequence may take so many blocks now; otherwise it waits for them."""
-        family = session.native.family_of(session.handle, sequence_id)
+    def may_grow(
+        self,
+        session: Session,
+        sequence_id: int,
+        num_needed: int,
+        *,
+        num_awaited: int,
+        fits: bool,
+        check_as: int,
+    ) -> bool:
+        """Return whether a sequence may take so many blocks now, for which there is room if
+        ``fits``. Otherwise it waits for ``num_awaited`` of them, unless it could have these now.
+        """
+        family, now_s = session.native.family_of(session.handle, sequence_id), self.pool.now_s
         if check_as:
-            return self._queue.check_growth(session.id, family, num_needed)
-        if self._queue.may_grow(session.id, family, num_needed, self.pool.now_s):
-            session.wanted.pop(family, None)
-            return True
-        session.wanted[family] = sequence_id
-        return False
+            return self._queue.check_growth(session.id, family, num_needed, fits=fits)
+        may_grow = self._queue.may_grow(
+            session.id, family, num_needed, now_s, num_awaited=num_awaited, fits=fits
+        )
+        session.wanted.pop(family, None)
+        if num_blocks := self._queue.num_awaited(session.id, family):
+            session.wanted[family] = Wanted(sequence_id, num_blocks)
+        return may_grow
+
+    def stop_waiting(self, session: Session, sequence_ids: Container[int]) -> None:
+        """Let these sequences wait no more for growth that was refused before: a later request has
+        taken its place.
+        """
+        for family, wanted in [*session.wanted.items()]:
+            if wanted.sequence_id in sequence_ids:
+                self._queue.stop_growth(session.id, family, self.pool.now_s)
+                del session.wanted[family]
 
     def apply(self, session: Session) -> None:
         """Report to the queue how the session's families of sequences changed in the core's last
@@ -262,9 +285,9 @@ class PoolAdmission:
     def _grow(self, session: Session, grant: Growth) -> None:
         """Allocate the blocks that a blocked sequence asked for, ahead of its next append."""
         native, handle = session.native, session.handle
-        sequence_id = session.wanted.pop(grant.sequence, 0)
-        if native.has_sequence(handle, sequence_id):
-            native.reserve(handle, sequence_id, grant.num_blocks)
+        wanted = session.wanted.pop(grant.sequence, None)
+        if wanted is not None and native.has_sequence(handle, wanted.sequence_id):
+            native.reserve(handle, wanted.sequence_id, grant.num_blocks)
             session.is_drafted = True
 
     def _grant(self, session: Session, grant: Admission) -> bool:

@@ -44,6 +44,13 @@ def forks_of(message: cpb.Admit) -> Sequence[int]:
     return columns.read(INT64, message.fork_sequence_ids, "fork_sequence_ids")
 
 
+class Wanted(NamedTuple):
+    """Blocks that a family waits for, and the sequence of it that asked for them."""
+
+    sequence_id: int
+    num_blocks: int
+
+
 @dataclass(slots=True)
 class QueuedAdmission:
     """A session's entry in the queue: an admission of step ``number``, or without a message a
@@ -72,8 +79,8 @@ class QueuedAdmission:
 class Session:
     """State of an open session; steps, receipts, aborts and the queue's decisions change it.
 
-    ``queued``: its entry in the queue. ``wanted``: for each family whose growth is blocked, the
-    sequence that asked. ``revoked``: sequences that were cut, which the engine may not know yet.
+    ``queued``: its entry in the queue. ``wanted``: for each family whose growth is blocked, what
+    it waits for. ``revoked``: sequences that were cut, which the engine may not know yet.
     ``news``: for the next answer, None when there are none. ``is_drafted``: whether changes made
     outside of its steps wait for its next plan.
     """
@@ -159,7 +166,7 @@ class Session:
         ]
         self._voided: deque[int] = deque(maxlen=_MAX_VOIDED)
         self.queued: QueuedAdmission | None = None
-        self.wanted: dict[int, int] = {}
+        self.wanted: dict[int, Wanted] = {}
         self.revoked: OrderedDict[int, None] = OrderedDict()
         self.news: cpb.News | None = None
         self.is_drafted = False

@@ -216,7 +216,9 @@ class Append(Operation):
 
 
 def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
-    """Extend sequences. While an older sequence waits for blocks, no other grows."""
+    """Extend sequences. While an older sequence waits for blocks, no other grows. Those that are
+    extended no longer wait for what they were refused before.
+    """
     native, handle = step.native, step.handle
     ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
     given = message.num_tokens, message.token_ids
@@ -229,10 +231,23 @@ def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
         num_obtainable = native.num_obtainable(handle, tpb.TIER_DEVICE)
     growth = native.growth(handle, ids, firsts, slots, ahead, step.check_as)
     if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
-        return _append_in_turn(step, message)
-    done = native.append(handle, ids, firsts, slots, *given, ahead, step.check_as)
-    assert done is not None
-    return done
+        num_blocks, refused = _append_in_turn(step, message)
+    else:
+        done = native.append(handle, ids, firsts, slots, *given, ahead, step.check_as)
+        assert done is not None
+        num_blocks, refused = done
+    _stop_waiting(step, ids, refused)
+    return num_blocks, refused
+
+
+def _stop_waiting(step: Step, sequence_ids: bytes, refused: Failures) -> None:
+    """Let sequences that were changed wait no more for growth that they were refused before."""
+    if not step.session.wanted or step.check_as:
+        return
+    items = {failure[0] for failure in refused or ()}
+    ids = columns.read(INT64, sequence_ids, "sequence_ids")
+    done = {each for item, each in enumerate(ids) if item not in items}
+    step.admission.stop_waiting(step.session, done)
 
 
 def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
@@ -256,26 +271,59 @@ def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
         end = begin + 4 * given[item]
         ids = all_ids[8 * item : 8 * item + 8]
         firsts, slots, tokens, ahead = (column[4 * item : 4 * item + 4] for column in columns_of_4)
-        growth = native.growth(handle, ids, firsts, slots, ahead, step.check_as)
-        (num_needed,) = columns.read(INT32, growth, "growth")
-        (sequence_id,) = columns.read(INT64, ids, "sequence_ids")
-        if num_needed and not step.admission.may_grow(
-            step.session, sequence_id, num_needed, step.check_as
-        ):
-            num_obtainable = native.num_obtainable(handle, tpb.TIER_DEVICE)
-            failures.append((item, _native.LATER, num_needed, num_obtainable, tpb.TIER_DEVICE))
+        columns_of_one = ids, firsts, slots, tokens, all_tokens[begin:end], ahead
+        if failure := _must_wait(step, *columns_of_one):
+            failures.append((item, *failure))
             done += bytes(4)
         else:
-            token_ids = all_tokens[begin:end]
-            answer = native.append(
-                handle, ids, firsts, slots, tokens, token_ids, ahead, step.check_as
-            )
+            answer = native.append(handle, *columns_of_one, step.check_as)
             assert answer is not None
             one, refused = answer
             failures += [(item, *failure[1:]) for failure in refused or ()]
             done += one
         begin = end
     return bytes(done), failures or None
+
+
+def _must_wait(
+    step: Step,
+    sequence_ids: bytes,
+    first_positions: bytes,
+    num_slots: bytes,
+    num_tokens: bytes,
+    token_ids: bytes,
+    num_lookahead: bytes,
+) -> tuple[int, int, int, int] | None:
+    """Return how the extension of one sequence fails if it has to wait for blocks."""
+    native, handle = step.native, step.handle
+    where = sequence_ids, first_positions, num_slots
+
+    def num_needed(num_lookahead: bytes) -> int:
+        growth = native.growth(handle, *where, num_lookahead, step.check_as)
+        (num,) = columns.read(INT32, growth, "growth")
+        return num
+
+    num = num_needed(num_lookahead)
+    if not num:
+        return None
+    # Nobody waits, or yields, for lookahead.
+    num_awaited = num_needed(b"") if num_lookahead else num
+    # Numbers of blocks are those of the pool's smallest group, and another may be what is short.
+    check_as = step.check_as or step.session.numbers.last
+    checked = native.append(handle, *where, num_tokens, token_ids, num_lookahead, check_as)
+    assert checked is not None
+    fits = not any(failure[1] in LATER for failure in checked[1] or ())
+    (sequence_id,) = columns.read(INT64, sequence_ids, "sequence_ids")
+    if step.admission.may_grow(
+        step.session,
+        sequence_id,
+        num,
+        num_awaited=num_awaited,
+        fits=fits,
+        check_as=step.check_as,
+    ):
+        return None
+    return _native.LATER, num, native.num_obtainable(handle, tpb.TIER_DEVICE), tpb.TIER_DEVICE
 
 
 class Fork(OneSlice):
@@ -387,6 +435,7 @@ class Free(_OfMany):
                 remaining.append(failure)
             elif not step.check_as:
                 admission.forget(session, failure[2])
+        _stop_waiting(step, ids, failures)
         return released, remaining or None
 
 
@@ -398,7 +447,9 @@ class Truncate(_OfMany):
 
     def do(self, step: Step, part: Sequence[bytes]) -> tuple[bytes, Failures]:
         ids, num_tokens = part
-        return step.native.truncate(step.handle, ids, num_tokens, step.check_as)
+        done = step.native.truncate(step.handle, ids, num_tokens, step.check_as)
+        _stop_waiting(step, ids, done[1])
+        return done
 
 
 class Swap(Operation):
@@ -428,6 +479,7 @@ class Swap(Operation):
         result.num_swapped_blocks = done
         if not step.check_as:
             admission.apply(session)
+            _stop_waiting(step, ids, None)
             step.num_taken_tokens += done * (SLICE_TOKENS // SLICE_BLOCKS)
         return None
 

@@ -128,10 +128,7 @@ void bind_families(PoolClass& pool) {
   pool.def(
       "family_held",
       [](const Pool& self, SessionHandle handle, int64_t family) {
-        int64_t num = 0;
-        for (const int64_t id : family_on_device(self, handle, family))
-          num += self.num_held(handle, sequence_of(self.first(), handle, id));
-        return num;
+        return self.num_held(handle, family_on_device(self, handle, family));
       },
       "handle"_a, "family"_a);
   pool.def(

@@ -81,6 +81,12 @@ class BlockStore {
     return infos_[b].state == State::kFree || infos_[b].state == State::kCached ||
            (infos_[b].state == State::kRetired && infos_[b].owner == handle);
   }
+  // Whether `num_obtainable` counts the block once the session drops its reference.
+  bool comes_back(Block b, SessionHandle handle) const {
+    const Info& info = infos_[b];
+    return info.ref_count == 1 && info.num_pins == 0 &&
+           (info.owner == kNoSession || info.owner == handle);
+  }
   // Whether a session whose table alone refers to the block may write it from `offset` tokens on:
   // it holds no published prefix nor may soon, and transfers read at most tokens before `offset`,
   // for earlier plans of the same session.

@@ -262,6 +262,19 @@ int64_t Pool::num_held(SessionHandle handle, const Sequence& sequence) const {
   });
 }
 
+int64_t Pool::num_held(SessionHandle handle, const std::vector<int64_t>& ids) const {
+  int64_t num = 0;
+  for (const int64_t id : ids)
+    num += num_held(handle, *first().sequences.find(first().sessions[handle], id));
+  if (num <= num_blocks(kDevice)) return num;
+  return most(groups(), kDevice, [&](const LayerGroup& group) {
+    std::vector<const Sequence*> sequences;
+    for (const int64_t id : ids)
+      sequences.push_back(group.sequences.find(group.sessions[handle], id));
+    return group.tables.num_different(sequences);
+  });
+}
+
 int64_t Pool::num_blocks_held(SessionHandle handle) const {
   return most(groups(), kDevice,
               [&](const LayerGroup& group) { return group.sessions[handle].num_held; });

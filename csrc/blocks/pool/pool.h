@@ -100,6 +100,9 @@ class Pool {
   int64_t num_coming(SessionHandle handle, Tier tier) const;
   int64_t num_own_retired(SessionHandle handle, Tier tier) const;
   int64_t num_held(SessionHandle handle, const Sequence& sequence) const;
+  // Of several sequences on the device. Shared ones count once, at least if the sum is more than a
+  // pool has.
+  int64_t num_held(SessionHandle handle, const std::vector<int64_t>& ids) const;
   int64_t num_blocks_held(SessionHandle handle) const;
 
  private:

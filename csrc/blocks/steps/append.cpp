@@ -54,24 +54,21 @@ Failure Growth::check(const Session& session, const AppendColumns& columns, int6
     return {item, Code::kPosition, id, sequence.num_scheduled, first};
   const int64_t end = first + num_slots, cover = end + num_ahead;
   const int64_t longest = std::max(cover, sequence.tokens.size + num_given);
+  const int64_t num_gone = num_unseen(sequence);
   if (longest > kMaxPositions ||
-      div_ceil(longest, block_size_) - sequence.num_trimmed > stores_[kDevice].num_blocks)
+      div_ceil(longest, block_size_) - num_gone > stores_[kDevice].num_blocks)
     return tables_.never_fits(kDevice, item, div_ceil(longest, block_size_));
   const int64_t quota = shared_.config.max_owner_blocks;
-  if (quota && div_ceil(longest, block_size_) - sequence.num_trimmed > quota)
+  if (quota && div_ceil(longest, block_size_) - num_gone > quota)
     return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
-  const int64_t needed = need.needed = num_needed(session, sequence, first, end, cover);
+  const int64_t needed = count_needed(session, sequence, first, end, cover, need);
   const int64_t allowed =
       quota && needed ? tables_.num_allowed(session) + num_replaced(session, sequence, first, end)
                       : needed;
-  const int64_t available = need.available =
-      std::min(stores_[kDevice].num_obtainable(session.handle), allowed);
-  // Blocks that it has ahead serve for the copy of a shared one.
-  const int64_t num_spare = needed > available ? num_ahead_of(sequence, std::max(end, cover)) : 0;
-  if (needed > allowed + num_spare)
+  if (needed > allowed)
     return {item, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), kDevice};
-  if (needed > available + num_spare)
-    return tables_.no_room(session, kDevice, item, needed, available, 0);
+  const int64_t available = std::min(stores_[kDevice].num_obtainable(session.handle), allowed);
+  if (needed > available) return tables_.no_room(session, kDevice, item, needed, available, 0);
   return {item, Code::kOk};
 }
 
@@ -81,14 +78,14 @@ int64_t Growth::append(Session& session, const AppendColumns& columns, int64_t i
   const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
   const int64_t end = first + num_slots;
   const int64_t cover = end + (columns.num_lookahead.size ? columns.num_lookahead[item] : 0);
-  const int64_t needed = need.needed, available = need.available;
   const uint32_t index = need.index;
   Sequence& sequence = sequences_[index];
-  if (needed > available) {
-    tables_.cut(session, sequence, sequence.table.size - (needed - available), session.number);
+  if (need.num_spare) {
+    tables_.cut(session, sequence, sequence.table.size - need.num_spare, session.number);
     if (sequence.table_sent && !session.resync_due)
       session.draft.changes.cut(ChangeKind::kTruncate, id, sequence.table.size);
   }
+  if (need.trims) trim(session, sequence);
   sequence.tokens.append(token_store_, tokens, num_given);
   session.num_tokens += num_given;
   grow(session, index, first, end, cover);
@@ -110,17 +107,42 @@ void Growth::reserve(Session& session, uint32_t index, int64_t num_blocks) {
   grow(session, index, first, first, (sequence.table.size + num_blocks) * block_size_);
 }
 
-// Blocks at the end of the table that are not needed up to `cover`, and that nothing else has.
-int64_t Growth::num_ahead_of(const Sequence& sequence, int64_t cover) const {
-  int64_t num = 0;
-  for (int64_t i = sequence.table.size; i > div_ceil(cover, block_size_); --i, ++num) {
-    const uint32_t id = sequence.table.chunks[static_cast<size_t>((i - 1) / Table::kItems)];
-    const Block b = sequence.table.at(table_store_, i - 1);
-    if (table_store_[id].num_owners > 1 || stores_[kDevice].ref_count(b) > 1 ||
-        stores_[kDevice].num_pins(b))
-      break;
-  }
+// Counts the blocks to obtain for [first, end) and slots up to `cover`, and says in `need` which of
+// its own blocks the sequence gives back for that: first those at the end of its table that are not
+// needed up to `cover`, which serve for the copies of shared ones, and those that no position can
+// see any more.
+int64_t Growth::count_needed(const Session& session, const Sequence& sequence, int64_t first,
+                             int64_t end, int64_t cover, Need& need) const {
+  need.num_spare = 0;
+  need.trims = false;
+  const int64_t needed = num_needed(session, sequence, first, end, cover);
+  if (!needed) return 0;
+  const int64_t last = div_ceil(std::max(end, cover), block_size_);
+  for (int64_t i = sequence.table.size;
+       i > last && need.num_spare < needed && comes_back(session, sequence, i - 1); --i)
+    ++need.num_spare;
+  int64_t num = needed - need.num_spare;
+  const int64_t num_gone = num_unseen(sequence);
+  need.trims = num_gone > sequence.num_trimmed;
+  for (int64_t i = sequence.num_trimmed; i < num_gone && num; ++i)
+    num -= comes_back(session, sequence, i);
   return num;
+}
+
+// Whether the session can allocate the sequence's i-th block as soon as the sequence drops it.
+bool Growth::comes_back(const Session& session, const Sequence& sequence, int64_t i) const {
+  const uint32_t id = sequence.table.chunks[static_cast<size_t>(i / Table::kItems)];
+  const Block b = sequence.table.at(table_store_, i);
+  return table_store_[id].num_owners == 1 && !session.destinations.contains(kDevice, b) &&
+         stores_[kDevice].comes_back(b, session.handle);
+}
+
+// How many leading blocks can no position see, from the first on that an abort would leave.
+int64_t Growth::num_unseen(const Sequence& sequence) const {
+  if (!shared_.config.window_tokens) return sequence.num_trimmed;
+  const int64_t num_left = std::min(sequence.num_written, sequence.tokens.size);
+  const int64_t first_seen = std::max<int64_t>(0, num_left - shared_.config.window_tokens + 1);
+  return std::max(sequence.num_trimmed, std::min(first_seen / block_size_, sequence.table.size));
 }
 
 std::vector<int32_t> Growth::needs(const Session& session, const AppendColumns& columns) const {
@@ -136,11 +158,11 @@ std::vector<int32_t> Growth::needs(const Session& session, const AppendColumns& 
     // For any other `first` there may be no end.
     const int64_t end = is_next ? first + num_slots : 0, cover = end + num_ahead;
     int64_t num = 0;
-    if (is_next && div_ceil(cover, block_size_) - sequence->num_trimmed <= num_fitting) {
-      num = num_needed(session, *sequence, first, end, cover);
+    if (is_next && div_ceil(cover, block_size_) - num_unseen(*sequence) <= num_fitting) {
+      Need need;
+      num = count_needed(session, *sequence, first, end, cover, need);
       if (shared_.config.max_owner_blocks && num &&
-          num > tables_.num_allowed(session) + num_replaced(session, *sequence, first, end) +
-                    num_ahead_of(*sequence, std::max(end, cover)))
+          num > tables_.num_allowed(session) + num_replaced(session, *sequence, first, end))
         num = 0;
     }
     needed.push_back(static_cast<int32_t>(num));
@@ -236,11 +258,9 @@ void Growth::schedule(Session& session, uint32_t index, int64_t num_slots) {
   if (shared_.config.window_tokens) trim(session, sequence);
 }
 
-// Drops leading blocks that no position can see from the first on that an abort would leave.
+// Drops the blocks of `num_unseen`.
 void Growth::trim(Session& session, Sequence& sequence) {
-  const int64_t num_left = std::min(sequence.num_written, sequence.tokens.size);
-  const int64_t first_seen = std::max<int64_t>(0, num_left - shared_.config.window_tokens + 1);
-  const int64_t num = std::min(first_seen / block_size_, sequence.table.size);
+  const int64_t num = num_unseen(sequence);
   if (num <= sequence.num_trimmed) return;
   tables_.trim(session, sequence, num, session.number);
   if (sequence.table_sent) session.draft.changes.cut(ChangeKind::kTrim, sequence.id, num);

@@ -22,11 +22,11 @@ namespace kvplane::blocks {
 // admissions call it: `check` first, which changes nothing.
 class Growth {
  public:
-  // The needs of an item of an append.
+  // What an item of an append takes, besides the blocks that are obtained for it.
   struct Need {
-    uint32_t index = 0;  // of the sequence
-    int64_t needed = 0;  // blocks
-    int64_t available = 0;
+    uint32_t index = 0;     // of the sequence
+    int64_t num_spare = 0;  // blocks at the end of its table, which it gives back
+    bool trims = false;     // whether it gives back those that no position can see
   };
 
   Growth(Shared& shared, const Stores& stores, SequenceStore& sequences, Tables& tables,
@@ -63,7 +63,10 @@ class Growth {
   int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
                      int64_t cover) const;
   bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
-  int64_t num_ahead_of(const Sequence& sequence, int64_t cover) const;
+  int64_t count_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
+                       int64_t cover, Need& need) const;
+  bool comes_back(const Session& session, const Sequence& sequence, int64_t i) const;
+  int64_t num_unseen(const Sequence& sequence) const;
   int64_t num_replaced(const Session& session, const Sequence& sequence, int64_t first,
                        int64_t end) const;
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);

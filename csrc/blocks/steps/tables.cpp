@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <unordered_set>
 #include <utility>
 
 #include "core/require.h"
@@ -188,6 +189,25 @@ std::vector<Block> Tables::blocks_of(const Sequence& sequence) const {
     table.insert(table.end(), items, items + num);
   });
   return table;
+}
+
+int64_t Tables::num_different(const std::vector<const Sequence*>& sequences) const {
+  BlockSet blocks;
+  std::unordered_set<uint32_t> chunks;
+  for (const Sequence* sequence : sequences) {
+    if (sequence->tier != kDevice) continue;
+    const Table& table = sequence->table;
+    for (size_t p = 0; p < table.chunks.size(); ++p) {
+      const auto begin = static_cast<int64_t>(p) * Table::kItems;
+      const int64_t num = std::min<int64_t>(Table::kItems, table.size - begin);
+      // A shared chunk may be used further by one of them than by another.
+      if (num == Table::kItems && !chunks.insert(table.chunks[p]).second) continue;
+      const Block* const items = table_store_[table.chunks[p]].items;
+      for (int64_t i = 0; i < num; ++i)
+        if (items[i] != kNoBlock) blocks.insert(kDevice, items[i]);
+    }
+  }
+  return static_cast<int64_t>(blocks.size());
 }
 
 int64_t Tables::num_allowed(const Session& session) const {

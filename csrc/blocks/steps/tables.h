@@ -77,6 +77,8 @@ class Tables {
                   int64_t available, int64_t headroom) const;
 
   std::vector<Block> blocks_of(const Sequence& sequence) const;
+  // Counts the device blocks of these sequences, each once.
+  int64_t num_different(const std::vector<const Sequence*>& sequences) const;
   // Device blocks that tables of the owner's sessions refer to.
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
 

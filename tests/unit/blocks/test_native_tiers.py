@@ -219,7 +219,7 @@ def test_blocks_behind_the_window_go_back() -> None:
     assert caller.append((1, 12, 1, [], 0)) == ([4], [])
     plan = caller.finish()
     assert plan is not None
-    assert [(c.kind, c.num) for c in plan.changes] == [(Kind.SET, 1), (Kind.TRIM, 1)]
+    assert [(c.kind, c.num) for c in plan.changes] == [(Kind.TRIM, 1), (Kind.SET, 1)]
     assert caller.table(1)[0] is None and caller.table(1)[1] is not None
     caller.receipted()
     caller.pool.check_integrity()
