@@ -29,6 +29,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),  # a proxy for the web, which seldom knows a plane's address
 )
 
 # For servers that take over from each other: one that hangs is left within 3 s, while its lease

@@ -241,6 +241,15 @@ async def test_a_mistake_is_answered_with_what_to_do(
     assert re.fullmatch(pattern, str(caught.value)), str(caught.value)
 
 
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+async def test_a_proxy_for_the_web_is_not_asked_for_a_plane(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    async with ControlClient(planes.control.address, timeout_s=5.0) as control:
+        await control.get_pool(POOL)
+
+
 async def test_a_plane_names_the_plane_of_each_service_that_it_lacks(planes: Planes) -> None:
     for file in (session_pb2, execution_pb2, pool_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
