@@ -33,6 +33,7 @@ from kvplane.errors import (
 from kvplane.serving.http_requests import (
     CLIENT_GONE,
     authenticate,
+    not_served,
     read_body,
     refusal,
     until_gone,
@@ -56,20 +57,6 @@ from .worker import EngineWorker, Prompt
 _LOGGER: Final = logging.getLogger("engine")
 
 _EncodeChat = Callable[[Sequence[Message]], Prompt]
-
-
-async def _not_served(request: Request, error: Exception) -> Response:
-    """Return the error response for a path or method that is not served."""
-    assert isinstance(error, HTTPException)
-    answer = refusal(
-        NotFoundError(
-            f"{request.method} {request.url.path} is not served: POST /v1/completions and"
-            " /v1/chat/completions, GET /v1/models, /health and /metrics are"
-        )
-    )
-    answer.status_code = error.status_code
-    answer.headers.update(error.headers or {})
-    return answer
 
 
 class _ServingApp:
@@ -106,7 +93,7 @@ class _ServingApp:
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers={HTTPException: _not_served},
+            exception_handlers={HTTPException: partial(not_served, "/health")},
         )
 
     async def _completions(self, request: Request) -> Response:

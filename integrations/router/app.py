@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -26,6 +27,7 @@ from kvplane.errors import (
 from kvplane.serving.http_requests import (
     CLIENT_GONE,
     authenticate,
+    not_served,
     read_body,
     refusal,
     until_gone,
@@ -77,7 +79,8 @@ class RouterApp:
                 Route("/v1/models/{name:path}", self._models),
                 Route("/healthz", self._health),
                 Route("/metrics", self._show_metrics),
-            ]
+            ],
+            exception_handlers={HTTPException: partial(not_served, "/healthz")},
         )
 
     async def _route(self, http: HttpRequest) -> Response:

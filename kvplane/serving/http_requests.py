@@ -7,8 +7,9 @@ import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from kvplane.errors import (
@@ -103,6 +104,22 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def not_served(health: str, request: Request, error: Exception) -> Response:
+    """Return the error response for a path or method that is not served. ``health``: the path of
+    the server's health.
+    """
+    assert isinstance(error, HTTPException)
+    answer = refusal(
+        NotFoundError(
+            f"{request.method} {request.url.path} is not served: POST /v1/completions and"
+            f" /v1/chat/completions, GET /v1/models, {health} and /metrics are"
+        )
+    )
+    answer.status_code = error.status_code
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 def refusal(error: KvplaneError) -> JSONResponse:

@@ -167,11 +167,14 @@ async def test_what_cannot_be_routed_is_refused() -> None:
         assert engine.requests == []
         assert (await router.post(headers=right)).status_code == 200
         assert engine.requests[0][1]["authorization"] == "Bearer inner"
-        for path in ("/v1/other", "/v1/../metrics"):
-            assert (await router.http.post(path, json=BODY, headers=right)).status_code in (
-                404,
-                405,
-            )
+        for method, path, status in (
+            ("POST", "/v1/embeddings", 404),
+            ("POST", "/v1/../metrics", 405),
+            ("GET", "/v1/completions", 405),
+        ):
+            unknown = await router.http.request(method, path, headers=right)
+            assert unknown.status_code == status
+            assert " is not served" in unknown.json()["error"]["message"]
 
 
 async def test_no_more_requests_are_open_than_allowed() -> None:
