@@ -3,8 +3,9 @@ derived.
 
 A field ``lease_s`` of program ``control_plane`` is the flag ``--lease-s`` and the variable
 ``KVPLANE_CONTROL_PLANE_LEASE_S``; it is declared once, with its default. A flag beats its variable,
-and an empty variable counts as unset. Whatever is wrong, an unknown variable with the program's
-prefix included, ends the program with one line on stderr and exit code 2.
+and an empty variable counts as unset, as do those of Kubernetes' service links. Whatever is wrong,
+an unknown variable with the program's prefix included, ends the program with one line on stderr and
+exit code 2.
 
 Classes are put together by inheritance, and a field may be a settings dataclass itself, whose
 fields are settings of the program. A subclass that assigns ``bind: str = "127.0.0.1:50051"`` only
@@ -17,6 +18,7 @@ import dataclasses
 import inspect
 import logging
 import math
+import re
 import sys
 import types
 import typing
@@ -30,6 +32,9 @@ from kvplane.errors import InvalidRequestError
 from kvplane.release import release
 
 EXIT_BAD_SETTINGS: Final = 2
+_SERVICE_LINK: Final = re.compile(
+    r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
 
 ConfigT = TypeVar("ConfigT")
 
@@ -85,6 +90,7 @@ def parse(
     Exits with code 0 after ``--help`` and with code 2 for a setting that is wrong. A dataclass may
     check combinations of fields in ``__post_init__``, and raise InvalidRequestError or ValueError.
     """
+    environ = {name: text for name, text in environ.items() if not _is_service_link(name, text)}
     command = _command(config_class, program, environ)
     try:
         _reject_unknown_variables(command, program, environ)
@@ -258,6 +264,13 @@ def _reject_unknown_variables(
     for name in environ:
         if name.startswith(variable_prefix(program)) and name not in known:
             raise click.UsageError(f"{name} is not a setting; --help lists them all.")
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    """Return whether Kubernetes sets this variable in every pod, for a service whose name begins
+    with that of a program.
+    """
+    return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in text)
 
 
 def _fail(program: str, message: str) -> typing.NoReturn:

@@ -124,6 +124,7 @@ def test_probes_limits_and_rights(variant: str, plane: str) -> None:
     assert only["resources"]["limits"]["memory"]
     assert set(only["resources"]["requests"]) == {"cpu", "memory"}
     assert pod["spec"]["securityContext"]["runAsNonRoot"]
+    assert not pod["spec"]["enableServiceLinks"]
     assert only["securityContext"]["readOnlyRootFilesystem"]
     assert only["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes", [])}

@@ -150,6 +150,22 @@ def test_an_unknown_variable_of_this_program_is_refused(
     parse(Config, "some_plane", [], {"KVPLANE_OTHER_PLANE_LEASE": "1"})
 
 
+@pytest.mark.parametrize("service", ["", "PAGE_", "NUM_PLANS_"])
+def test_variables_of_kubernetes_service_links_are_no_settings(service: str) -> None:
+    name, url = f"KVPLANE_SOME_PLANE_{service}", "tcp://10.96.0.7:50051"
+    links = {f"{name}SERVICE_{end}": "50051" for end in ("HOST", "PORT", "PORT_GRPC")}
+    links |= {f"{name}PORT": url, f"{name}PORT_50051_TCP": url}
+    links |= {f"{name}PORT_50051_TCP_{end}": "x" for end in ("PROTO", "PORT", "ADDR")}
+    assert parse(Config, "some_plane", [], links) == Config()
+
+
+def test_a_service_link_does_not_set_a_port(capsys: pytest.CaptureFixture[str]) -> None:
+    link = {"KVPLANE_SOME_PLANE_PORT": "tcp://10.96.0.7:50051"}
+    assert parse(Base, "some_plane", ["--bind", "b"], link).port == 1
+    wrong = {"KVPLANE_SOME_PLANE_PAGE_PORT": "9103"}
+    assert "KVPLANE_SOME_PLANE_PAGE_PORT" in refusal(capsys, [], wrong)
+
+
 def test_a_setting_without_a_default_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model" in refusal(capsys, [], {}, Demanding)
     given = parse(Demanding, "some_plane", ["--model", "m"], {})
