@@ -64,7 +64,8 @@ class HttpServer(uvicorn.Server):
             self.config.ssl = renewed_context(self._certificate, self._key)
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
-        announce(f"{host}:{port}", self._port_file, self._logger)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        announce(address, self._port_file, self._logger)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and give open requests a little time."""

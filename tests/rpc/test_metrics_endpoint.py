@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import socket
@@ -25,11 +26,24 @@ from kvplane.serving.observability.metrics_endpoint import (
     read_login,
     serve_metrics,
 )
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.refusals import refused
 
 TLS = Path(__file__).parent / "tls"
 LOGIN = "prometheus", hashlib.sha256(b"word:with colon").hexdigest()
 Start = Callable[[MetricsAccess], MetricsEndpoint]
+
+
+def ipv6() -> list[str]:
+    """The ways to write the loopback of IPv6, where this machine has one."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return []
+    return ["::1", "[::1]"]
+
+
+IPV6 = ipv6()
 
 
 @pytest.fixture
@@ -81,6 +95,21 @@ def test_a_header_that_is_none_is_refused() -> None:
     access = MetricsAccess(login=LOGIN)
     for header in ("Basic", "Basic ???", "Basic /w==", "Bearer abc", "\x00"):
         assert not access.permits(header)
+
+
+@pytest.mark.parametrize("host", ["localhost", *IPV6])
+def test_metrics_are_served_at_the_host_that_is_named(host: str) -> None:
+    endpoint = serve_metrics(CollectorRegistry(), lambda: True, host, 0)
+    shown = host if host.isalpha() else f"[{host.strip('[]')}]"
+    assert get(f"http://{shown}:{endpoint.port}/metrics") == 200
+    endpoint.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", *IPV6[1:]])
+async def test_a_plane_serves_its_metrics_and_its_page_where_it_binds(host: str) -> None:
+    async with control_plane(bind=f"{host}:0", metrics_port=0, page_port=0) as plane:
+        for address in (f"{host}:{plane.metrics_port}", plane.page_address):
+            assert await asyncio.to_thread(get, f"http://{address}/") == 200
 
 
 def test_metrics_are_served_over_https(start: Start) -> None:

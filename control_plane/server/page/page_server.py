@@ -68,7 +68,7 @@ class PageServer:
     async def start(self, host: str, port: int, tls: ServerTls | None) -> None:
         """Start to serve; port 0 picks a free one. Raises OSError when it cannot bind."""
         self._server = await asyncio.start_server(
-            self._connected, host, port, limit=_MAX_HEAD_BYTES, ssl=_context(tls)
+            self._connected, host.strip("[]"), port, limit=_MAX_HEAD_BYTES, ssl=_context(tls)
         )
         self.port = self._server.sockets[0].getsockname()[1]
 

@@ -112,7 +112,7 @@ def serve_metrics(
         return metrics(environ, start_response)
 
     try:
-        server = make_server(host, port, answer, _HttpServer, _Handler)
+        server = make_server(host.strip("[]"), port, answer, _HttpServer, _Handler)
     except OSError as error:
         raise OSError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
     if access.certificate is not None and access.key is not None:
@@ -131,9 +131,11 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, address: tuple[str, int], *arguments: Any, **settings: Any) -> None:
         self._free = BoundedSemaphore(_MAX_THREADS)
-        super().__init__(*arguments, **settings)
+        families = {found[0] for found in socket.getaddrinfo(*address)}
+        self.address_family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        super().__init__(address, *arguments, **settings)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
