@@ -8,9 +8,10 @@ import signal
 import ssl
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from types import FrameType
 from typing import Final
 
 import httpx2
@@ -46,14 +47,15 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if config.log_level == "info":  # a line for each request, and for each look at an engine
         logging.getLogger("httpx2").setLevel(logging.WARNING)
     log_settings(config, _LOGGER)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # the server ends by them, and raises them again
+    _on_signal(lambda *_: sys.exit(0))
     try:
         asyncio.run(_route(config))
+    except asyncio.CancelledError:  # by a signal, before it served
+        return 0
     except (KvplaneError, OSError) as error:
         print(f"router: error: {error}", file=sys.stderr)
         return EXIT_BAD_SETTINGS if isinstance(error, InvalidRequestError) else 1
-    except SystemExit as end:  # by uvicorn: the address cannot be bound
+    except SystemExit as end:  # by a signal, or by uvicorn: the address cannot be bound
         return int(bool(end.code))
     return 0
 
@@ -64,6 +66,9 @@ async def _route(config: RouterSettings) -> None:
     picker = Picker(pools)
     async with AsyncExitStack() as stack:
         stack.callback(reader.close)
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        _on_signal(lambda *_: loop.call_soon_threadsafe(task.cancel))
         client = await stack.enter_async_context(engine_client(config))
         control = ControlClient(config.control_plane, tls=config.client_tls)
         await stack.enter_async_context(control)
@@ -95,7 +100,15 @@ async def _route(config: RouterSettings) -> None:
             port_file=config.port_file,
             logger=_LOGGER,
         )
+        # While it serves, uvicorn handles signals, and raises them again when it has ended.
+        _on_signal(server.handle_exit)
         await server.serve()
+
+
+def _on_signal(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Have SIGTERM and SIGINT handled by ``handler``."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def engine_client(config: RouterSettings) -> httpx2.AsyncClient:

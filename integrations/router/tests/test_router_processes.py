@@ -185,3 +185,18 @@ def test_the_engine_that_is_left_answers(fleet: Fleet) -> None:
     log = router.log.read_text()
     assert "Traceback" not in log
     assert "HTTP Request" not in log, "a line for each request would hide the others"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_router_that_waits_for_its_pools_ends_when_it_is_told_to(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    flags = ("--engine", "http://127.0.0.1:9=first", "--control-plane", "127.0.0.1:9")
+    router = HttpProgram(tmp_path, "router", ROUTER, *flags, "--log-level", "debug")
+    router.start()
+    wait_until(lambda: router.log.exists() and "is not described" in router.log.read_text())
+    router.process.send_signal(number)
+    assert router.process.wait(5.0) == 0
+    printed = router.log.read_text()
+    assert "listening" not in printed
+    assert "Traceback" not in printed
