@@ -56,6 +56,20 @@ def test_requests_fail_within_the_time_for_recovery_and_are_answered_once_planes
             assert answer(llm) == calm  # by a session that its first step opens
 
 
+def test_sigterm_ends_the_wait_for_a_control_plane_that_is_away(
+    model: Path, tmp_path: Path
+) -> None:
+    program = HttpProgram(
+        *(tmp_path, "engine", "engine", "serve", "--model", str(model), "--num-threads", "1"),
+        *("--control-plane", "127.0.0.1:9", "--recovery-timeout-s", "40"),
+    )
+    program.start()
+    wait_until(lambda: program.log.exists() and "waiting" in program.log.read_text())
+    program.process.terminate()
+    assert program.process.wait(10.0) == 128 + signal.SIGTERM
+    assert "Traceback" not in program.log.read_text()
+
+
 @pytest.mark.nightly
 def test_sigterm_ends_the_wait_for_planes_and_answers_who_waits(
     model: Path, tmp_path: Path

@@ -158,3 +158,22 @@ def test_a_call_in_passing_leaves_no_thread() -> None:
     assert not threads[0].is_alive()
     with pytest.raises(ZeroDivisionError):
         call_in_short_thread(lambda: 1 // 0)
+
+
+def test_an_interrupt_ends_a_call_in_passing() -> None:
+    given_up = threading.Event()
+
+    def call() -> None:
+        try:
+            for _ in range(1000):
+                time.sleep(0.02)
+        finally:
+            given_up.set()
+
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call_in_short_thread(call)
+    assert given_up.is_set()
+    assert time.monotonic() - began_s < 4.0
