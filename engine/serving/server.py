@@ -282,6 +282,7 @@ async def _serve(app: _ServingApp, config: ServeSettings, worker: EngineWorker) 
         key=config.tls_key,
         port_file=config.port_file,
         logger=_LOGGER,
+        idle_timeout_s=config.idle_timeout_s,
         on_stop=worker.give_up,
     )
 

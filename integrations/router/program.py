@@ -99,6 +99,7 @@ async def _route(config: RouterSettings) -> None:
             key=config.tls_key,
             port_file=config.port_file,
             logger=_LOGGER,
+            idle_timeout_s=config.idle_timeout_s,
         )
         # While it serves, uvicorn handles signals, and raises them again when it has ended.
         _on_signal(server.handle_exit)

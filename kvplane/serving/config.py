@@ -88,6 +88,13 @@ class HttpServerSettings(ListenerSettings):
     max_body_bytes: int = setting(
         1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
     )
+    idle_timeout_s: float = setting(
+        5.0,
+        help="How long a connection may be idle between requests: longer than a load balancer's.",
+        unit="s",
+        minimum=3,
+        maximum=86_400,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,12 +28,14 @@ class HttpServer(uvicorn.Server):
         key: Path | None,
         port_file: Path | None,
         logger: logging.Logger,
+        idle_timeout_s: float = 5.0,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None.
-        ``on_stop`` is called when the server stops, before it waits for open requests. Requests
-        get status 503 beyond the connections that the limit of open files allows, where each
-        client may need one more, to an engine.
+        ``idle_timeout_s``: how long a connection may be idle between requests. ``on_stop`` is
+        called when the server stops, before it waits for open requests. Requests get status 503
+        beyond the connections that the limit of open files allows, where each client may need one
+        more, to an engine.
         """
         host, _, port = bind.rpartition(":")
         super().__init__(
@@ -50,6 +52,7 @@ class HttpServer(uvicorn.Server):
                 ssl_keyfile=key,
                 limit_concurrency=most_connections(),
                 timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=idle_timeout_s,  # type: ignore[arg-type]
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -141,6 +141,19 @@ async def test_a_connection_that_says_no_more_is_answered_and_closed(
         await is_served(router)
 
 
+async def test_a_connection_may_be_idle_for_as_long_as_is_set() -> None:
+    said = HEAD + b"content-length: 2\r\n\r\n{}"
+    async with routed(Engine(says_yes), idle_timeout_s=0.5) as router, raw(router) as client:
+        await client.say(said)
+        async with asyncio.timeout(4.0):
+            await client.ended()
+    async with routed(Engine(says_yes), idle_timeout_s=60.0) as router, raw(router) as client:
+        await client.say(said)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(6.0):
+                await client.ended()
+
+
 async def test_requests_that_two_servers_could_read_differently_reach_no_engine() -> None:
     """Two lengths, or a length and chunks: what the engine gets has one length, the body's."""
     engine = Engine(says_yes)

@@ -114,6 +114,7 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
     await known.start()
     metrics, reader = RouterMetrics(), PromptReader(None)
     proxy = Proxy(client, known, picker, metrics, engine_key)
+    idle_timeout_s = how.pop("idle_timeout_s", 5.0)
     bounds = {"max_requests": 8, "max_body_bytes": 4096} | how
     app = RouterApp(proxy, known, picker, reader, metrics, **bounds)
     router = HttpServer(
@@ -123,6 +124,7 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
         key=None,
         port_file=None,
         logger=logging.getLogger("router"),
+        idle_timeout_s=idle_timeout_s,
     )
     serving = asyncio.create_task(router._serve())  # without the handling of signals
     async with asyncio.timeout(PATIENCE_S):
