@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from kvplane.transport.renewed import Renewed, server_context
+
+# How the public key of a certificate begins in DER: its kind, and the length of its bits.
+_UNUSABLE_KEYS: Final = {
+    "ed25519": bytes.fromhex("06032b6570 032100"),
+    "P-521": bytes.fromhex("06052b81040023 03818600"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,14 @@ def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     if _contents(tls) != before:
         raise OSError("the files are being replaced")
     key, certificate, client_ca = before
+    leaf = certificate.partition(b"-----BEGIN CERTIFICATE-----")[2].partition(b"-----END")[0]
+    der = base64.b64decode(leaf)
+    for kind, public_key in _UNUSABLE_KEYS.items():
+        if public_key in der:
+            raise OSError(
+                f"{tls.certificate} has a key of {kind}, which clients of gRPC refuse; RSA, P-256"
+                " and P-384 work"
+            )
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
 
 

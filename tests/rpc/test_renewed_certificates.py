@@ -23,6 +23,7 @@ from kvplane import ControlClient, Tls
 from kvplane.errors import InvalidRequestError
 from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.program import engine_client
+from kvplane.serving.certificates import credentials
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.server import ServerTls
 from tests.helpers.data.data_server import config_of
@@ -269,3 +270,20 @@ async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
         await until(lambda: "not renewed control_plane=" in caplog.text)
         await until_registered("second")
         await data.stop()
+
+
+@pytest.mark.parametrize(
+    ("key", "is_usable"), [("ed25519", False), ("P-521", False), ("P-384", True), ("rsa", True)]
+)
+def test_a_key_that_no_client_can_use_is_refused_by_its_file(
+    tmp_path: Path, key: str, is_usable: bool
+) -> None:
+    curve = f"ec -pkeyopt ec_paramgen_curve:{key}" if key.startswith("P-") else key
+    files = tmp_path / "server.pem", tmp_path / "server.key"
+    made = f"req -x509 -subj /CN=x -nodes -newkey {curve} -out {files[0]} -keyout {files[1]}"
+    subprocess.run(["openssl", *made.split()], check=True, capture_output=True)
+    if is_usable:
+        credentials(ServerTls(*files))
+    else:
+        with pytest.raises(OSError, match=rf"server\.pem .*{key}"):
+            credentials(ServerTls(*files))
