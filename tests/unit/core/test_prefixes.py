@@ -14,7 +14,7 @@ from kvplane.prefixes import ForgetScope
 from kvplane.slices import run_to_end
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
-from tests.helpers.core.core_messages import POOL
+from tests.helpers.core.core_messages import BLOCK, POOL
 from tests.helpers.core.core_model import World, only
 from tests.helpers.planning.registration_messages import hello
 from tests.helpers.refusals import refused
@@ -166,6 +166,26 @@ def test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten(num_sha
     assert [len(shard.published) for shard in world.shards] == [0] * num_shards
     world.restart_control_plane()
     assert world.engine().lookup(range(17)) == 0
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_what_a_plan_evicted_that_never_ran_can_be_forgotten(is_away: bool) -> None:
+    """The data plane still has it as it was, and would report it."""
+    world = World(num_device=4, num_host=0)
+    engine, other = world.engine(), world.engine()
+    engine.cache(range(25))
+    world.pump()
+    if is_away:
+        world.shards[0].leave()
+    other.step(ops.admit(2, [5] * 4 * BLOCK, skip_prefix_lookup=True))
+    other.close()
+    assert engine.forget(ForgetScope.TENANT).num_forgotten_blocks == 0
+    if is_away:
+        assert world.shards[0].come(), "it is resumed"
+    world.pump()
+    assert not world.shards[0].published
+    world.restart_control_plane()
+    assert world.engine().lookup(range(25)) == 0
 
 
 def test_what_is_published_again_under_the_same_tokens_stays() -> None:
