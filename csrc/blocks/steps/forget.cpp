@@ -169,6 +169,9 @@ void Forgetter::take_apart(EntryId e, EntryId root) {
     withdrawn_.emplace_back(blocks[0], stores_[kDevice].generation(blocks[0]));
   for (const Tier tier : {kDevice, kHost})  // the last takes the entry away
     if (blocks[tier - 1] != kNoBlock) stores_[tier].unpublish(blocks[tier - 1]);
+  // A data plane may hear of a plan that writes the block before it hears that it is withdrawn.
+  if (blocks[0] != kNoBlock && stores_[kDevice].ref_count(blocks[0]))
+    stores_[kDevice].keep(blocks[0]);
   if (has_blocks) return;
   if (entry.retention) retention_.lost(e);
   index_.prune(e);

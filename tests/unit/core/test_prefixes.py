@@ -227,6 +227,20 @@ def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
     assert world.engine().lookup(range(17)) == 0
 
 
+def test_a_block_in_use_that_was_forgotten_is_not_written_in_place() -> None:
+    """The data plane may hear of the next plan before it hears that the block is forgotten."""
+    world = cached_world()
+    engine = world.engine()
+    engine.admit(1, range(17))
+    engine.do(ops.truncate([1], [12]))
+    before = engine.table(1)
+    engine.forget(ForgetScope.NAMESPACE, force=True)
+    for position in (12, 13):
+        engine.do(ops.append(1, [7], 1, first_positions=position))
+        assert engine.table(1)[0] == before[0] and engine.table(1)[1] != before[1]
+    world.core.check_integrity()
+
+
 def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_SLICE_ENTRIES", 1)
     world = cached_world()
