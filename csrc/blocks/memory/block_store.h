@@ -160,7 +160,8 @@ class BlockStore {
  private:
   static constexpr int kNumPriorities = 101;
   // Retired blocks that one session may allocate at once: `plain` ones first; `kept` ones, which
-  // hold a published prefix or may soon, after evictable blocks. And blocks promised to it.
+  // hold a published prefix or may soon, after idle blocks and before retained ones. And blocks
+  // promised to it.
   struct RetiredBlocks {
     List plain;
     List kept;

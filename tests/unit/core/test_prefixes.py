@@ -63,6 +63,18 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
     assert retain(world, *owners[1]) == 2
 
 
+def test_what_a_step_frees_goes_before_what_is_retained() -> None:
+    """Its blocks are not idle before the step's plan has run."""
+    world = World(num_device=4, num_host=0, max_retained_share=0.5)
+    engine = world.engine()
+    engine.cache(range(17))
+    assert retain(world, "tenant", "") == 2
+    engine.admit(2, range(100, 116))
+    engine.do(ops.free([2]), ops.admit(3, [5] * 16))
+    assert engine.lookup(range(17)) == 16
+    assert engine.lookup(range(100, 116)) == 0
+
+
 def priorities(world: World) -> list[int]:
     """Of the blocks of the prompt of 25 tokens."""
     request = pb.FindPrefixRequest(token_ids=ops.pack_tokens(range(25)), with_blocks=True)
