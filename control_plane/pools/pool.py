@@ -47,7 +47,6 @@ _MAX_TENANTS: Final = 65_536
 _MAX_WITHDRAWN: Final = 65_536  # blocks in one message
 _SLICE_ENTRIES: Final = 10_000  # freed at once: a few milliseconds
 _COUNTERS: Final = PoolCounters._fields
-_FORGOTTEN: Final = _COUNTERS.index("num_forgotten_blocks")
 _MAXIMUM: Final = _COUNTERS.index("max_held_blocks")  # does not add up
 _OF_TOKENS: Final = [i for i, name in enumerate(_COUNTERS) if name.endswith("_tokens")]
 
@@ -89,7 +88,7 @@ class Pool:
         self.watchers: set[Watcher] = set()
         self._keeps_changes = False
         self._followed_revision = 0
-        self._has_forgotten = False  # blocks, which the shards are to withdraw
+        self._has_forgotten = False  # since the shards were told to withdraw blocks
         self._earlier_counters = [0] * len(_COUNTERS)  # of the cores before this one
         self._earlier_times: list[float] = []
         self._earlier_revision = 1  # watchers say 0 where they have none
@@ -144,7 +143,9 @@ class Pool:
     @property
     def has_announcements(self) -> bool:
         """Return whether there are publications or withdrawals to send to shards."""
-        return self._has_forgotten or any(core.has_publications for core in self.groups)
+        return self._has_forgotten or any(
+            core.has_publications or core.has_withdrawn for core in self.groups
+        )
 
     def num_blocks(self, tier: tpb.Tier) -> int:
         """Return how many blocks of a tier the layer group with the fewest has; 0 until built."""
@@ -302,13 +303,10 @@ class Pool:
         for group, core in enumerate(self.groups):
             if published := core.take_publications(MAX_PUBLICATIONS):
                 self.shards.send([publish_message(run, group) for run in published])
-        while self._has_forgotten:
-            self._has_forgotten = False
-            for group, core in enumerate(self.groups):
-                indices, generations = core.take_forgotten(_MAX_WITHDRAWN)
-                if indices:
-                    self.shards.send([withdraw_message(indices, generations, group)])
-                    self._has_forgotten = True
+            while core.has_withdrawn:
+                indices, generations = core.take_withdrawn(_MAX_WITHDRAWN)
+                self.shards.send([withdraw_message(indices, generations, group)])
+        self._has_forgotten = False
         if not self.is_forgetting:
             self.shards.withdrawn()
 
@@ -330,7 +328,7 @@ class Pool:
             first_block, first_block + MAX_PUBLICATIONS
         )
         messages = [publish_message(run, group) for run in published]
-        if indices and core.counters()[_FORGOTTEN]:
+        if indices:
             messages.append(withdraw_message(indices, generations, group))
         return messages, end if end < core.usage(_DEVICE)[0] else 0
 

@@ -73,12 +73,16 @@ def check_writable(
     """
     check_unpublished(tables, batch)
     blocks = batch.written_blocks
-    num_entries = tables.ref_counts[tier_key_of(batch.group, pb.TIER_DEVICE)][blocks]
+    device = tier_key_of(batch.group, pb.TIER_DEVICE)
+    num_entries = tables.ref_counts[device][blocks]
     shared = num_entries != 1
     if not shared.any():
         return
     of_session = tables.of_session(session_id, batch.group)
-    changed = [of_session[i].held.blocks for i in set(changed_ids.tolist()) if i in of_session]
+    found = (of_session.get(i) for i in set(changed_ids.tolist()))
+    held = [table.held for table in found if table is not None and table.tier_key == device]
+    present = tables.generations[device]
+    changed = [each.blocks[present[each.blocks] == each.generations] for each in held]
     counts = np.bincount(np.concatenate([*changed, blocks[:0]]), minlength=int(blocks.max()) + 1)
     writers = batch.sequence_ids[batch.written_by]
     counts = counts[blocks] + ~np.isin(writers, changed_ids)

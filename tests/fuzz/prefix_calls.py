@@ -33,7 +33,7 @@ def forget_roots(world: World, _: Session) -> None:
 def forget_some(world: World, _: Session) -> None:
     core = world.core()
     core.forget_some(world.number(4))
-    core.take_forgotten(world.unsigned(3, 64))
+    core.take_withdrawn(world.unsigned(3, 64))
 
 
 def tick(world: World, _: Session) -> None:

@@ -170,6 +170,9 @@ void bind_queries(GroupClass& group) {
   group.def("take_publications", &take_publications, "max_blocks"_a);
   group.def_property_readonly("has_publications",
                               [](const LayerGroup& self) { return !self.announcements.empty(); });
+  group.def_property_readonly("has_withdrawn", [](const LayerGroup& self) {
+    return !self.forgetter.withdrawn().empty();
+  });
   group.def("publications_in", &publications_in, "begin"_a, "end"_a);
   group.def("check_integrity", [](const LayerGroup& self) {
     try {
@@ -197,14 +200,14 @@ void bind_prefixes(GroupClass& group) {
       [](LayerGroup& self, int64_t max_entries) { return self.forgetter.forget_some(max_entries); },
       "max_entries"_a);
   group.def(
-      "take_forgotten",
+      "take_withdrawn",
       [](LayerGroup& self, size_t max_blocks) {
         std::vector<int32_t> indices;
         std::vector<int64_t> generations;
-        auto& forgotten = self.forgetter.forgotten();
-        for (; indices.size() < max_blocks && !forgotten.empty(); forgotten.pop_front()) {
-          indices.push_back(static_cast<int32_t>(forgotten.front().first));
-          generations.push_back(forgotten.front().second);
+        auto& withdrawn = self.forgetter.withdrawn();
+        for (; indices.size() < max_blocks && !withdrawn.empty(); withdrawn.pop_front()) {
+          indices.push_back(static_cast<int32_t>(withdrawn.front().first));
+          generations.push_back(withdrawn.front().second);
         }
         return py::make_tuple(pack(indices), pack(generations));
       },

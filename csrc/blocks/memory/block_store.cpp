@@ -91,12 +91,12 @@ int64_t BlockStore::take(SessionHandle handle, Block* blocks, int64_t most) {
   } else if (own.plain.size) {
     b = own.plain.tail;
     leave(b);
-  } else if (num_idle_ + num_retained_) {
-    return evict(handle, blocks, most);
-  } else {
-    assert(own.kept.size);  // callers check for room first
+  } else if (own.kept.size && !num_idle_) {
     b = own.kept.head;
     leave(b);
+  } else {
+    assert(num_idle_ + num_retained_);  // callers check for room first
+    return evict(handle, blocks, most);
   }
   if (infos_[b].published) {
     if (on_evict) on_evict(handle, {&b, 1}, Eviction::kOwn);

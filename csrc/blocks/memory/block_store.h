@@ -128,8 +128,8 @@ class BlockStore {
   void unpublish(Block b);
   // Spares that took the place of blocks allocated since the last call.
   std::vector<Block> take_promoted() { return std::exchange(promoted_, {}); }
-  // Receipts may still publish the block: when it is retired it is reused last, and sessions that
-  // share it do not write it.
+  // Receipts may still publish the block, or data planes take it for published: when it is retired
+  // it is reused last, and sessions that refer to it do not write it.
   void keep(Block b);
   // The published block is evicted after all that are not retained, and of these after those of a
   // lower priority and those of this one so far; 0: it is not retained.
@@ -160,7 +160,8 @@ class BlockStore {
  private:
   static constexpr int kNumPriorities = 101;
   // Retired blocks that one session may allocate at once: `plain` ones first; `kept` ones, which
-  // hold a published prefix or may soon, after evictable blocks. And blocks promised to it.
+  // hold a published prefix or may soon, after idle blocks and before retained ones. And blocks
+  // promised to it.
   struct RetiredBlocks {
     List plain;
     List kept;

@@ -166,9 +166,12 @@ void Forgetter::take_apart(EntryId e, EntryId root) {
   while (entry.spares != kNoBlock) index_.clear_block(kDevice, entry.spares);
   const Block blocks[2] = {entry.block(kDevice), entry.block(kHost)};
   if (blocks[0] != kNoBlock)
-    forgotten_.emplace_back(blocks[0], stores_[kDevice].generation(blocks[0]));
+    withdrawn_.emplace_back(blocks[0], stores_[kDevice].generation(blocks[0]));
   for (const Tier tier : {kDevice, kHost})  // the last takes the entry away
     if (blocks[tier - 1] != kNoBlock) stores_[tier].unpublish(blocks[tier - 1]);
+  // A data plane may hear of a plan that writes the block before it hears that it is withdrawn.
+  if (blocks[0] != kNoBlock && stores_[kDevice].ref_count(blocks[0]))
+    stores_[kDevice].keep(blocks[0]);
   if (has_blocks) return;
   if (entry.retention) retention_.lost(e);
   index_.prune(e);
@@ -186,7 +189,7 @@ void Forgetter::check() const {
   require(num_held == index_.num_holds(), "former roots are kept for nothing");
   require(path_.empty() || (!forgetting_.empty() && path_[0].first == forgetting_.front().root),
           "the path is in another prefix");
-  for (const auto& [b, generation] : forgotten_)
+  for (const auto& [b, generation] : withdrawn_)
     require(generation <= stores_[kDevice].generation(b), "a block to withdraw is to come", b);
 }
 

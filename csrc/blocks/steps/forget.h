@@ -54,8 +54,15 @@ class Forgetter {
   void forget_root(EntryId root);
   // Removes entries; returns whether some are left.
   bool forget_some(int64_t max_entries);
-  // Device blocks with their generations, to be withdrawn.
-  std::deque<std::pair<Block, int64_t>>& forgotten() { return forgotten_; }
+  // Device blocks with their generations, to be withdrawn from data planes.
+  std::deque<std::pair<Block, int64_t>>& withdrawn() { return withdrawn_; }
+  const std::deque<std::pair<Block, int64_t>>& withdrawn() const { return withdrawn_; }
+  // The published blocks are evicted. The plan that takes them may never run, and their prefixes be
+  // forgotten by then: no report may bring them back.
+  void evicted(Span<Block> blocks) {
+    for (int64_t i = 0; i < blocks.size; ++i)
+      withdrawn_.emplace_back(blocks[i], stores_[kDevice].generation(blocks[i]));
+  }
   // Throws std::logic_error saying what is wrong.
   void check() const;
 
@@ -85,7 +92,7 @@ class Forgetter {
   Publisher& publisher_;
   std::deque<Forgetting> forgetting_;
   std::vector<std::pair<EntryId, uint32_t>> path_;  // down in the first of these: (entry, uid)
-  std::deque<std::pair<Block, int64_t>> forgotten_;
+  std::deque<std::pair<Block, int64_t>> withdrawn_;
 };
 
 }  // namespace kvplane::blocks

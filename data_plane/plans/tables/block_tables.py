@@ -153,13 +153,14 @@ class Publications:
     def withdraw(
         self, message: rpb.WithdrawBlocks, generations: NDArray[np.int64], field: str
     ) -> int:
-        """Drop the publications of blocks that still have their generation, and ignore the others.
-        ``generations``: the present one of each block. Returns the number dropped.
+        """Drop the publications of blocks that have the given generation or an earlier one, and
+        ignore the others. ``generations``: the present one of each block. Returns the number
+        dropped.
 
         Raises InvalidRequestError naming the part of ``field`` at fault, and drops nothing then.
         """
         indices, own = self._check_blocks(message.indices, message.generations, field)
-        blocks = indices[(own == generations[indices]) & self.published[indices]]
+        blocks = indices[(own >= generations[indices]) & self.published[indices]]
         self.published[blocks] = False
         return len(blocks)
 

@@ -187,7 +187,7 @@ class DataPlane(Plane):
             for index, generation in zip(
                 indices, columns.read(INT64, withdraw.generations, "generations"), strict=True
             ):
-                if self.generation.get((DEVICE, index)) == generation:
+                if self.generation.get((DEVICE, index), 0) <= generation:
                     self.published.pop(index, None)
         else:
             assert kind == "report_request", kind

@@ -321,7 +321,7 @@ class World:
             self._take_publications(core, plane)
 
     def _take_publications(self, core: LayerGroup, plane: Plane) -> None:
-        blocks, generations = core.take_forgotten(1000)
+        blocks, generations = core.take_withdrawn(1000)
         for block, generation in zip(ints(blocks, "i"), ints(generations, "q"), strict=True):
             plane.withdraw(block, generation)
         for run in core.take_publications(3):

@@ -22,7 +22,7 @@ def finish(pool: OneGroup, piece: int = 1) -> list[tuple[int, int]]:
     """Takes apart what was forgotten. Returns the device blocks to withdraw."""
     while pool.forget_some(piece):
         pass
-    indices, generations = pool.take_forgotten(10**9)
+    indices, generations = pool.take_withdrawn(10**9)
     return list(zip(ints(indices, "i"), ints(generations, "q"), strict=True))
 
 
@@ -234,7 +234,7 @@ def test_what_is_forgotten_first_is_taken_apart_first() -> None:
         for _ in range(4):  # down to the last entry, and then up
             assert pool.forget_some(1)
             pool.check_integrity()
-            revisions.append(len(pool.take_forgotten(10)[0]) // 4)
+            revisions.append(len(pool.take_withdrawn(10)[0]) // 4)
         assert revisions == [0, 0, 0, 1]
         assert len(finish(pool)) == 4
         assert num_free(pool) == 32

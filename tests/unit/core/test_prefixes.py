@@ -14,7 +14,7 @@ from kvplane.prefixes import ForgetScope
 from kvplane.slices import run_to_end
 from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import prefix_pb2 as pb
-from tests.helpers.core.core_messages import POOL
+from tests.helpers.core.core_messages import BLOCK, POOL
 from tests.helpers.core.core_model import World, only
 from tests.helpers.planning.registration_messages import hello
 from tests.helpers.refusals import refused
@@ -61,6 +61,18 @@ def test_a_tenant_has_one_quota_over_its_namespaces_and_others_have_their_own() 
     assert retain(world, *owners[2]) == 2
     assert retain(world, *owners[0], time_to_live_s=0) == 2, "it ends"
     assert retain(world, *owners[1]) == 2
+
+
+def test_what_a_step_frees_goes_before_what_is_retained() -> None:
+    """Its blocks are not idle before the step's plan has run."""
+    world = World(num_device=4, num_host=0, max_retained_share=0.5)
+    engine = world.engine()
+    engine.cache(range(17))
+    assert retain(world, "tenant", "") == 2
+    engine.admit(2, range(100, 116))
+    engine.do(ops.free([2]), ops.admit(3, [5] * 16))
+    assert engine.lookup(range(17)) == 16
+    assert engine.lookup(range(100, 116)) == 0
 
 
 def priorities(world: World) -> list[int]:
@@ -168,6 +180,26 @@ def test_a_control_plane_that_restarts_does_not_learn_what_was_forgotten(num_sha
     assert world.engine().lookup(range(17)) == 0
 
 
+@pytest.mark.parametrize("is_away", [False, True])
+def test_what_a_plan_evicted_that_never_ran_can_be_forgotten(is_away: bool) -> None:
+    """The data plane still has it as it was, and would report it."""
+    world = World(num_device=4, num_host=0)
+    engine, other = world.engine(), world.engine()
+    engine.cache(range(25))
+    world.pump()
+    if is_away:
+        world.shards[0].leave()
+    other.step(ops.admit(2, [5] * 4 * BLOCK, skip_prefix_lookup=True))
+    other.close()
+    assert engine.forget(ForgetScope.TENANT).num_forgotten_blocks == 0
+    if is_away:
+        assert world.shards[0].come(), "it is resumed"
+    world.pump()
+    assert not world.shards[0].published
+    world.restart_control_plane()
+    assert world.engine().lookup(range(25)) == 0
+
+
 def test_what_is_published_again_under_the_same_tokens_stays() -> None:
     world = cached_world()
     engine = world.engine()
@@ -205,6 +237,20 @@ def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:
     assert not world.shards[0].published
     world.restart_control_plane()
     assert world.engine().lookup(range(17)) == 0
+
+
+def test_a_block_in_use_that_was_forgotten_is_not_written_in_place() -> None:
+    """The data plane may hear of the next plan before it hears that the block is forgotten."""
+    world = cached_world()
+    engine = world.engine()
+    engine.admit(1, range(17))
+    engine.do(ops.truncate([1], [12]))
+    before = engine.table(1)
+    engine.forget(ForgetScope.NAMESPACE, force=True)
+    for position in (12, 13):
+        engine.do(ops.append(1, [7], 1, first_positions=position))
+        assert engine.table(1)[0] == before[0] and engine.table(1)[1] != before[1]
+    world.core.check_integrity()
 
 
 def test_a_large_prefix_is_taken_apart_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:

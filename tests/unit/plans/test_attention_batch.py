@@ -103,6 +103,19 @@ def test_a_sequence_on_the_host_is_refused() -> None:
         prepare_batch(tables_of({1: [0]}, HOST), 1, pack_spans([span(1, 0, 1)]))
 
 
+def test_tables_of_the_plan_may_share_a_written_block_whatever_is_on_the_host() -> None:
+    """A block of the host tier may have the same index, and a stale entry is of another block."""
+    tables = tables_of({2: [0], 3: [0]})
+    tables.allocate(HOST, np.array([0]), np.array([1]))
+    put(tables, 4, [0], HOST)
+    tables.put(1, 5, Table(DEVICE, np.array([0], np.int32), np.zeros(1, np.int64)))
+    batch = prepare_batch(tables, 1, pack_spans([span(2, 0, 1)]))
+    check_writable(tables, 1, batch, np.array([2, 3, 4, 5], np.int64))
+    put(tables, 6, [0])
+    with pytest.raises(BlockNotWritableError, match="block 0 is shared"):
+        check_writable(tables, 1, batch, np.array([2, 3, 4, 5], np.int64))
+
+
 def test_only_the_blocks_that_are_written_must_be_writable() -> None:
     tables = tables_of({1: [0, 1], 2: [2, 3]})
     put(tables, 5, [2])

@@ -71,10 +71,10 @@ def withdrawal(*blocks: tuple[int, int]) -> rpb.WithdrawBlocks:
     return rpb.WithdrawBlocks(indices=int32(*indices), generations=int64(*generations))
 
 
-def test_what_is_withdrawn_is_not_reported_if_it_is_of_the_generation_named() -> None:
+def test_what_is_withdrawn_is_not_reported_unless_it_is_of_a_later_generation() -> None:
     kept = Publications(NUM_BLOCKS, BLOCK_SIZE)
     kept.keep(publications((2, 3), (0, 1), (4, 2)), PRESENT, "publications")
-    message = withdrawal((0, 1), (2, 2), (3, 1))
+    message = withdrawal((0, 2), (2, 2), (3, 1))
     assert kept.withdraw(message, PRESENT, "withdraw") == 1
     assert kept.withdraw(message, PRESENT, "withdraw") == 0
     reported = [block for message in kept.report(PRESENT, 9) for block in blocks_of(message)]
