@@ -7,6 +7,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvplane.serving.observability.metrics import count_in_process
+
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
@@ -14,6 +16,7 @@ class ServingMetrics:
     """Metrics of the HTTP server and its engine. ``num_open``: unanswered requests."""
 
     def __init__(self, num_open: Callable[[], int]) -> None:
+        count_in_process()
         self._registry = registry = CollectorRegistry()
         self.requests = Counter(
             "kvplane_engine_requests_total",

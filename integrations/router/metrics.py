@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvplane.serving.observability.metrics import Declaration
+from kvplane.serving.observability.metrics import Declaration, count_in_process
 
 from .picker import Pick
 
@@ -90,6 +90,7 @@ class RouterMetrics:
     """Metrics in a registry of their own. Each is that of ``prometheus_client``, by declaration."""
 
     def __init__(self) -> None:
+        count_in_process()
         self._registry = CollectorRegistry()
         self._metrics = {
             each: _KINDS[each.kind](

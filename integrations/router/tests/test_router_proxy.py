@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -219,3 +223,16 @@ def test_help_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert printed.startswith("Usage: python -m kvplane.integrations.router ")
     assert "KVPLANE_ROUTER_ENGINE" in printed
+
+
+def test_numbers_stay_in_the_process(tmp_path: Path) -> None:
+    made = (
+        "from engine.serving.metrics import ServingMetrics\n"
+        "from kvplane.integrations.router.metrics import RouterMetrics\n"
+        "print(ServingMetrics(lambda: 3).text().decode(), RouterMetrics().text().decode())\n"
+    )
+    env = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", made]
+    shown = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    assert "kvplane_engine_open_requests 3.0" in shown
+    assert [*tmp_path.iterdir()] == []

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, values
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -199,6 +199,13 @@ class PlaneMetrics(Collector):
         samples.add(RECEIVED, self.rpc.received.num_bytes)
         self.read(samples)
         return samples.metrics()
+
+
+def count_in_process() -> None:
+    """Have prometheus_client keep what is counted from now on in this process, not in files of
+    PROMETHEUS_MULTIPROC_DIR: that folder is for servers of many processes, and may be another's.
+    """
+    values.ValueClass = values.MutexValue  # type: ignore[misc]
 
 
 def _family(declaration: Declaration) -> str:
