@@ -205,7 +205,7 @@ def count_in_process() -> None:
     """Have prometheus_client keep what is counted from now on in this process, not in files of
     PROMETHEUS_MULTIPROC_DIR: that folder is for servers of many processes, and may be another's.
     """
-    values.ValueClass = values.MutexValue  # type: ignore[misc]
+    values.ValueClass = values.MutexValue
 
 
 def _family(declaration: Declaration) -> str:
