@@ -22,6 +22,7 @@ _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 # probability, or all have the same.
 _TEMPERATURES: Final = (1e-5, 1e5)
 _LEAST_TOP_P: Final = 1e-30
+_LEAST_LOGPROB: Final = -9999.0  # of a token that the model excludes: JSON has no infinity
 
 
 class Row(Protocol):
@@ -73,7 +74,7 @@ def logprobs_of(
     """Return the log probability of each row's token in ``logits`` float32 [num_rows, vocabulary],
     and those of the ``nums_likeliest`` most likely tokens.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = torch.log_softmax(logits, dim=-1).clamp(min=_LEAST_LOGPROB)
     top = torch.topk(logprobs, min(max(nums_likeliest), logits.shape[1]))
     of_tokens = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     ids, values = top.indices.tolist(), top.values.tolist()

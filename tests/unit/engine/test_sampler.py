@@ -216,6 +216,9 @@ def test_a_log_probability_comes_with_the_likeliest() -> None:
     assert [(each.token_id, each.text) for each in found.likeliest] == [(1, "1"), (3, "3")]
     assert found.likeliest[0].logprob == pytest.approx(float(wanted[1]))
     assert logprobs_of(LOGITS[None], [2], [0], str)[0].likeliest == ()
+    masked = LOGITS.masked_fill(LOGITS < 2, -torch.inf)
+    excluded = logprobs_of(masked[None], [1], [3], str)[0].likeliest[2]
+    assert excluded.logprob == -9999.0  # as JSON has no infinity
 
 
 def test_a_repetition_penalty_lowers_what_was_seen() -> None:
