@@ -643,5 +643,7 @@ class EngineCore:
             index=index,
             tokens=list(request.prompt_token_ids),
             stream=new_stream(request.params.seed, index),
-            detokenizer=Detokenizer(self._loaded.tokenizer, request.params.stop),
+            detokenizer=Detokenizer(
+                self._loaded.tokenizer, request.params.stop, request.prompt_token_ids
+            ),
         )
