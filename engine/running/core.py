@@ -514,7 +514,8 @@ class EngineCore:
                 self._loaded.decode,
             )
             for i, logprob in zip(wanted, found, strict=True):
-                sequences[i].logprobs.append(logprob)
+                offset = len(sequences[i].detokenizer.text)
+                sequences[i].logprobs.append(replace(logprob, text_offset=offset))
         for place, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence.params.record_logits:
                 sequence.logits.append(logits[place].clone())

@@ -69,11 +69,17 @@ def logprobs_of(
     logits: torch.Tensor,
     tokens: Sequence[int],
     nums_likeliest: Sequence[int],
-    decode: Callable[[int], str],
+    decode: Callable[[int], tuple[str, bytes]],
 ) -> list[TokenLogprob]:
     """Return the log probability of each row's token in ``logits`` float32 [num_rows, vocabulary],
-    and those of the ``nums_likeliest`` most likely tokens.
+    and those of the ``nums_likeliest`` most likely tokens. ``decode``: gives a token's text and
+    bytes.
     """
+
+    def of_token(token: int, value: float, *likeliest: TokenLogprob) -> TokenLogprob:
+        text, data = decode(token)
+        return TokenLogprob(token, text, value, likeliest, data)
+
     logprobs = torch.log_softmax(logits, dim=-1).clamp(min=_LEAST_LOGPROB)
     top = torch.topk(logprobs, min(max(nums_likeliest), logits.shape[1]))
     of_tokens = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
@@ -81,8 +87,7 @@ def logprobs_of(
     found = []
     for i, token in enumerate(tokens):
         likeliest = zip(ids[i][: nums_likeliest[i]], values[i], strict=False)
-        of_others = tuple(TokenLogprob(each, decode(each), value) for each, value in likeliest)
-        found.append(TokenLogprob(token, decode(token), of_tokens[i], of_others))
+        found.append(of_token(token, of_tokens[i], *(of_token(*each) for each in likeliest)))
     return found
 
 

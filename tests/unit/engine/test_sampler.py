@@ -208,16 +208,20 @@ def test_frequency_and_presence_count_what_was_generated_and_not_the_prompt() ->
     assert token([4, 4, 4], 0, frequency_penalty=-2.0) == 4
 
 
+def named(token: int) -> tuple[str, bytes]:
+    return str(token), str(token).encode()
+
+
 def test_a_log_probability_comes_with_the_likeliest() -> None:
-    found = logprobs_of(LOGITS[None], [2], [2], str)[0]
+    found = logprobs_of(LOGITS[None], [2], [2], named)[0]
     wanted = torch.log_softmax(LOGITS, -1)
     assert (found.token_id, found.text) == (2, "2")
     assert found.logprob == pytest.approx(float(wanted[2]))
     assert [(each.token_id, each.text) for each in found.likeliest] == [(1, "1"), (3, "3")]
     assert found.likeliest[0].logprob == pytest.approx(float(wanted[1]))
-    assert logprobs_of(LOGITS[None], [2], [0], str)[0].likeliest == ()
+    assert logprobs_of(LOGITS[None], [2], [0], named)[0].likeliest == ()
     masked = LOGITS.masked_fill(LOGITS < 2, -torch.inf)
-    excluded = logprobs_of(masked[None], [1], [3], str)[0].likeliest[2]
+    excluded = logprobs_of(masked[None], [1], [3], named)[0].likeliest[2]
     assert excluded.logprob == -9999.0  # as JSON has no infinity
 
 
