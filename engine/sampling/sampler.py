@@ -118,19 +118,22 @@ def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> list[int]:
     """Return a token for each row, by a random number looked up in the sums of its probabilities:
     after the cuts to top-k, to min-p and, if ``is_nucleus``, to top-p (arXiv:1904.09751), in this
-    order. The most likely token always stays.
+    order. The most likely token always stays. Top-k keeps k tokens, of equal ones the first.
     """
 
     def column(name: str) -> torch.Tensor:
         return torch.tensor([[getattr(row.params, name)] for row in rows])
 
-    logits = logits / column("temperature").clamp(*_TEMPERATURES)
     vocabulary = logits.shape[1]
     top_k, min_p = column("top_k"), column("min_p")
-    if (top_k > 0).any():
+    if (top_k > 0).any():  # before the temperature, whose rounding can make logits equal
         most = top_k.where((top_k > 0) & (top_k < vocabulary), vocabulary)
         least = torch.topk(logits, int(most.max())).values.gather(1, most - 1)
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        above, equal = logits > least, logits == least
+        room = most - above.sum(dim=-1, keepdim=True)
+        kept = above | (equal & (equal.cumsum(dim=-1) <= room))
+        logits = logits.masked_fill(~kept, -torch.inf)
+    logits = logits / column("temperature").clamp(*_TEMPERATURES)
     if (min_p > 0).any():
         least = logits.max(dim=-1, keepdim=True).values + min_p.log()
         logits = logits.masked_fill(logits < least, -torch.inf)

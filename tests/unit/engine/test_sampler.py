@@ -58,6 +58,20 @@ def test_top_k_leaves_only_the_k_most_likely() -> None:
     assert set(draws(SamplingParams(temperature=3.0, top_k=2))) == {1, 3}
 
 
+def test_top_k_leaves_the_first_of_equally_likely_tokens() -> None:
+    """Also where only the temperature makes them equal: 1 is still the most likely."""
+    ties = torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0, 3.0, 2.0])
+    close = torch.tensor([1.0, 1.0 + 2**-23, 1.0, 0.0, 0.0, 0.0, 0.0])
+    for logits, temperature, kept in [
+        (ties, 3.0, [2, 5, 1, 3, 4, 6, 0]),
+        (close, 99999.0, [1, 0, 2, 3, 4, 5, 6]),
+    ]:
+        for top_k in range(1, 8):
+            params = SamplingParams(temperature=temperature, top_k=top_k)
+            rows = [Row(params, new_stream(seed, 0)) for seed in range(200)]
+            assert set(sample(logits.expand(200, -1), rows)) == set(kept[:top_k])
+
+
 def test_top_p_leaves_the_smallest_set_that_reaches_p() -> None:
     # softmax: token 1 has 0.64, token 3 has 0.23, token 2 has 0.09
     assert set(draws(SamplingParams(temperature=1.0, top_p=0.6))) == {1}
