@@ -111,13 +111,17 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """A token with its log probability. ``likeliest``: of a generated token, the most likely ones
-    in its place, the most likely first. ``text`` is empty where the model has no tokenizer.
+    in its place, the most likely first. ``data``: the token's UTF-8 bytes, maybe of a part of a
+    character, which ``text`` replaces by U+FFFD; both are empty where the model has no tokenizer.
+    ``text_offset``: where a generated token begins in its continuation's text, in characters.
     """
 
     token_id: int
     text: str
     logprob: float
     likeliest: tuple[TokenLogprob, ...] = ()
+    data: bytes = b""
+    text_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Downloads nothing.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
 
 from kvplane.errors import InvalidRequestError, KvplaneError
@@ -23,6 +25,7 @@ from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe as run_probe
 from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independent_tokens
 
+from ..sampling.detokenizer import REPLACEMENT
 from . import baichuan
 
 NO_LIMIT: Final = 2**31 - 1
@@ -32,6 +35,9 @@ _TOKENIZER_FILES: Final = (
     "tokenizer.model",
     "vocab.json",
 )
+_SPACE: Final = "\u2581"  # SentencePiece's
+_BYTE: Final = re.compile("<0x([0-9A-F]{2})>")
+_BYTES: Final = {name: byte for byte, name in bytes_to_unicode().items()}  # of byte-level BPE
 _LIMITS: Final = ("max_position_embeddings", "max_seq_len", "model_max_length")
 
 Message = dict[str, str]
@@ -88,14 +94,34 @@ class LoadedModel:
             ) from error
         return list(encoded["input_ids"])
 
-    def decode(self, token_id: int) -> str:
-        """Return the text of one token; empty where there is no tokenizer."""
-        return "" if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+    def decode(self, token_id: int) -> tuple[str, bytes]:
+        """Return the text and the bytes of one token; empty where there is no tokenizer. Of a part
+        of a character, the text is U+FFFD.
+        """
+        if self.tokenizer is None:
+            return "", b""
+        text = str(self.tokenizer.decode([token_id]))
+        piece = str(self.tokenizer.convert_ids_to_tokens(token_id) or "")
+        if REPLACEMENT in text:
+            return text, _bytes_of(piece, text)
+        if piece.replace(_SPACE, " ") == f" {text}":  # a decoder drops the first space of a text
+            text = f" {text}"
+        return text, text.encode()
 
     def _tokenizer(self, field: str) -> Any:
         if self.tokenizer is None:
             raise InvalidRequestError("the model has no tokenizer: give token ids", field=field)
         return self.tokenizer
+
+
+def _bytes_of(piece: str, text: str) -> bytes:
+    """Return the bytes of a token that is no whole text: ``piece`` is its name in the vocabulary,
+    by byte fallback or in the characters of a byte-level vocabulary.
+    """
+    if match := _BYTE.fullmatch(piece):
+        return bytes.fromhex(match[1])
+    data = bytes(_BYTES[each] for each in piece if each in _BYTES)
+    return data if data.decode(errors="replace") == text else text.encode()
 
 
 def load(

@@ -155,16 +155,14 @@ class Runner:
     the new tokens of all sequences packed one after another, each with its own position.
 
     The model has no cache: attention goes to the data plane, which has every earlier token. Logits
-    are computed only where a next token is due.
+    are computed only at the end of each span.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
     def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
-        """Compute ``spans`` by ``step``. Returns float32 logits [spans with is_last,
-        vocabulary].
-        """
+        """Compute ``spans`` by ``step``. Returns float32 logits [spans, vocabulary]."""
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -174,8 +172,7 @@ class Runner:
             # No token is taken for a sequence that ended in an earlier pass: any will do here.
             tokens += known or span.sequence.tokens[-1:]
             positions += range(span.first_position, stop)
-            if span.is_last:
-                last.append(len(tokens) - 1)
+            last.append(len(tokens) - 1)
         return packed_logits(self._model, tokens, positions, last, step)
 
 
@@ -400,9 +397,30 @@ class EngineCore:
                 )
             logits = self._runner.run(spans, self._backend)
             receipts = self._backend.finish(is_last=is_last)
+            self._check_finite(spans, logits)
+            if not all(span.is_last for span in spans):
+                logits = logits[[span.is_last for span in spans]]
         if receipts:
             self._link.add_receipts(receipts)
         return logits
+
+    def _check_finite(self, spans: Sequence[Span], logits: torch.Tensor) -> None:
+        """Check that each span's logits, float32 [spans, vocabulary], have no NaN, no infinity, and
+        something above -infinity. A part of a prompt is checked too, because its keys and values
+        would become a cached prefix.
+
+        Fails the requests whose logits are wrong, and raises InternalError: without its receipt the
+        plan publishes nothing, and the other requests are computed again.
+        """
+        is_finite = logits.amax(dim=-1).isfinite().tolist()  # the largest is NaN if there is one
+        if all(is_finite):
+            return
+        error = InternalError("the model's logits are not finite: they have NaN or infinity")
+        for span, is_good in zip(spans, is_finite, strict=True):
+            if not is_good and span.sequence.status is not SequenceStatus.FINISHED:
+                self._fail(span.sequence.request.request_id, error)
+        self._num_failures, self._failing_since_s = 0, None  # the planes did their part
+        raise error
 
     def _expects_news(self) -> bool:
         """Return whether a queued admission may have been granted; pushed news may say so."""
@@ -496,7 +514,8 @@ class EngineCore:
                 self._loaded.decode,
             )
             for i, logprob in zip(wanted, found, strict=True):
-                sequences[i].logprobs.append(logprob)
+                offset = len(sequences[i].detokenizer.text)
+                sequences[i].logprobs.append(replace(logprob, text_offset=offset))
         for place, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence.params.record_logits:
                 sequence.logits.append(logits[place].clone())
@@ -625,5 +644,7 @@ class EngineCore:
             index=index,
             tokens=list(request.prompt_token_ids),
             stream=new_stream(request.params.seed, index),
-            detokenizer=Detokenizer(self._loaded.tokenizer, request.params.stop),
+            detokenizer=Detokenizer(
+                self._loaded.tokenizer, request.params.stop, request.prompt_token_ids
+            ),
         )

@@ -1,18 +1,22 @@
 """Decodes tokens to text as they come.
 
 Text that was emitted never changes: an incomplete character (byte-level tokens of one UTF-8
-character) and a tail that may become a stop string are held back.
+character) and a tail that may become a stop string are held back. Prompt and text together are what
+all tokens decode to, so the space between them is kept. A special token is in no text, but it may
+be a stop string.
 
     decoded text   [0 ........ emitted | held back ....... )
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes: after so many tokens, replacement characters are text.
 MAX_HELD_TOKENS = 8
+_MIN_CONTEXT_TOKENS: Final = 8  # of the prompt, decoded before the first token
 
 
 class Decoder(Protocol):
@@ -24,15 +28,22 @@ class Decoder(Protocol):
 
 
 class Detokenizer:
-    """Decodes one continuation, up to a stop string. Without a ``decoder`` texts are empty."""
+    """Decodes one continuation of ``prompt``, token ids, up to a stop string. Without a ``decoder``
+    texts are empty.
+    """
 
-    def __init__(self, decoder: Decoder | None, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, decoder: Decoder | None, stop: tuple[str, ...] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self._decoder = decoder
         self._stop = stop
+        self._prompt = prompt
         self._tokens: list[int] = []
         self._prefix = 0  # tokens from here on give context to the next
         self._read = 0  # tokens before this are in the text
         self._text = ""
+        self._marked = ""  # the text with the names of special tokens that stop strings have
+        self._places: list[int] = []  # of each character of ``_marked`` in the text
         self._num_emitted = 0
         self.stopped = False
 
@@ -47,12 +58,15 @@ class Detokenizer:
         """
         if self._decoder is None:
             return False
+        if not self._tokens:
+            self._tokens = self._context()
+            self._read = len(self._tokens)
         self._tokens.append(token_id)
         before = self._decode(self._prefix, self._read)
         now = self._decode(self._prefix, len(self._tokens))
         num_held = len(self._tokens) - self._read
         if len(now) <= len(before) or (now.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
-            return False
+            return bool(self._stop) and self._add_special(token_id)
         return self._extend(now[len(before) :])
 
     def finish(self) -> None:
@@ -72,17 +86,40 @@ class Detokenizer:
         return new
 
     def _decode(self, first: int, last: int) -> str:
-        if self._decoder is None or first == last:
-            return ""
-        return self._decoder.decode(self._tokens[first:last], skip_special_tokens=True)
+        return self._decoded(self._tokens[first:last])
 
-    def _extend(self, new: str) -> bool:
-        start = len(self._text)
+    def _decoded(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        if self._decoder is None or not token_ids:
+            return ""
+        return self._decoder.decode(list(token_ids), skip_special_tokens=not special)
+
+    def _context(self) -> list[int]:
+        """Return the prompt's last tokens, so many that they have text, if the prompt has any."""
+        num = _MIN_CONTEXT_TOKENS
+        while num < len(self._prompt) and not self._decoded(self._prompt[-num:]):
+            num *= 2
+        return list(self._prompt[-num:])
+
+    def _add_special(self, token_id: int) -> bool:
+        """Add the name of a special token, if a stop string may have it."""
+        name = "" if self._decoded([token_id]) else self._decoded([token_id], special=True)
+        if not name or not any(name in s or s in name for s in self._stop):
+            return False
+        self.finish()  # no token completes a character from before it
+        return self.stopped or self._extend("", name)
+
+    def _extend(self, new: str, name: str = "") -> bool:
+        """Add text, or the name of a special token. Returns whether a stop string was found."""
+        start, marked_start = len(self._text), len(self._marked)
         self._text += new
-        self._prefix, self._read = self._read, len(self._tokens)
-        hits = [
-            at for s in self._stop if (at := self._text.find(s, max(0, start - len(s) + 1))) >= 0
-        ]
+        if new:
+            self._prefix, self._read = self._read, len(self._tokens)
+        hits = [at for s in self._stop if (at := _find(self._text, s, start)) >= 0]
+        if self._stop:
+            self._marked += new + name
+            self._places += [*range(start, len(self._text)), *[len(self._text)] * len(name)]
+            marked = (_find(self._marked, s, marked_start) for s in self._stop)
+            hits += [self._places[at] for at in marked if at >= 0]
         if hits:
             self._text = self._text[: min(hits)]
             self.stopped = True
@@ -90,7 +127,16 @@ class Detokenizer:
 
     def _num_suspect(self) -> int:
         """Return the length of the longest tail that a stop string may begin with."""
-        lengths = (
-            size for s in self._stop for size in range(1, len(s)) if self._text.endswith(s[:size])
-        )
+        starts = [s[:size] for s in self._stop for size in range(1, len(s))]
+        lengths = [len(start) for start in starts if self._text.endswith(start)]
+        lengths += [
+            len(self._text) - self._places[-len(start)]
+            for start in starts
+            if self._marked.endswith(start)
+        ]
         return max(lengths, default=0)
+
+
+def _find(text: str, stop: str, start: int) -> int:
+    """Return where ``stop`` is in ``text`` if it ends after ``start``, else -1."""
+    return text.find(stop, max(0, start - len(stop) + 1))

@@ -22,6 +22,7 @@ _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 # probability, or all have the same.
 _TEMPERATURES: Final = (1e-5, 1e5)
 _LEAST_TOP_P: Final = 1e-30
+_LEAST_LOGPROB: Final = -9999.0  # of a token that the model excludes: JSON has no infinity
 
 
 class Row(Protocol):
@@ -68,20 +69,25 @@ def logprobs_of(
     logits: torch.Tensor,
     tokens: Sequence[int],
     nums_likeliest: Sequence[int],
-    decode: Callable[[int], str],
+    decode: Callable[[int], tuple[str, bytes]],
 ) -> list[TokenLogprob]:
     """Return the log probability of each row's token in ``logits`` float32 [num_rows, vocabulary],
-    and those of the ``nums_likeliest`` most likely tokens.
+    and those of the ``nums_likeliest`` most likely tokens. ``decode``: gives a token's text and
+    bytes.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
+
+    def of_token(token: int, value: float, *likeliest: TokenLogprob) -> TokenLogprob:
+        text, data = decode(token)
+        return TokenLogprob(token, text, value, likeliest, data)
+
+    logprobs = torch.log_softmax(logits, dim=-1).clamp(min=_LEAST_LOGPROB)
     top = torch.topk(logprobs, min(max(nums_likeliest), logits.shape[1]))
     of_tokens = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
     ids, values = top.indices.tolist(), top.values.tolist()
     found = []
     for i, token in enumerate(tokens):
         likeliest = zip(ids[i][: nums_likeliest[i]], values[i], strict=False)
-        of_others = tuple(TokenLogprob(each, decode(each), value) for each, value in likeliest)
-        found.append(TokenLogprob(token, decode(token), of_tokens[i], of_others))
+        found.append(of_token(token, of_tokens[i], *(of_token(*each) for each in likeliest)))
     return found
 
 
@@ -112,19 +118,22 @@ def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> list[int]:
     """Return a token for each row, by a random number looked up in the sums of its probabilities:
     after the cuts to top-k, to min-p and, if ``is_nucleus``, to top-p (arXiv:1904.09751), in this
-    order. The most likely token always stays.
+    order. The most likely token always stays. Top-k keeps k tokens, of equal ones the first.
     """
 
     def column(name: str) -> torch.Tensor:
         return torch.tensor([[getattr(row.params, name)] for row in rows])
 
-    logits = logits / column("temperature").clamp(*_TEMPERATURES)
     vocabulary = logits.shape[1]
     top_k, min_p = column("top_k"), column("min_p")
-    if (top_k > 0).any():
+    if (top_k > 0).any():  # before the temperature, whose rounding can make logits equal
         most = top_k.where((top_k > 0) & (top_k < vocabulary), vocabulary)
         least = torch.topk(logits, int(most.max())).values.gather(1, most - 1)
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        above, equal = logits > least, logits == least
+        room = most - above.sum(dim=-1, keepdim=True)
+        kept = above | (equal & (equal.cumsum(dim=-1) <= room))
+        logits = logits.masked_fill(~kept, -torch.inf)
+    logits = logits / column("temperature").clamp(*_TEMPERATURES)
     if (min_p > 0).any():
         least = logits.max(dim=-1, keepdim=True).values + min_p.log()
         logits = logits.masked_fill(logits < least, -torch.inf)

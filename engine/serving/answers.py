@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from ..request import Delta, RequestOutput, TokenLogprob
@@ -54,8 +53,7 @@ class Answer:
         piece = _Choice(event.text, choice.finish_reason)
         if event.logprob is not None:
             piece.logprobs.append(event.logprob)
-        offset = len(choice.text) - len(event.text)
-        return [self._object([self._chunk(index, piece, offset)], is_chunk=True)]
+        return [self._object([self._chunk(index, piece)], is_chunk=True)]
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the first objects of a stream."""
@@ -100,11 +98,11 @@ class Answer:
             "choices": choices,
         }
 
-    def _chunk(self, index: int, piece: _Choice, offset: int) -> dict[str, Any]:
+    def _chunk(self, index: int, piece: _Choice) -> dict[str, Any]:
         common = {
             "index": index,
             "finish_reason": piece.finish_reason,
-            "logprobs": self._logprobs(piece, offset),
+            "logprobs": self._logprobs(piece),
         }
         if self._is_chat:
             return common | {"delta": {"content": piece.text} if piece.text else {}}
@@ -114,26 +112,25 @@ class Answer:
         common = {
             "index": index,
             "finish_reason": choice.finish_reason,
-            "logprobs": self._logprobs(choice, 0),
+            "logprobs": self._logprobs(choice),
         }
         if self._is_chat:
             return common | {"message": {"role": "assistant", "content": choice.text}}
         return common | {"text": choice.text}
 
-    def _logprobs(self, choice: _Choice, offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, choice: _Choice) -> dict[str, Any] | None:
         if not choice.logprobs:
             return None
         if self._is_chat:
             return {"content": [_chat_logprob(each) for each in choice.logprobs]}
-        tokens = [each.text for each in choice.logprobs]
-        offsets = [offset + num for num in accumulate(map(len, tokens[:-1]), initial=0)]
         return {
-            "tokens": tokens,
+            "tokens": [_name(each) for each in choice.logprobs],
             "token_logprobs": [each.logprob for each in choice.logprobs],
             "top_logprobs": [
-                {other.text: other.logprob for other in each.likeliest} for each in choice.logprobs
+                {_name(other): other.logprob for other in each.likeliest}
+                for each in choice.logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": [each.text_offset for each in choice.logprobs],
         }
 
 
@@ -142,4 +139,11 @@ def _chat_logprob(each: TokenLogprob) -> dict[str, Any]:
 
 
 def _of_token(each: TokenLogprob) -> dict[str, Any]:
-    return {"token": each.text, "logprob": each.logprob, "bytes": list(each.text.encode())}
+    return {"token": each.text, "logprob": each.logprob, "bytes": list(each.data)}
+
+
+def _name(each: TokenLogprob) -> str:
+    r"""Return a token's text; of a part of a character its bytes, as ``bytes:\xf0\x9f``."""
+    if each.text.encode() == each.data:
+        return each.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in each.data)

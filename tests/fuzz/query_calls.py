@@ -38,6 +38,7 @@ def show(world: World, _: Session) -> None:
     assert core.num_token_chunks >= 0
     assert core.num_touched >= 0
     assert core.has_publications in (False, True)
+    assert core.has_withdrawn in (False, True)
     core.num_sequences_in(tier)
     core.block_map(tier, world.unsigned(5, 32))
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.request import SamplingParams
 from engine.running.core import MAX_FAILURES
+from engine.scheduling.intents import Span
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -20,6 +24,7 @@ from kvplane.errors import (
 )
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
+from kvplane.transformers.attention import Step
 from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
 from tests.helpers.refusals import refused
 
@@ -180,6 +185,57 @@ def test_an_engine_that_has_raised_recovers_from_what_comes_next(
         engine.run()
     engine.run()
     assert_same(engine, ids, calm)
+
+
+@pytest.mark.parametrize("passes_s", [0.0, 10.0])
+@pytest.mark.parametrize("params", [{}, {"n": 3, "temperature": 1.0}, {"num_beams": 2}])
+def test_logits_that_are_not_finite_fail_their_request_alone_and_are_never_cached(
+    folder: Path, reference: Reference, tmp_path: Path, params: dict[str, Any], passes_s: float
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[2] = torch.nan  # in no prompt of ``prompt_of``
+    model.save_pretrained(tmp_path)
+    engine = Engine(tmp_path, max_plan_s=passes_s)
+    goes_on = engine.add(prompt_of(20, 4), max_tokens=6)
+    engine.deltas += engine.core.step()
+    prompt = [*prompt_of(16, 5), 2, *prompt_of(100, 6)]  # its first part is without a next token
+    fails = [engine.add(prompt, max_tokens=6, **params) for _ in range(MAX_FAILURES + 2)]
+    engine.run()
+    later = engine.add(prompt, max_tokens=6)
+    engine.run()
+    engine.check_greedy(reference, goes_on)
+    for request in [*fails, later]:
+        assert not any(engine.tokens(request))
+        assert isinstance(engine.outputs[request].error, InternalError)
+        assert engine.outputs[request].outputs[0].finish_reason == "error"
+    assert engine.outputs[later].num_cached_tokens == 0
+    assert engine.core.stats.num_reopened_sessions == 0
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_of_logits_that_are_not_finite_is_never_sampled(
+    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """From the second token of a continuation on; some -infinity beside finite logits is right."""
+    engine = Engine(folder)
+    fails = engine.add(prompt_of(20, 5), max_tokens=6)
+    goes_on = engine.add(prompt_of(20, 4), max_tokens=6)
+    run = engine.core._runner.run
+
+    def broken(spans: Sequence[Span], step: Step) -> torch.Tensor:
+        logits = run(spans, step).clone()
+        for place, span in enumerate(spans):
+            logits[place, 0] = -torch.inf
+            if span.sequence.request.request_id == fails and span.num_tokens == 1:
+                logits[place, :] = value
+        return logits
+
+    monkeypatch.setattr(engine.core._runner, "run", broken)
+    engine.run()
+    engine.check_greedy(reference, goes_on)
+    assert engine.tokens(fails) == [reference.greedy(prompt_of(20, 5), 1)]
+    assert isinstance(engine.outputs[fails].error, InternalError)
 
 
 def test_a_pool_that_stays_away_is_raised_in_the_end(folder: Path) -> None:

@@ -8,10 +8,22 @@ from engine.sampling.detokenizer import Detokenizer
 
 
 class Bytes:
-    """A byte-level tokenizer: token = byte; 256 and above are special."""
+    """A byte-level tokenizer: token = byte; 256 and above are special, 256 is "<end>"."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+        special = b"" if skip_special_tokens else b"<end>"
+        return b"".join(bytes([t]) if t < 256 else special for t in token_ids).decode(
+            errors="replace"
+        )
+
+
+class Words:
+    """Each token is a word after a space. As Llama 2's, the decoder drops the first space; 0 is
+    special.
+    """
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(f" w{t}" for t in token_ids if t)[1:]
 
 
 def feed(text: str, *stop: str) -> tuple[list[str], Detokenizer, bool]:
@@ -59,6 +71,53 @@ def test_bytes_that_are_no_text_come_out_as_replacements_at_the_end() -> None:
     assert detokenizer.take() == "a"
     detokenizer.finish()
     assert detokenizer.take(final=True) == "\ufffd"
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [], [0], [5, *[0] * 40], list(range(1, 60))])
+def test_prompt_and_text_are_what_all_tokens_decode_to(prompt: list[int]) -> None:
+    detokenizer = Detokenizer(Words(), (), prompt)
+    tokens, pieces = [8, 0, 9, 0, 0, 1], []
+    for token in tokens:
+        detokenizer.add(token)
+        pieces.append(detokenizer.take())
+    detokenizer.finish()
+    pieces.append(detokenizer.take(final=True))
+    whole = Words().decode(prompt + tokens)
+    assert Words().decode(prompt) + "".join(pieces) == whole
+    assert detokenizer.text == "".join(pieces)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "pieces"),
+    [
+        ([*b"ab", 256], "<end>", ["a", "b", ""]),
+        ([*b"ab", 256], "b<end>", ["a", "", ""]),  # "b" is held back
+        ([*b"ab", 256, *b"cd"], "<end>c", ["a", "b", "", ""]),
+        ([*b"a", 256, *b"b"], "ab", ["", "", ""]),  # a special token is in no text
+        ([*b"a", 256, *b"b", 256], "b<end>", ["a", "", "", ""]),
+        ([*b"a", 0xE2, 256], "<end>", ["a", "", "\ufffd"]),
+    ],
+)
+def test_a_special_token_may_be_a_stop_string(
+    tokens: list[int], stop: str, pieces: list[str]
+) -> None:
+    detokenizer, found = Detokenizer(Bytes(), (stop,)), []
+    for token in tokens:
+        stopped = detokenizer.add(token)
+        found.append(detokenizer.take(final=stopped))
+        if stopped:
+            break
+    assert stopped
+    assert found == pieces
+    assert detokenizer.text == "".join(pieces)
+
+
+def test_a_special_token_that_stops_nothing_is_in_no_text() -> None:
+    detokenizer = Detokenizer(Bytes(), ("x", "<end>!"))
+    for token in [*b"a", 256, *b"b", 256, 256]:
+        assert not detokenizer.add(token)
+    detokenizer.finish()
+    assert detokenizer.take(final=True) == "ab"
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:

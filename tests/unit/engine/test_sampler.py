@@ -58,6 +58,20 @@ def test_top_k_leaves_only_the_k_most_likely() -> None:
     assert set(draws(SamplingParams(temperature=3.0, top_k=2))) == {1, 3}
 
 
+def test_top_k_leaves_the_first_of_equally_likely_tokens() -> None:
+    """Also where only the temperature makes them equal: 1 is still the most likely."""
+    ties = torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0, 3.0, 2.0])
+    close = torch.tensor([1.0, 1.0 + 2**-23, 1.0, 0.0, 0.0, 0.0, 0.0])
+    for logits, temperature, kept in [
+        (ties, 3.0, [2, 5, 1, 3, 4, 6, 0]),
+        (close, 99999.0, [1, 0, 2, 3, 4, 5, 6]),
+    ]:
+        for top_k in range(1, 8):
+            params = SamplingParams(temperature=temperature, top_k=top_k)
+            rows = [Row(params, new_stream(seed, 0)) for seed in range(200)]
+            assert set(sample(logits.expand(200, -1), rows)) == set(kept[:top_k])
+
+
 def test_top_p_leaves_the_smallest_set_that_reaches_p() -> None:
     # softmax: token 1 has 0.64, token 3 has 0.23, token 2 has 0.09
     assert set(draws(SamplingParams(temperature=1.0, top_p=0.6))) == {1}
@@ -208,14 +222,21 @@ def test_frequency_and_presence_count_what_was_generated_and_not_the_prompt() ->
     assert token([4, 4, 4], 0, frequency_penalty=-2.0) == 4
 
 
+def named(token: int) -> tuple[str, bytes]:
+    return str(token), str(token).encode()
+
+
 def test_a_log_probability_comes_with_the_likeliest() -> None:
-    found = logprobs_of(LOGITS[None], [2], [2], str)[0]
+    found = logprobs_of(LOGITS[None], [2], [2], named)[0]
     wanted = torch.log_softmax(LOGITS, -1)
     assert (found.token_id, found.text) == (2, "2")
     assert found.logprob == pytest.approx(float(wanted[2]))
     assert [(each.token_id, each.text) for each in found.likeliest] == [(1, "1"), (3, "3")]
     assert found.likeliest[0].logprob == pytest.approx(float(wanted[1]))
-    assert logprobs_of(LOGITS[None], [2], [0], str)[0].likeliest == ()
+    assert logprobs_of(LOGITS[None], [2], [0], named)[0].likeliest == ()
+    masked = LOGITS.masked_fill(LOGITS < 2, -torch.inf)
+    excluded = logprobs_of(masked[None], [1], [3], named)[0].likeliest[2]
+    assert excluded.logprob == -9999.0  # as JSON has no infinity
 
 
 def test_a_repetition_penalty_lowers_what_was_seen() -> None:
