@@ -170,9 +170,8 @@ void bind_queries(GroupClass& group) {
   group.def("take_publications", &take_publications, "max_blocks"_a);
   group.def_property_readonly("has_publications",
                               [](const LayerGroup& self) { return !self.announcements.empty(); });
-  group.def_property_readonly("has_withdrawn", [](const LayerGroup& self) {
-    return !self.forgetter.withdrawn().empty();
-  });
+  group.def_property_readonly(
+      "has_withdrawn", [](const LayerGroup& self) { return !self.forgetter.withdrawn().empty(); });
   group.def("publications_in", &publications_in, "begin"_a, "end"_a);
   group.def("check_integrity", [](const LayerGroup& self) {
     try {
