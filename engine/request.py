@@ -160,7 +160,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one continuation: final text, and the sampled token, if there is one.
+    """Holds what one step added to one continuation: final text, and the sampled token, if any.
     ``logprob``: of that token, if it was asked for.
     """
 

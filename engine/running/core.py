@@ -123,7 +123,7 @@ class _LiveRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether all continuations are finished."""
+        """Return whether all continuations are finished."""
         return all(sequence.finish_reason for sequence in self.sequences)
 
     def output(self) -> RequestOutput:
@@ -205,7 +205,7 @@ class EngineCore:
         self._plans_ahead = plans_ahead
         self._max_plan_s = max_plan_s if backend.has_passes else 0.0
         self.may_arrive = True
-        """Whether requests may come while a plan is computed, which would wait for all of it."""
+        """Say whether requests may come while a plan is computed, and so wait for all of it."""
         self._live: dict[str, _LiveRequest] = {}
         self._deltas: list[Delta] = []
         self._outputs: dict[str, RequestOutput] = {}

@@ -49,7 +49,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text so far, cut before a stop string if there is one."""
+        """Return all text so far, cut before a stop string if there is one."""
         return self._text
 
     def add(self, token_id: int) -> bool:

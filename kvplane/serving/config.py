@@ -181,7 +181,7 @@ class ServerSettings(ListenerSettings, MetricsSettings):
 
     @property
     def knows_callers(self) -> bool:
-        """Whether callers must identify themselves."""
+        """Return whether callers must identify themselves."""
         return self.access_file is not None or self.tls_client_ca is not None
 
     @property

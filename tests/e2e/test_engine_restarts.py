@@ -22,7 +22,7 @@ SLOW_S = 5.0  # that a busy machine may take beside; a second round begins later
 
 
 def answer(llm: LLM) -> list[int]:
-    """As a server asks."""
+    """Ask as a server does."""
     request_id = llm.submit("a prompt", SamplingParams(max_tokens=4, ignore_eos=True))
     try:
         while (output := llm.take_output(request_id)) is None:

@@ -9,7 +9,7 @@ from tests.fuzz.pool_world import Call, Session, World
 
 
 def ask(world: World, session: Session) -> None:
-    """Of prompts and sequences."""
+    """Make queries about prompts and sequences."""
     core, tokens = world.core(), world.prompt()
     hashes = world.data.ConsumeBytes(40) if world.data.ConsumeBool() else b""
     search = world.pool.search(core, world.root(), tokens, hashes, world.data.ConsumeBool())
@@ -29,7 +29,7 @@ def announce(world: World, _: Session) -> None:
 
 
 def show(world: World, _: Session) -> None:
-    """What a page and metrics show."""
+    """Read what a page and metrics show."""
     core, tier = world.core(), world.tier()
     for shown in (core.memory, core.counters, core.roots):
         shown()
