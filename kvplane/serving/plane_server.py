@@ -199,11 +199,11 @@ class PlaneServer:
         self._serving = serving
         self._lag = asyncio.create_task(_measure_lag(self._metrics))
 
-    async def _set_serving(self, serving: bool) -> None:
+    def _set_serving(self, serving: bool) -> None:
         """Set the health of all services to SERVING or NOT_SERVING."""
         self._serving = serving
         for service in ("", *self._service_names):
-            await self._server.set_serving(service, serving)
+            self._server.health.set(service, serving)
 
     def _is_serving(self) -> bool:
         return self._serving

@@ -12,13 +12,15 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from kvplane.serving.certificates import ServerTls, credentials
+from kvplane.serving.health import Health
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
@@ -34,7 +36,7 @@ class Server:
     """A bound gRPC server with health. Add servicers to ``grpc_server``, then ``start``."""
 
     grpc_server: grpc.aio.Server
-    health: Any  # health.aio.HealthServicer; the stubs do not have the class
+    health: Health
     host: str
     port: int
 
@@ -47,20 +49,15 @@ class Server:
         """Start to serve. ``services``: full names, for reflection and health; ``serving`` False
         leaves health at NOT_SERVING.
         """
-        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*services, SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         for service in ("", *services):
-            await self.set_serving(service, serving)
+            self.health.set(service, serving)
         await self.grpc_server.start()
-
-    async def set_serving(self, service: str, serving: bool) -> None:
-        """Set the health of ``service``; the empty name is the server as a whole."""
-        states = health_pb2.HealthCheckResponse
-        await self.health.set(service, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Stop (see the module's docstring). Returns when every call has ended."""
-        await self.health.enter_graceful_shutdown()
+        self.health.stop()
         await self.grpc_server.stop(grace_s)
 
 
@@ -106,9 +103,9 @@ def build(
                 ports.append(server.add_insecure_port(address))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}") from error
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    return Server(server, servicer, host, ports[0])
+    health = Health()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return Server(server, health, host, ports[0])
 
 
 def most_connections() -> int:

@@ -207,9 +207,9 @@ async def test_the_containers_probe_asks_for_health_without_an_interpreter(
         return (await asyncio.to_thread(subprocess.run, probe, timeout=10)).returncode
 
     assert await asked() == 0
-    await server._set_serving(False)
+    server._set_serving(False)
     assert await asked() == 1
-    await server._set_serving(True)
+    server._set_serving(True)
     probe[1] = "1"  # nobody listens there
     assert await asked() == 1
 
