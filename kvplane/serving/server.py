@@ -88,6 +88,7 @@ def build(
         ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.so_reuseport", 0),  # or a second server on the port would take half of the calls
+        ("grpc.http2.bdp_probe", 0),  # or the window of each unread call would grow to megabytes
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_time_ms", 30_000),
