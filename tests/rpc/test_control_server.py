@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from tests.helpers.attacked_planes import PlaneProcess
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
 from tests.helpers.scrapes import fetch
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
@@ -293,6 +296,28 @@ def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path
     assert "lease_s=30.0" in settings
     assert any(" listening " in line and f"address={plane.address}" in line for line in lines)
     assert "stopped" in lines[-1]
+
+
+@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, signal.SIGINT])
+def test_the_program_can_be_stopped_while_it_starts(stopped_by: signal.Signals) -> None:
+    command = [sys.executable, "-m", "control_plane", "--bind", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b" settings " in process.stderr.readline()
+        process.send_signal(stopped_by)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_program_runs_without_standard_streams(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    flags = ["--bind", "127.0.0.1:0", "--metrics-port", "-1", "--port-file", str(port_file)]
+    script = f"exec {sys.executable} -m control_plane {shlex.join(flags)} <&- >&- 2>&-"
+    with subprocess.Popen(["sh", "-c", script], cwd=ROOT) as process:
+        wait_until(port_file.exists, PATIENCE_S)
+        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+            assert stub_of(channel).GetServerInfo(ABOUT, timeout=PATIENCE_S).incarnation
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
 
 
 async def test_a_signal_is_waited_for_and_its_handler_given_back() -> None:
