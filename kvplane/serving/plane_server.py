@@ -19,7 +19,7 @@ from kvplane import __version__
 from kvplane.serving import server as serving
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
-from kvplane.serving.config import ServerSettings
+from kvplane.serving.config import ServerSettings, is_loopback
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.message_bounds import MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
@@ -130,6 +130,8 @@ class PlaneServer:
         descriptors = [service.descriptor for service in services]
         self._service_names = [each.full_name for each in descriptors]
         self._access = AccessList(config.access_file)
+        if config.access_file is not None and config.tls is None and not is_loopback(config.bind):
+            _LOGGER.warning("insecure bind=%s: others can read the callers' tokens", config.bind)
         self._gate = Gate(self._access, descriptors)
         bounds = {
             f"/{each.full_name}/{method.name}": MessageBounds(method.input_type, max_counts)

@@ -28,6 +28,7 @@ from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.attacked_planes import PlaneProcess
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
 from tests.helpers.scrapes import fetch
@@ -318,6 +319,16 @@ def test_the_program_runs_without_standard_streams(tmp_path: Path) -> None:
             assert stub_of(channel).GetServerInfo(ABOUT, timeout=PATIENCE_S).incarnation
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+async def test_tokens_in_the_clear_are_warned_of(
+    host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = tmp_path / "access.toml"
+    access.write_text("")
+    async with control_plane(bind=f"{host}:0", insecure=True, access_file=access):
+        assert ("can read the callers' tokens" in caplog.text) is (host == "0.0.0.0")
 
 
 async def test_a_signal_is_waited_for_and_its_handler_given_back() -> None:
