@@ -15,8 +15,10 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
+from threading import Thread
 from typing import Any, Final
 
 import grpc
@@ -36,7 +38,7 @@ from kvplane.errors import (
 )
 from kvplane.release import release
 from kvplane.transport.connection import BROKEN_CALL
-from kvplane.transport.tls import Tls, open_channel
+from kvplane.transport.tls import Tls, open_channel, resolved
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.plane.v1 import registration_pb2_grpc
@@ -48,6 +50,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _SERVICE: Final = "kvplane.plane.v1.RegistrationService"
 BLOCKS_PER_REPORT: Final = 2048
 _ANSWER_TIMEOUT_S: Final = 30.0
+_RESOLVE_S: Final = 2.0
 _HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
 _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
@@ -115,11 +118,25 @@ class RegistrationClient:
             await self._channel.close(None)
 
     async def _reopen(self) -> None:
-        """Open a channel with the present TLS files; keep the old channel if they are invalid."""
+        """Open a channel with the present addresses and TLS files. Keep the old channel if they are
+        invalid, or if the resolver does not answer in time.
+        """
+        found: Future[str] = Future()
+        found.set_running_or_notify_cancel()
+
+        def resolve() -> None:
+            try:
+                found.set_result(resolved(self._control_plane))
+            except Exception as error:
+                found.set_exception(error)
+
+        Thread(target=resolve, name="resolve", daemon=True).start()  # no exit waits for it
         try:
-            channel = self._open()
-        except InvalidRequestError as error:
-            _LOGGER.error("not renewed control_plane=%s error=%s", self._control_plane, error)
+            async with asyncio.timeout(_RESOLVE_S):
+                numbers = await asyncio.wrap_future(found)
+            channel = self._open(numbers=numbers)
+        except (InvalidRequestError, TimeoutError) as error:
+            _LOGGER.error("not renewed control_plane=%s error=%r", self._control_plane, error)
             return
         await self._channel.close(None)
         self._channel = channel
