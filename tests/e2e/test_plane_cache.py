@@ -185,6 +185,24 @@ def test_a_compiled_model_gives_what_it_gives_otherwise(model: PreTrainedModel) 
     close_planes(compiled)
 
 
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt"])
+def test_an_adapted_model_attends_as_before_once_its_planes_are_closed(family: str) -> None:
+    model = tiny_model(family)
+    want = greedy(model)
+    PlaneCache(model, **POOL).close()
+    with pytest.raises(InvalidRequestError, match="guidance_scale or an assistant"):
+        greedy(model)
+    close_planes(model)
+    assert torch.equal(greedy(model), want)
+
+
+def greedy(model: PreTrainedModel) -> torch.Tensor:
+    found: torch.Tensor = model.generate(  # type: ignore[operator]
+        torch.arange(3, 23)[None], max_new_tokens=6, min_new_tokens=6, do_sample=False
+    )
+    return found
+
+
 # What is refused.
 
 

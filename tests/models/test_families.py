@@ -77,24 +77,6 @@ def test_a_family_that_is_not_served_is_refused_when_the_cache_is_made(
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("family", ADAPTED)
-def test_an_adapted_model_attends_as_before_once_its_planes_are_closed(family: str) -> None:
-    model = tiny_model(family)
-    want = greedy(model)
-    PlaneCache(model, num_device_blocks=64).close()
-    with pytest.raises(InvalidRequestError, match="guidance_scale or an assistant"):
-        greedy(model)
-    close_planes(model)
-    assert torch.equal(greedy(model), want)
-
-
-def greedy(model: PreTrainedModel) -> torch.Tensor:
-    found: torch.Tensor = model.generate(  # type: ignore[operator]
-        torch.arange(3, 23)[None], max_new_tokens=6, min_new_tokens=6, do_sample=False
-    )
-    return found
-
-
 @pytest.mark.parametrize("model_type", ["gemma3_text", "gpt_oss"])
 def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
     model, eager = tiny_model(model_type), tiny_model(model_type)
