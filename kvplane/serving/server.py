@@ -26,6 +26,8 @@ from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 MAX_CONNECTION_CALLS: Final = 256
 HANDSHAKE_MS: Final = 10_000
 """Milliseconds that the handshakes of HTTP/2 and TLS may take."""
+IDLE_MS: Final = 600_000
+"""Milliseconds after which a connection without a call is closed; a client opens it again."""
 _MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ def build(
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.so_reuseport", 0),  # or a second server on the port would take half of the calls
         ("grpc.http2.bdp_probe", 0),  # or the window of each unread call would grow to megabytes
         ("grpc.keepalive_permit_without_calls", 1),

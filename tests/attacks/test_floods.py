@@ -244,3 +244,16 @@ async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.Monk
             while await reader.read(4096):  # what the server says first
                 pass
         writer.close()
+
+
+async def test_a_connection_without_calls_is_closed_and_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "IDLE_MS", 300)
+    async with (
+        control_plane_here() as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        for _ in range(2):
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
+            await until(lambda: channel.get_state() == grpc.ChannelConnectivity.IDLE, 10)
