@@ -282,7 +282,12 @@ async def test_a_client_certificate_has_one_common_name(
     own = Files(tmp_path, "client")
     own.put(authority.sign(subject))
     served = {"tls_certificate": files.certificate, "tls_key": files.key}
-    async with control_plane(**served, tls_client_ca=authority.ca) as plane:
+    async with control_plane(**served, tls_client_ca=authority.ca, page_port=0) as plane:
+        context = ssl.create_default_context(cafile=authority.ca)
+        context.load_cert_chain(own.certificate, own.key)
+        async with httpx2.AsyncClient(verify=context) as browser:
+            page = await browser.get(f"https://{NAME}:{plane.page_address.rpartition(':')[2]}/")
+        assert page.status_code == (200 if is_one else 401)
         tls = tls_of(authority, cert_file=own.certificate, key_file=own.key)
         async with ControlClient(plane.address, tls=tls) as client:
             if is_one:
