@@ -108,16 +108,11 @@ class _Call:
         return handle
 
     async def _answer(
-        self,
-        handler: Callable[[Any, _Context], Any],
-        incoming: bytes | AsyncIterator[bytes],
-        context: _Context,
+        self, handler: Callable[[Any, _Context], Any], incoming: Any, context: _Context
     ) -> Any:
         with contextlib.closing(self._requests(context)) as requests:
-            if isinstance(incoming, bytes):  # gRPC has read the only request
-                request = await requests.take(incoming)
-            else:
-                request = await requests.only()
+            is_read = isinstance(incoming, bytes)  # by gRPC
+            request = await (requests.take(incoming) if is_read else requests.only())
             response = handler(request, context)
             if inspect.isawaitable(response):
                 response = await response

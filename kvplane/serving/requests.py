@@ -92,19 +92,10 @@ class Requests:
         data = await self._context.read()  # gRPC's iterator would keep the request
         if data is grpc.aio.EOF:
             raise StopAsyncIteration
-        self._hold(data)
-        if len(data) >= _LARGE_BYTES:
-            await self._take_turn()
-        return self._read(data)
+        return await self.take(data)
 
     async def take(self, data: bytes) -> Any:
         """Check and decode the request in ``data``. Raises as iteration does."""
-        self._hold(data)
-        if len(data) >= _LARGE_BYTES:
-            await self._take_turn()
-        return self._read(data)
-
-    def _hold(self, data: bytes) -> None:
         if not self._is_open:
             self.check_caller()
         self._budget.take(self._caller, len(data))
@@ -113,10 +104,10 @@ class Requests:
             self._bounds.check(data)
         elif len(data) > MAX_STRING_BYTES:  # of health and reflection
             raise InvalidRequestError(f"must have at most {MAX_STRING_BYTES} bytes")
-
-    async def _take_turn(self) -> None:
-        await self._large.acquire()
-        asyncio.get_running_loop().call_soon(self._large.release)
+        if len(data) >= _LARGE_BYTES:
+            await self._large.acquire()
+            asyncio.get_running_loop().call_soon(self._large.release)
+        return self._read(data)
 
     def _read(self, data: bytes) -> Any:
         if self._decode is None:
