@@ -15,10 +15,8 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from threading import Thread
 from typing import Any, Final
 
 import grpc
@@ -37,6 +35,7 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.release import release
+from kvplane.sync.short_thread import start_short_thread
 from kvplane.transport.connection import BROKEN_CALL
 from kvplane.transport.tls import Tls, open_channel, resolved
 from kvplane.wire.error_codec import from_rpc_error
@@ -121,16 +120,7 @@ class RegistrationClient:
         """Open a channel with the present addresses and TLS files. Keep the old channel if they are
         invalid, or if the resolver does not answer in time.
         """
-        found: Future[str] = Future()
-        found.set_running_or_notify_cancel()
-
-        def resolve() -> None:
-            try:
-                found.set_result(resolved(self._control_plane))
-            except Exception as error:
-                found.set_exception(error)
-
-        Thread(target=resolve, name="resolve", daemon=True).start()  # no exit waits for it
+        found, _ = start_short_thread(partial(resolved, self._control_plane))
         try:
             async with asyncio.timeout(_RESOLVE_S):
                 numbers = await asyncio.wrap_future(found)
