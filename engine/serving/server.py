@@ -61,27 +61,20 @@ _EncodeChat = Callable[[Sequence[Message]], Prompt]
 
 class _ServingApp:
     """The ASGI application for one model. ``encode_chat`` runs in the worker's thread.
-    ``api_keys``: every client of ``/v1`` must have one of them, unless there are none.
-    ``max_received_bytes``: limit for requests that are not answered, or whose stream has not begun.
+    ``max_received_bytes`` of ``config`` limits requests that are not answered, or whose stream has
+    not begun.
     """
 
     def __init__(
-        self,
-        worker: EngineWorker,
-        model: str,
-        *,
-        encode_chat: _EncodeChat,
-        max_body_bytes: int,
-        max_received_bytes: int = 1 << 28,
-        api_keys: Sequence[str] = (),
+        self, worker: EngineWorker, config: ServeSettings, encode_chat: _EncodeChat
     ) -> None:
         self._worker = worker
-        self._model = model
+        self._model = config.served_name
         self._encode_chat = encode_chat
-        self._max_body_bytes = max_body_bytes
-        self._api_keys = tuple(api_keys)
-        most_of_one = share_of_one(max_received_bytes, len(self._api_keys))
-        self._budget = ReceiveBudget(max_received_bytes, most_of_one)
+        self._max_body_bytes = config.max_body_bytes
+        self._api_keys = config.api_keys()
+        most_of_one = share_of_one(config.max_received_bytes, len(self._api_keys))
+        self._budget = ReceiveBudget(config.max_received_bytes, most_of_one)
         self._created = int(time.time())
         self.metrics = ServingMetrics(lambda: worker.num_open)
         self.asgi = Starlette(
@@ -256,14 +249,7 @@ def run(config: ServeSettings) -> int:
     tracing.setup("kvplane-engine")
     with call_in_short_thread(partial(LLM.from_config, config)) as llm:
         worker = EngineWorker(llm, config.max_requests)
-        app = _ServingApp(
-            worker,
-            config.served_name,
-            encode_chat=llm.encode_chat,
-            max_body_bytes=config.max_body_bytes,
-            max_received_bytes=config.max_received_bytes,
-            api_keys=config.api_keys(),
-        )
+        app = _ServingApp(worker, config, llm.encode_chat)
         worker.start()
         try:
             asyncio.run(_serve(app, config, worker))
@@ -275,16 +261,7 @@ def run(config: ServeSettings) -> int:
 
 
 async def _serve(app: _ServingApp, config: ServeSettings, worker: EngineWorker) -> None:
-    server = HttpServer(
-        app.asgi,
-        config.bind,
-        certificate=config.tls_certificate,
-        key=config.tls_key,
-        port_file=config.port_file,
-        logger=_LOGGER,
-        idle_timeout_s=config.idle_timeout_s,
-        on_stop=worker.give_up,
-    )
+    server = HttpServer(app.asgi, config, _LOGGER, on_stop=worker.give_up)
 
     def end() -> None:
         server.should_exit = True

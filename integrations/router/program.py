@@ -92,15 +92,7 @@ async def _route(config: RouterSettings) -> None:
             max_received_bytes=config.max_received_bytes,
             api_keys=config.api_keys(),
         )
-        server = HttpServer(
-            app.asgi,
-            config.bind,
-            certificate=config.tls_certificate,
-            key=config.tls_key,
-            port_file=config.port_file,
-            logger=_LOGGER,
-            idle_timeout_s=config.idle_timeout_s,
-        )
+        server = HttpServer(app.asgi, config, _LOGGER)
         # While it serves, uvicorn handles signals, and raises them again when it has ended.
         _on_signal(server.handle_exit)
         await server.serve()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
 
+from kvplane.serving.config import HttpServerSettings
 from kvplane.serving.server import announce, most_connections
 from kvplane.transport.renewed import renewed_context
 
@@ -22,22 +22,16 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: Any,
-        bind: str,
-        *,
-        certificate: Path | None,
-        key: Path | None,
-        port_file: Path | None,
+        settings: HttpServerSettings,
         logger: logging.Logger,
-        idle_timeout_s: float = 5.0,
+        *,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None.
-        ``idle_timeout_s``: how long a connection may be idle between requests. ``on_stop`` is
-        called when the server stops, before it waits for open requests. Requests get status 503
-        beyond the connections that the limit of open files allows, where each client may need one
-        more, to an engine.
+        """``on_stop`` is called when the server stops, before it waits for open requests. Requests
+        get status 503 beyond the connections that the limit of open files allows, where each client
+        may need one more, to an engine.
         """
-        host, _, port = bind.rpartition(":")
+        host, _, port = settings.bind.rpartition(":")
         super().__init__(
             uvicorn.Config(
                 app,
@@ -48,27 +42,27 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                ssl_certfile=certificate,
-                ssl_keyfile=key,
+                ssl_certfile=settings.tls_certificate,
+                ssl_keyfile=settings.tls_key,
                 limit_concurrency=most_connections(),
                 timeout_graceful_shutdown=_GRACE_S,
-                timeout_keep_alive=idle_timeout_s,  # type: ignore[arg-type]
+                timeout_keep_alive=settings.idle_timeout_s,  # type: ignore[arg-type]
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        self._certificate, self._key = certificate, key
-        self._port_file = port_file
+        self._settings = settings
         self._logger = logger
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen. Each new connection gets the certificate that the files have then."""
-        if self._certificate is not None and self._key is not None:
-            self.config.ssl = renewed_context(self._certificate, self._key)
+        settings = self._settings
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            self.config.ssl = renewed_context(settings.tls_certificate, settings.tls_key)
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        announce(address, self._port_file, self._logger)
+        announce(address, settings.port_file, self._logger)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and give open requests a little time."""

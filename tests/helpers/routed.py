@@ -108,24 +108,20 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
     for i, engine in enumerate(engines):
         picker.loads[engine.url].num_open = i  # of equal ones the one with the fewest is picked
     first = f"{engines[0].url}=pool"
-    read_timeout_s = how.pop("read_timeout_s", PATIENCE_S)
-    client = engine_client(RouterSettings(engine=first, engine_timeout_s=read_timeout_s))
+    settings = RouterSettings(
+        engine=first,
+        bind="127.0.0.1:0",
+        engine_timeout_s=how.pop("read_timeout_s", PATIENCE_S),
+        idle_timeout_s=how.pop("idle_timeout_s", 5.0),
+    )
+    client = engine_client(settings)
     known = Engines(client, picker.loads, 3600.0, engine_key)
     await known.start()
     metrics, reader = RouterMetrics(), PromptReader(None)
     proxy = Proxy(client, known, picker, metrics, engine_key)
-    idle_timeout_s = how.pop("idle_timeout_s", 5.0)
     bounds = {"max_requests": 8, "max_body_bytes": 4096} | how
     app = RouterApp(proxy, known, picker, reader, metrics, **bounds)
-    router = HttpServer(
-        app.asgi,
-        "127.0.0.1:0",
-        certificate=None,
-        key=None,
-        port_file=None,
-        logger=logging.getLogger("router"),
-        idle_timeout_s=idle_timeout_s,
-    )
+    router = HttpServer(app.asgi, settings, logging.getLogger("router"))
     serving = asyncio.create_task(router._serve())  # without the handling of signals
     async with asyncio.timeout(PATIENCE_S):
         while not router.started:

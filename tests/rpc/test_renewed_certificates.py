@@ -24,6 +24,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.program import engine_client
 from kvplane.serving.certificates import credentials
+from kvplane.serving.config import HttpServerSettings
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.server import ServerTls
 from tests.helpers.data.data_server import config_of
@@ -173,14 +174,13 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    server = HttpServer(
-        app,
-        "127.0.0.1:0",
-        certificate=files.certificate,
-        key=files.key,
+    settings = HttpServerSettings(
+        bind="127.0.0.1:0",
+        tls_certificate=files.certificate,
+        tls_key=files.key,
         port_file=port_file,
-        logger=logging.getLogger(__name__),
     )
+    server = HttpServer(app, settings, logging.getLogger(__name__))
     running = asyncio.create_task(server.serve())
     await until(lambda: port_file.exists())
     try:
