@@ -55,6 +55,13 @@ class ListenerSettings(LogSettings):
     insecure: bool = setting(
         False, help="Serve in the clear on an address that other machines can reach."
     )
+    grace_s: float = setting(
+        5.0,
+        help="Time that open calls and requests have to end when the program stops.",
+        unit="s",
+        minimum=0,
+        maximum=3600,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,13 +150,6 @@ class ServerSettings(ListenerSettings, MetricsSettings):
 
     advertise: str = setting(
         "", help="Address for others to connect to, host:port; empty means the one bound."
-    )
-    grace_s: float = setting(
-        5.0,
-        help="Time that calls in flight have to end when the program stops.",
-        unit="s",
-        minimum=0,
-        maximum=3600,
     )
     tls_client_ca: Path | None = setting(
         None,

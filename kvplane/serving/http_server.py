@@ -1,19 +1,30 @@
-"""An HTTP server of an ASGI application, until it gets a signal."""
+"""An HTTP server of an ASGI application, until it gets a signal.
+
+Stopping: new requests get status 503, open ones have ``grace_s`` to end. Then streams end with an
+error and ``[DONE]``; requests without a response get status 503.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvplane.errors import PlaneUnavailableError
 from kvplane.serving.config import HttpServerSettings
+from kvplane.serving.http_requests import refusal
 from kvplane.serving.server import announce, most_connections
 from kvplane.transport.renewed import renewed_context
 
-_GRACE_S: Final = 5
+# How long a client may take to read the end of its response.
+_END_S: Final = 5
 
 
 class HttpServer(uvicorn.Server):
@@ -21,7 +32,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: Any,
+        app: ASGIApp,
         settings: HttpServerSettings,
         logger: logging.Logger,
         *,
@@ -34,7 +45,8 @@ class HttpServer(uvicorn.Server):
         host, _, port = settings.bind.rpartition(":")
         super().__init__(
             uvicorn.Config(
-                app,
+                self._serve_request,
+                interface="asgi3",
                 http="h11",  # bounds a request's head, as httptools does not
                 ws="none",
                 host=host.strip("[]"),
@@ -45,11 +57,15 @@ class HttpServer(uvicorn.Server):
                 ssl_certfile=settings.tls_certificate,
                 ssl_keyfile=settings.tls_key,
                 limit_concurrency=most_connections(),
-                timeout_graceful_shutdown=_GRACE_S,
+                timeout_graceful_shutdown=_END_S,
                 timeout_keep_alive=settings.idle_timeout_s,  # type: ignore[arg-type]
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        self._app = app
+        self._open: set[asyncio.Task[Any]] = set()
+        self._is_over = False
+        self.is_stopping = False
         self._settings = settings
         self._logger = logger
         self._on_stop = on_stop
@@ -65,6 +81,51 @@ class HttpServer(uvicorn.Server):
         announce(address, settings.port_file, self._logger)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, and give open requests a little time."""
+        """Stop (see the module's docstring)."""
+        self.is_stopping = True
         self._on_stop()
+        until_s = time.monotonic() + self._settings.grace_s
+        while self._open and time.monotonic() < until_s and not self.force_exit:
+            await asyncio.sleep(0.05)
+        self._is_over = True
+        for task in self._open:
+            task.cancel()
         await super().shutdown(sockets)
+
+    async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_stopping and scope["path"].startswith("/v1/"):
+            await _stopping()(scope, receive, send)
+            return
+        sent: list[Message] = []  # the first message, and the last one
+
+        async def note(message: Message) -> None:
+            sent[1:] = [message]
+            await send(message)
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            await self._app(scope, receive, note)
+        except asyncio.CancelledError:
+            if not self._is_over:
+                raise
+            task.uncancel()
+            if not sent:
+                await _stopping()(scope, receive, send)
+            elif _is_stream(sent[0]) and sent[-1].get("more_body", True):
+                end = b"data: " + bytes(_stopping().body) + b"\n\ndata: [DONE]\n\n"
+                await send({"type": "http.response.body", "body": end})
+        finally:
+            self._open.discard(task)
+
+
+def _is_stream(start: Message) -> bool:
+    return dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def _stopping() -> Response:
+    error = PlaneUnavailableError("the server is stopping", retry_delay_s=1.0)
+    response = refusal(error)
+    response.headers["Connection"] = "close"
+    return response
