@@ -2,7 +2,7 @@
 
 The HTTP application has OpenAI's paths, health and metrics.
 
-POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
+POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /healthz, /metrics
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Final
@@ -46,7 +46,6 @@ from kvplane.serving.settings import log_settings
 from kvplane.sync.short_thread import call_in_short_thread
 
 from ..llm import LLM
-from ..models.loader import Message
 from ..request import Delta, RequestOutput
 from .answers import Answer
 from .config import ServeSettings
@@ -56,21 +55,17 @@ from .worker import EngineWorker, Prompt
 
 _LOGGER: Final = logging.getLogger("engine")
 
-_EncodeChat = Callable[[Sequence[Message]], Prompt]
-
 
 class _ServingApp:
-    """The ASGI application for one model. ``encode_chat`` runs in the worker's thread.
-    ``max_received_bytes`` of ``config`` limits requests that are not answered, or whose stream has
-    not begun.
+    """The ASGI application for one model. ``max_received_bytes`` of ``config`` limits requests that
+    are not answered, or whose stream has not begun.
     """
 
-    def __init__(
-        self, worker: EngineWorker, config: ServeSettings, encode_chat: _EncodeChat
-    ) -> None:
+    def __init__(self, worker: EngineWorker, config: ServeSettings, llm: LLM) -> None:
         self._worker = worker
+        self._llm = llm
+        self._asked_health: asyncio.Future[bool] | None = None
         self._model = config.served_name
-        self._encode_chat = encode_chat
         self._max_body_bytes = config.max_body_bytes
         self._api_keys = config.api_keys()
         most_of_one = share_of_one(config.max_received_bytes, len(self._api_keys))
@@ -84,9 +79,10 @@ class _ServingApp:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
                 Route("/health", self._health),
+                Route("/healthz", self._live),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers={HTTPException: partial(not_served, "/health")},
+            exception_handlers={HTTPException: not_served},
         )
 
     async def _completions(self, request: Request) -> Response:
@@ -112,6 +108,16 @@ class _ServingApp:
         return JSONResponse(entry) if name == self._model else refusal(self._unknown(name))
 
     async def _health(self, _: Request) -> Response:
+        """Return 200 while requests can be served. One question to the planes is for all probes."""
+        if self._asked_health is None or self._asked_health.done():
+            self._asked_health = asyncio.wrap_future(self._llm.is_ready())
+        try:
+            is_ready = self._worker.is_alive and await asyncio.shield(self._asked_health)
+        except KvplaneError:
+            is_ready = False
+        return Response(status_code=200 if is_ready else 503)
+
+    async def _live(self, _: Request) -> Response:
         return Response(status_code=200 if self._worker.is_alive else 503)
 
     async def _metrics(self, _: Request) -> Response:
@@ -220,7 +226,7 @@ class _ServingApp:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _read(self, prompt: Prompt | Chat) -> Prompt:
-        return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
+        return self._llm.encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
     async def _body(self, request: Request, received: Received) -> Any:
         """Read and parse a request's JSON body, up to its limit."""
@@ -249,7 +255,7 @@ def run(config: ServeSettings) -> int:
     tracing.setup("kvplane-engine")
     with call_in_short_thread(partial(LLM.from_config, config)) as llm:
         worker = EngineWorker(llm, config.max_requests)
-        app = _ServingApp(worker, config, llm.encode_chat)
+        app = _ServingApp(worker, config, llm)
         worker.start()
         try:
             asyncio.run(_serve(app, config, worker))

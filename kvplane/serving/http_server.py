@@ -23,6 +23,7 @@ from kvplane.serving.http_requests import refusal
 from kvplane.serving.server import announce, most_connections
 from kvplane.transport.renewed import renewed_context
 
+_SERVED_TO_THE_END: Final = ("/healthz", "/metrics")
 # How long a client may take to read the end of its response.
 _END_S: Final = 5
 
@@ -93,7 +94,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.is_stopping and scope["path"].startswith("/v1/"):
+        if self.is_stopping and scope["path"] not in _SERVED_TO_THE_END:
             await _stopping()(scope, receive, send)
             return
         sent: list[Message] = []  # the first message, and the last one

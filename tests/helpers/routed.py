@@ -40,7 +40,9 @@ def chunk(data: bytes) -> bytes:
 
 @dataclass
 class Engine:
-    """Answers posts by its script. ``gone`` is set when the other side has closed."""
+    """Answers posts by its script. ``gone`` is set when the other side has closed. ``health``: the
+    status that it gives.
+    """
 
     script: Script
     model: str = "m"
@@ -48,6 +50,7 @@ class Engine:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
+    health: str = "200 OK"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -55,7 +58,9 @@ class Engine:
                 first, *lines = head.decode().strip().split("\r\n")
                 headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if first.startswith("GET"):
+                if first.startswith("GET /health"):
+                    writer.write(whole(b"", self.health))
+                elif first.startswith("GET"):
                     models = {"data": [{"id": self.model, "object": "model"}]}
                     writer.write(whole(json.dumps(models).encode()))
                 else:
