@@ -267,7 +267,14 @@ def run(config: ServeSettings) -> int:
 
 
 async def _serve(app: _ServingApp, config: ServeSettings, worker: EngineWorker) -> None:
-    server = HttpServer(app.asgi, config, _LOGGER, on_stop=worker.give_up)
+    server = HttpServer(
+        app.asgi,
+        config,
+        _LOGGER,
+        app.metrics.registry,
+        is_alive=lambda: worker.is_alive,
+        on_stop=worker.give_up,
+    )
 
     def end() -> None:
         server.should_exit = True

@@ -92,7 +92,7 @@ async def _route(config: RouterSettings) -> None:
             max_received_bytes=config.max_received_bytes,
             api_keys=config.api_keys(),
         )
-        server = HttpServer(app.asgi, config, _LOGGER)
+        server = HttpServer(app.asgi, config, _LOGGER, metrics.registry)
         # While it serves, uvicorn handles signals, and raises them again when it has ended.
         _on_signal(server.handle_exit)
         await server.serve()
@@ -124,11 +124,11 @@ def engine_client(config: RouterSettings) -> httpx2.AsyncClient:
 
 
 def _watch(metrics: RouterMetrics, picker: Picker, engines: Engines, feeds: PoolFeeds) -> None:
-    """Have the gauges read at each scrape."""
+    """Have the gauges read at each scrape, which may be on another thread."""
     indexes = picker.indexes
     for url, load in picker.loads.items():
         wait_s = metrics[of.ENGINE_WAIT].labels(url)
-        wait_s.set_function(lambda load=load: load.wait_s(time.monotonic()))
+        wait_s.set_function(lambda load=load: load.copied().wait_s(time.monotonic()))
         metrics[of.ENGINE_UP].labels(url).set_function(lambda url=url: url in engines.up)
         metrics[of.ENGINE_RATE].labels(url).set_function(lambda load=load: load.tokens_per_s)
     for pool in feeds.caught_up:

@@ -14,12 +14,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvplane.errors import PlaneUnavailableError
 from kvplane.serving.config import HttpServerSettings
+from kvplane.serving.http_protocol import BoundedProtocol
 from kvplane.serving.http_requests import refusal
+from kvplane.serving.listener import BoundedListener
+from kvplane.serving.observability.metrics_endpoint import MetricsEndpoint, serve_metrics
 from kvplane.serving.server import announce, most_connections
 from kvplane.transport.renewed import renewed_context
 
@@ -36,47 +40,59 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         settings: HttpServerSettings,
         logger: logging.Logger,
+        registry: CollectorRegistry,
         *,
+        is_alive: Callable[[], bool] = lambda: True,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_stop`` is called when the server stops, before it waits for open requests. Requests
-        get status 503 beyond the connections that the limit of open files allows, where each client
-        may need one more, to an engine.
+        """``registry`` and ``is_alive``: for /metrics and /healthz on a port of their own.
+        ``on_stop`` is called when the server stops, before it waits for open requests.
         """
-        host, _, port = settings.bind.rpartition(":")
         super().__init__(
             uvicorn.Config(
                 self._serve_request,
                 interface="asgi3",
-                http="h11",  # bounds a request's head, as httptools does not
+                http=BoundedProtocol,  # of h11, which bounds a request's head
                 ws="none",
-                host=host.strip("[]"),
-                port=int(port),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 ssl_certfile=settings.tls_certificate,
                 ssl_keyfile=settings.tls_key,
-                limit_concurrency=most_connections(),
                 timeout_graceful_shutdown=_END_S,
                 timeout_keep_alive=settings.idle_timeout_s,  # type: ignore[arg-type]
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        self._app = app
+        self._app, self._registry, self._is_alive = app, registry, is_alive
         self._open: set[asyncio.Task[Any]] = set()
         self._is_over = False
+        self._endpoint: MetricsEndpoint | None = None
         self.is_stopping = False
         self._settings = settings
         self._logger = logger
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen. Each new connection gets the certificate that the files have then."""
+        """Start to listen. Each new connection gets the certificate that the files have then.
+        Raises OSError when an address cannot be bound.
+        """
         settings = self._settings
         if settings.tls_certificate is not None and settings.tls_key is not None:
             self.config.ssl = renewed_context(settings.tls_certificate, settings.tls_key)
-        await super().startup(sockets)
+        host, _, bind_port = settings.bind.rpartition(":")
+        if settings.metrics_port >= 0:
+            self._endpoint = serve_metrics(
+                self._registry,
+                self._is_alive,
+                settings.metrics_host or host,
+                settings.metrics_port,
+                settings.metrics_access,
+            )
+            self._logger.info("metrics port=%d", self._endpoint.port)
+        most = settings.max_connections or most_connections()
+        listener = BoundedListener(host.strip("[]"), int(bind_port), most)
+        await super().startup([listener])
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         announce(address, settings.port_file, self._logger)
@@ -92,6 +108,8 @@ class HttpServer(uvicorn.Server):
         for task in self._open:
             task.cancel()
         await super().shutdown(sockets)
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.is_stopping and scope["path"] not in _SERVED_TO_THE_END:

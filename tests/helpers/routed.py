@@ -118,6 +118,8 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
         bind="127.0.0.1:0",
         engine_timeout_s=how.pop("read_timeout_s", PATIENCE_S),
         idle_timeout_s=how.pop("idle_timeout_s", 5.0),
+        max_connections=how.pop("max_connections", 0),
+        metrics_port=how.pop("metrics_port", -1),
     )
     client = engine_client(settings)
     known = Engines(client, picker.loads, 3600.0, engine_key)
@@ -126,7 +128,7 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
     proxy = Proxy(client, known, picker, metrics, engine_key)
     bounds = {"max_requests": 8, "max_body_bytes": 4096} | how
     app = RouterApp(proxy, known, picker, reader, metrics, **bounds)
-    router = HttpServer(app.asgi, settings, logging.getLogger("router"))
+    router = HttpServer(app.asgi, settings, logging.getLogger("router"), metrics.registry)
     serving = asyncio.create_task(router._serve())  # without the handling of signals
     async with asyncio.timeout(PATIENCE_S):
         while not router.started:

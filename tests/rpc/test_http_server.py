@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -38,6 +39,7 @@ class Served:
             Starlette(routes=[*routes, Route("/healthz", lambda _: Response())]),
             HttpServerSettings(**settings),
             logging.getLogger(__name__),
+            CollectorRegistry(),
         )
 
     async def _stream(self, _: Request) -> Response:

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client import CollectorRegistry
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
@@ -180,7 +181,7 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         tls_key=files.key,
         port_file=port_file,
     )
-    server = HttpServer(app, settings, logging.getLogger(__name__))
+    server = HttpServer(app, settings, logging.getLogger(__name__), CollectorRegistry())
     running = asyncio.create_task(server.serve())
     await until(lambda: port_file.exists())
     try:
