@@ -47,7 +47,8 @@ class LLM:
     ``LLM("models/recall").generate(["..."])``; keyword arguments are the fields of
     ``EngineSettings``. Raises UnavailableError when the pool is not ready in time and
     LayoutMismatchError when the pool is for another model. Close it, or use it as a context
-    manager. Only ``abort``, ``give_up`` and ``is_ready`` may be called from other threads.
+    manager. Other threads may call ``abort``, ``give_up`` and ``is_ready``, and one of them
+    ``encode`` and ``encode_chat``.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -128,6 +129,10 @@ class LLM:
         if not self._core.has_work:
             self._core.settle()
         return deltas
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt. Raises InvalidRequestError naming ``prompt``."""
+        return self._encode(prompt, field="prompt")
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt of a conversation. Raises InvalidRequestError naming ``messages``."""

@@ -50,8 +50,8 @@ from ..request import Delta, RequestOutput
 from .answers import Answer
 from .config import ServeSettings
 from .metrics import ServingMetrics
-from .requests import Chat, CompletionRequest, read_chat, read_completion
-from .worker import EngineWorker, Prompt
+from .requests import Chat, CompletionRequest, Prompt, read_chat, read_completion
+from .worker import EngineWorker
 
 _LOGGER: Final = logging.getLogger("engine")
 
@@ -136,7 +136,7 @@ class _ServingApp:
                 if asked.model != self._model:
                     raise self._unknown(asked.model)
                 answer = Answer(self._model, len(asked.prompts), asked.params.n, is_chat=is_chat)
-                events = self._events(asked, began_s)
+                events = self._events(asked, began_s, client)
                 if asked.stream:
                     first = await until_gone(request.receive, anext(events))
                     pieces = self._pieces(asked, answer, first, events, count)
@@ -194,14 +194,20 @@ class _ServingApp:
             count(answer, status)
 
     async def _events(
-        self, asked: CompletionRequest, began_s: float
+        self, asked: CompletionRequest, began_s: float, client: str
     ) -> AsyncGenerator[tuple[int, Delta | RequestOutput], None]:
         """Yield (prompt number, event) until all prompts are answered. Closing it aborts all."""
         queue: asyncio.Queue[tuple[int, Delta | RequestOutput] | KvplaneError] = asyncio.Queue()
 
         async def follow(number: int, prompt: Prompt | Chat) -> None:
             try:
-                stream = self._worker.stream(partial(self._read, prompt), asked.params)
+                if isinstance(prompt, Chat):
+                    read = partial(self._llm.encode_chat, prompt.messages)
+                else:
+                    read = partial(self._llm.encode, prompt)
+                stream = self._worker.stream(
+                    read, asked.params, num_characters=len(prompt), key=client
+                )
                 async with aclosing(stream):
                     async for event in stream:
                         queue.put_nowait((number, event))
@@ -224,9 +230,6 @@ class _ServingApp:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _read(self, prompt: Prompt | Chat) -> Prompt:
-        return self._llm.encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
     async def _body(self, request: Request, received: Received) -> Any:
         """Read and parse a request's JSON body, up to its limit."""
@@ -254,7 +257,7 @@ def run(config: ServeSettings) -> int:
     log_settings(config, _LOGGER)
     tracing.setup("kvplane-engine")
     with call_in_short_thread(partial(LLM.from_config, config)) as llm:
-        worker = EngineWorker(llm, config.max_requests)
+        worker = EngineWorker(llm, config.max_requests, len(config.api_keys()))
         app = _ServingApp(worker, config, llm)
         worker.start()
         try:

@@ -140,7 +140,8 @@ class HttpServer(uvicorn.Server):
 
 
 def _is_stream(start: Message) -> bool:
-    return dict(start["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+    kind: bytes = dict(start["headers"]).get(b"content-type", b"")
+    return kind.startswith(b"text/event-stream")
 
 
 def _stopping() -> Response:
