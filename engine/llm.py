@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from kvplane.errors import InternalError, InvalidRequestError, UnavailableError
-from kvplane.layout import Layout
+from kvplane.layout import ELEMENT_BYTES, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.results import PoolInfo
 from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
 from kvplane.sync.caller_loop import CallerLoop
+from kvplane.wire.protocol import MAX_LAYER_BYTES
 from kvplane.wire.v1 import types_pb2 as tpb
 
 from .config import EngineSettings
@@ -288,6 +289,8 @@ def _core(
     link: ControlLink,
     backend: DataBackend,
 ) -> EngineCore:
+    if config.data_plane == "remote":
+        _check_batch(config.max_batch_tokens, layout, loaded.num_heads)
     settings: dict[str, Any] = {
         "block_size_tokens": layout.block_size_tokens,
         "max_batch_tokens": config.max_batch_tokens,
@@ -306,6 +309,21 @@ def _core(
         recovery_timeout_s=config.recovery_timeout_s,
         max_plan_s=config.max_plan_s,
     )
+
+
+def _check_batch(max_batch_tokens: int, layout: Layout, num_heads: int) -> None:
+    """Raise InvalidRequestError if a layer of a full batch would not fit a message."""
+    sizes = [
+        num_heads * group.head_size + group.num_kv_heads * sum(group.stored_sizes)
+        for group in layout.groups
+    ]
+    most = MAX_LAYER_BYTES // (max(sizes) * ELEMENT_BYTES[layout.dtype])
+    if max_batch_tokens > most:
+        raise InvalidRequestError(
+            f"must be at most {most}, is {max_batch_tokens}: the tensors of a layer go to the data "
+            "plane in one message",
+            field="max_batch_tokens",
+        )
 
 
 def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedModel, Layout]:

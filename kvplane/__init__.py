@@ -11,8 +11,13 @@ do not import gRPC.
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
+
+# gRPC's handlers of forks are not for asynchronous calls: with them a forked process may die by
+# SIGSEGV, whether it uses gRPC or not. gRPC reads the variable when it is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 __version__: str
 

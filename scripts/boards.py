@@ -57,6 +57,7 @@ def both(metric: str, by: str = "", labels: str = P) -> dict[str, str]:
 
 
 # fmt: off
+LOOKED_UP = f'({rate("kvplane_lookup_tokens_total", "pool")} > 0)'
 OVERVIEW = (
     Panel("Planes up", "Planes that Prometheus can scrape.", "short",
           {"{{job}}": total("up", "job", 'job=~"kvplane_.*"')}, "stat"),
@@ -65,8 +66,7 @@ OVERVIEW = (
     Panel("Sessions", "Open sessions: one for each engine.", "short",
           {"{{pool}}": of_pool("kvplane_sessions")}, "stat"),
     Panel("Hit ratio", "Share of prompt tokens that were found cached.", "percentunit",
-          {"{{pool}}": rate("kvplane_hit_tokens_total", "pool") + " / "
-           + rate("kvplane_lookup_tokens_total", "pool")}, "stat"),
+          {"{{pool}}": rate("kvplane_hit_tokens_total", "pool") + " / " + LOOKED_UP}, "stat"),
     Panel("Device blocks",
           "Held blocks are in use; cached ones hold prefixes and can be had at any time; retired "
           "ones wait for a receipt or a fence.", "short",
@@ -91,8 +91,8 @@ OVERVIEW = (
            "(rate(kvplane_refused_items_total[$__rate_interval]))"}),
     Panel("Bandwidth of kernels",
           "Bytes of keys and values that kernels moved, for each second that they ran.", "Bps",
-          {"{{kernel}}": rate("kvplane_kernel_bytes_total", "kernel") + " / "
-           + rate("kvplane_kernel_seconds_total", "kernel")}),
+          {"{{kernel}}": rate("kvplane_kernel_bytes_total", "kernel") + " / ("
+           + rate("kvplane_kernel_seconds_total", "kernel") + " > 0)"}),
     Panel("Plans in flight", "Plans made and not yet receipted.", "short",
           {"{{pool}}": of_pool("kvplane_plans_in_flight")}),
     Panel("Lag of event loops, p99", "How late timers are: calls wait for as long.", "s",
@@ -108,7 +108,7 @@ CACHE = (
     Panel("Hit ratio by tier",
           "Share of prompt tokens found cached, by the tier that had them.", "percentunit",
           {"{{tier}}": rate("kvplane_hit_tokens_total", "pool, tier")
-           + " / on (pool) group_left " + rate("kvplane_lookup_tokens_total", "pool")},
+           + " / on (pool) group_left " + LOOKED_UP},
           stacked=True),
     Panel("Read again after a cut",
           "Tokens looked up, and found, by sequences that were admitted again after they were "

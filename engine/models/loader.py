@@ -69,6 +69,12 @@ class LoadedModel:
     namespace: str = ""
     repetition_penalty: float = 1.0
 
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads of a layer."""
+        heads: int = self.model.config.get_text_config(decoder=True).num_attention_heads
+        return heads
+
     def encode(self, prompt: str, *, field: str) -> list[int]:
         """Return the prompt's token ids: with the tokenizer's opening tokens, without a trailing
         end of sequence.

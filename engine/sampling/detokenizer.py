@@ -65,7 +65,10 @@ class Detokenizer:
         before = self._decode(self._prefix, self._read)
         now = self._decode(self._prefix, len(self._tokens))
         num_held = len(self._tokens) - self._read
-        if len(now) <= len(before) or (now.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
+        has_text = len(now) > len(before)
+        if not has_text and num_held >= MAX_HELD_TOKENS:
+            del self._tokens[self._read :]  # or a long run of them would be decoded again and again
+        if not has_text or (now.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
             return bool(self._stop) and self._add_special(token_id)
         return self._extend(now[len(before) :])
 

@@ -10,6 +10,17 @@ EXIT_NOT_INSTALLED: Final = 1
 _OURS: Final = ("kvplane", "control_plane", "data_plane", "engine")
 
 
+def what_is_missing(error: ImportError) -> str:
+    """Say which module an import did not find and, if it is one of ours, which other one has taken
+    its name.
+    """
+    top = (error.name or "").partition(".")[0]
+    other = sys.modules.get(top) if top in _OURS else None
+    places = [getattr(other, "__file__", None), *getattr(other, "__path__", ())]
+    taken = next((f": {place} has taken its name" for place in places if place), "")
+    return f"{error.name} is missing{taken}"
+
+
 def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:
     """Call ``run``, which imports a program's packages, and return its result. Reports a missing
     third-party package on one line, with the ``extra`` to install; empty for the base package.

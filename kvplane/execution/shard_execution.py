@@ -40,6 +40,7 @@ from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.stream import Stream
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.plane.v1.plan_pb2 import Plan
+from kvplane.wire.protocol import MAX_LAYER_BYTES
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc, local_pb2, types_pb2
 from kvplane.wire.v1.types_pb2 import SignedPayload
@@ -404,6 +405,12 @@ class ShardExecution:
             value=None if value is None else value.to_proto(),
             options=options.to_proto(),
         )
+        if request.ByteSize() > MAX_LAYER_BYTES:
+            raise InvalidRequestError(
+                f"of layer {index} has {request.ByteSize():,} bytes with its key and value, must "
+                f"have at most {MAX_LAYER_BYTES:,}: compute fewer tokens in one pass",
+                field="query",
+            )
         if self._begun is not None and self._begun.by is not None:
             self._check_begun(_parse(await self._begun.by.receive_soon()))
         await self._stream.send(pb.ExecuteRequest(layer=request))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
+
+from kvplane.errors import InvalidRequestError
+from kvplane.process import check_process
 
 Result = TypeVar("Result")
 Given = TypeVar("Given", covariant=True)
@@ -29,7 +33,12 @@ class LoopThread:
     """An event loop in its own thread, on which other threads run coroutines and wait."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """``name``: of the thread. ``loop``: the event loop; None for a new one."""
+        """``name``: of the thread. ``loop``: the event loop; None for a new one. Raises
+        InvalidRequestError in a process that was forked from one that has used gRPC, as do all
+        methods that run something.
+        """
+        check_process()
+        self._process_id = os.getpid()
         self._loop = _new_event_loop() if loop is None else loop
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -37,6 +46,11 @@ class LoopThread:
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Start a coroutine; ``wait`` waits for its result."""
+        try:
+            check_process()
+        except InvalidRequestError:
+            coroutine.close()
+            raise
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def send(self, coroutine: Coroutine[Any, Any, Result]) -> Pending[Result]:
@@ -62,8 +76,10 @@ class LoopThread:
         return self.run(called())
 
     def close(self) -> None:
-        """Cancel the tasks that still run, then end the thread. Harmless when called again."""
-        if self._loop.is_closed():
+        """Cancel the tasks that still run, then end the thread. Harmless when called again, and in
+        a process that was forked.
+        """
+        if self._loop.is_closed() or self._process_id != os.getpid():
             return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._is_closing.set()

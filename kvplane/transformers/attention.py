@@ -145,12 +145,15 @@ def _running_for(module: torch.nn.Module) -> Running:
     if running is None:
         raise InvalidRequestError(
             'attention "kvplane" computes with a cache: give cache=PlaneCache(model), or '
-            "past_key_values=PlaneCache(model) before transformers 5.24",
+            "past_key_values=PlaneCache(model) before transformers 5.24. Passes that generate makes"
+            " beside it, as for guidance_scale or an assistant model, have none: they need another"
+            " attention",
             field="cache",
         )
     return running
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,

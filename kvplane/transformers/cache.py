@@ -426,6 +426,7 @@ class _Held:
         return session, ids
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_forward(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -439,6 +440,7 @@ def _before_forward(
     return None if cache is None else ((), cache._before(module, kwargs))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_forward(
     module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 
 from kvplane import ops
+from kvplane.cli.extras import what_is_missing
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -105,6 +107,7 @@ class Planes:
         self._has_plan = False
         self._settings = settings
         self._is_closed = threading.Event()
+        self._process_id = os.getpid()
         closing = ExitStack()
         with closing:
             loop = LoopThread("kvplane-transformers")
@@ -123,7 +126,7 @@ class Planes:
             self.follow(model)
             self._open_session()
             closing.callback(self._is_closed.set)
-            self._close = closing.pop_all().close
+            self._close = _closing_once(closing.pop_all())
         atexit.register(self._close)
         # In a thread of its own: a finalizer may run in one that closing waits for.
         self._finalizer = weakref.finalize(self, _in_background, self._close)
@@ -131,8 +134,11 @@ class Planes:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the planes were not closed yet, by ``close`` or at the process's end."""
-        return self._finalizer.alive and not self._is_closed.is_set()
+        """Return whether the planes were not closed yet, by ``close`` or at the process's end, and
+        are not those of the process that this one was forked from.
+        """
+        is_here = self._process_id == os.getpid()
+        return is_here and self._finalizer.alive and not self._is_closed.is_set()
 
     @property
     def num_layers(self) -> int:
@@ -247,7 +253,7 @@ class Planes:
     def _acquire(self) -> None:
         self.abandon()  # a forward pass of this thread was interrupted
         if not self.is_open:
-            raise InvalidRequestError("its planes were closed", field="cache")
+            raise InvalidRequestError("its planes were closed, or left by a fork", field="cache")
         self._lock.acquire()
         self._owner = threading.get_ident()
 
@@ -302,6 +308,8 @@ _PROBED: Final[weakref.WeakKeyDictionary[PreTrainedModel, dict[_Groups, _Groups]
     weakref.WeakKeyDictionary()
 )
 """The layer groups that the probe found for a model, by the groups of its config."""
+_BEFORE: Final[weakref.WeakKeyDictionary[PreTrainedModel, str]] = weakref.WeakKeyDictionary()
+"""The attention implementation that a model had before its caches."""
 _MAX_TOKENS: Final[weakref.WeakKeyDictionary[PreTrainedModel, int | None]] = (
     weakref.WeakKeyDictionary()
 )
@@ -327,6 +335,8 @@ def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tupl
     """
     adapters.adapt(model)
     before = model.config.get_text_config()._attn_implementation
+    if before != attention.NAME:
+        _BEFORE[model] = before
     try:
         probed = _PROBED.setdefault(model, {})
         of_config = layer_groups(model.config, latent=latent)
@@ -351,10 +361,14 @@ def check_length(model: PreTrainedModel, num_tokens: int) -> None:
 
 
 def close_planes(model: PreTrainedModel) -> None:
-    """End the sessions of a model's caches, and the planes that are embedded for them."""
+    """End the sessions of a model's caches, and the planes that are embedded for them. A BLOOM, MPT
+    or Falcon attends as before its first cache.
+    """
     with _OPEN_LOCK:
         for planes in _OPEN.pop(model, {}).values():
             planes.close()
+    if adapters.is_adapted(model):  # transformers allows no choice for it
+        adapters.set_attention(model, _BEFORE.get(model, attention.NAME))
 
 
 def _connect(
@@ -373,7 +387,7 @@ def _connect(
     except ImportError as error:
         raise InvalidRequestError(
             "must be given: planes in this process need kvplane[control-plane,data-plane]; "
-            f"{error.name} is missing",
+            f"{what_is_missing(error)}",
             field="control_plane",
         ) from error
     device = device_for(model.device)
@@ -422,6 +436,20 @@ def _folder_of(model: PreTrainedModel) -> Path | None:
 
 def _dtype_of(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
+
+
+def _closing_once(stack: ExitStack) -> Callable[[], None]:
+    """Return a function that closes ``stack`` in this process. Called in two threads, as by a
+    finalizer at the process's end, the second waits for the first.
+    """
+    lock, process_id = threading.Lock(), os.getpid()
+
+    def close() -> None:
+        if os.getpid() == process_id:
+            with lock:
+                stack.close()
+
+    return close
 
 
 def _in_background(call: Callable[[], Any]) -> None:

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from kvplane.errors import InvalidRequestError
+from kvplane.process import check_process
 from kvplane.transport.renewed import server_context
 from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
@@ -88,8 +89,10 @@ def open_channel(target: str, tls: Tls | None, *, health_of: str = "") -> grpc.a
     with commas, or "dns:///host:port" for all addresses of a name. Of several, calls go round robin
     to those where the service ``health_of`` is SERVING; where it is empty, to all that answer.
 
-    Raises InvalidRequestError naming ``target`` or a field of ``tls``.
+    Raises InvalidRequestError naming ``target`` or a field of ``tls``, and in a process that was
+    forked from one that has opened a channel.
     """
+    check_process()
     hosts = [each.rpartition(":")[0] for each in target.split(",")]
     if not all(hosts):
         raise InvalidRequestError(f"must be host:port, is {target!r}", field="target")

@@ -67,6 +67,8 @@ def test_every_panel_says_what_it_shows_and_in_which_unit() -> None:
         assert panel["description"].endswith("."), f"{name}: {panel['title']}"
         assert panel["fieldConfig"]["defaults"]["unit"]
         assert panel["targets"]
+        divided = [each["expr"] for each in panel["targets"] if "/" in each["expr"]]
+        assert all("> 0)" in expression for expression in divided), "NaN without traffic"
     for text in boards.files().values():
         places = [panel["gridPos"] for panel in json.loads(text)["panels"]]
         cells = [

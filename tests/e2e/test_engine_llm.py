@@ -142,3 +142,10 @@ def test_several_prompts_and_continuations_are_labelled(
     assert generated(pair, model, "--prompts-file", str(prompts), *how) == 0
     printed = capsys.readouterr().out
     assert all(label in printed for label in ("[1.1]", "[1.2]", "[2.1]", "[2.2]"))
+
+
+def test_a_batch_whose_layers_no_message_takes_is_refused_when_the_engine_starts(
+    pair: Pair, model: Path
+) -> None:
+    with refused(InvalidRequestError, "max_batch_tokens", match=r"at most \d+, is 10000000"):
+        LLM(model, control_plane=pair.control.address, pool_id=POOL, max_batch_tokens=10_000_000)

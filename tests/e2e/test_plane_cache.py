@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import signal
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +20,7 @@ import torch
 from engine_planes import Pair
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from kvplane import LayerGroup, Layout
+from kvplane import ControlClient, LayerGroup, Layout, sync
 from kvplane.errors import (
     InvalidRequestError,
     LayoutMismatchError,
@@ -22,7 +28,7 @@ from kvplane.errors import (
     PoolFullError,
     SessionNotFoundError,
 )
-from kvplane.transformers import PlaneCache, close_planes
+from kvplane.transformers import PlaneCache, close_planes, planes
 from tests.helpers.plane_cache_checks import (
     ARGUMENT,
     ATOL,
@@ -99,6 +105,102 @@ def test_nothing_can_be_used_that_was_closed(model: PreTrainedModel) -> None:
         answer(other, PlaneCache(other, **POOL), **prompts()), answer(other, None, **prompts())
     )
     close_planes(other)
+
+
+def test_two_threads_that_close_the_same_planes_do_it_once() -> None:
+    """A finalizer's thread and the end of the process."""
+    closed: list[str] = []
+    may_end = threading.Event()
+    stack = ExitStack()
+    stack.callback(lambda: closed.append("first"))
+    stack.callback(lambda: (may_end.wait(10), closed.append("last"))[1])
+    close = planes._closing_once(stack)
+    threads = [threading.Thread(target=close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive(), "it does not wait for the one that closes"
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert closed == ["last", "first"]
+
+
+def test_a_forked_process_is_refused_at_once_and_ends(model: PreTrainedModel) -> None:
+    with PlaneCache(model, **POOL) as cache:
+        answer(model, cache, **one_prompt())
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            found = []
+            for use in (
+                lambda: (cache.reset(), answer(model, cache, **one_prompt())),
+                lambda: PlaneCache(model, **POOL, namespace="other"),
+                lambda: sync.ControlClient("127.0.0.1:1"),
+                lambda: asyncio.run(connect()),
+            ):
+                try:
+                    use()
+                    found.append("nothing")
+                except InvalidRequestError as error:
+                    found.append(error.field)
+            cache.close()
+            close_planes(model)
+            os.write(writing, " ".join(found).encode())
+            os._exit(0)
+        os.close(writing)
+        try:
+            wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, patience_s=20)
+        except BaseException:
+            os.kill(child, signal.SIGKILL)
+            raise
+        assert os.read(reading, 100).decode() == "cache process process process"
+        os.close(reading)
+        cache.reset()
+        answer(model, cache, **one_prompt())
+
+
+async def connect() -> None:
+    ControlClient("127.0.0.1:1")
+
+
+def test_a_module_that_took_one_of_our_names_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = types.ModuleType("control_plane")
+    other.__file__ = "/home/user/control_plane.py"
+    for name in [name for name in sys.modules if name.startswith("control_plane.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "kvplane.runtime.embedded")
+    monkeypatch.setitem(sys.modules, "control_plane", other)
+    wanted = r"control_plane\.\w+ is missing: /home/user/control_plane.py has taken its name"
+    with refused(InvalidRequestError, "control_plane", match=wanted):
+        PlaneCache(tiny_llama(), **POOL)
+
+
+def test_a_compiled_model_gives_what_it_gives_otherwise(model: PreTrainedModel) -> None:
+    want = answer(model, None, **one_prompt())
+    compiled = tiny_llama()
+    compiled.forward = torch.compile(compiled.forward, backend="eager")
+    with PlaneCache(compiled, **POOL) as cache:
+        assert_same(answer(compiled, cache, **one_prompt()), want)
+    close_planes(compiled)
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt"])
+def test_an_adapted_model_attends_as_before_once_its_planes_are_closed(family: str) -> None:
+    model = tiny_model(family)
+    want = greedy(model)
+    PlaneCache(model, **POOL).close()
+    with pytest.raises(InvalidRequestError, match="guidance_scale or an assistant"):
+        greedy(model)
+    close_planes(model)
+    assert torch.equal(greedy(model), want)
+
+
+def greedy(model: PreTrainedModel) -> torch.Tensor:
+    found: torch.Tensor = model.generate(  # type: ignore[operator]
+        torch.arange(3, 23)[None], max_new_tokens=6, min_new_tokens=6, do_sample=False
+    )
+    return found
 
 
 # What is refused.

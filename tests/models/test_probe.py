@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from kvplane.errors import InvalidRequestError
 from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import attention
-from kvplane.transformers.models import part
+from kvplane.transformers.models import adapters, part
 from kvplane.transformers.models.probe import probe
 from tests.models.tiny_models import tiny_model
 
@@ -67,9 +73,16 @@ def fails(model: PreTrainedModel) -> None:
     layer.forward = lambda *a, **k: (k["attention_mask"].shape, own(*a, **k))[1]
 
 
+def nan(model: PreTrainedModel) -> None:
+    """Has a weight that is no number, as a damaged file leaves."""
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
+
+
 @pytest.mark.parametrize(
     ("family", "change", "reason"),
     [
+        ("llama", nan, "gives NaN or infinity with transformers' own attention"),
         ("llama", bias, "a part that kvplane's options do not express"),
         ("llama", state, "state besides keys and values"),
         ("llama", twice, "layer 2 calls attention twice"),
@@ -90,6 +103,17 @@ def test_a_model_that_differs_is_refused_by_its_reason(
         probe(model)
     assert caught.value.field == "model"
     assert repr(family) in caught.value.message
+
+
+def test_falcon_with_alibi_is_compared_with_the_attention_that_adds_it_once() -> None:
+    model = AutoModelForCausalLM.from_config(
+        FalconConfig(
+            vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, alibi=True,
+            multi_query=False, new_decoder_architecture=False,
+        )
+    ).eval()  # fmt: skip
+    adapters.adapt(model)
+    probe(model)
 
 
 def other_heads(model: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvplane import ControlClient, DataClient, Execution, Session, ops
+from kvplane import ControlClient, DataClient, Execution, Session, Tensor, ops
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -25,6 +25,7 @@ from tests.helpers.both_planes import LAYOUT, POOL, Planes, zeros
 from tests.helpers.data.plan_author import LAYOUT as LISTED_LAYOUT
 from tests.helpers.data.plan_author import POOL_ID as LISTED_POOL
 from tests.helpers.listed_peers import listed_peers
+from tests.helpers.refusals import refused
 from tests.helpers.sharded_engine import layer_input, prompt
 from tests.helpers.sharded_engine import run as run_on_shards
 from tests.helpers.sharded_pool import BY_BOTH, BY_LAYERS, ShardedPool, by_heads
@@ -58,6 +59,24 @@ async def test_a_plans_receipts_are_the_sessions_once(
             await execution.start(plan)
             assert execution.has_run
             assert given == execution.receipts
+
+
+async def test_a_layer_larger_than_a_message_is_refused_at_once_and_the_next_one_runs(
+    planes: Planes,
+) -> None:
+    wide = Tensor("float32", (12, 1, 1 << 19), bytes(12 << 21))
+    async with (
+        ControlClient(planes.control.address, shared_memory=False) as control,
+        control.open_session(POOL) as session,
+        session.open_execution() as execution,
+    ):
+        step = await session.run(ops.admit(1, PROMPT, skip_prefix_lookup=True))
+        await execution.start(step.plan)
+        with refused(InvalidRequestError, "query", match="75,497,[0-9]+ bytes .* fewer tokens"):
+            await execution.layer(0, wide, wide, wide)
+        for layer in execution.layers:
+            await execution.layer(layer, *3 * [zeros(12)])
+        assert execution.has_run
 
 
 @pytest.mark.parametrize("ends", ["session", "client"])

@@ -50,6 +50,15 @@ def is_adapted(model: PreTrainedModel) -> bool:
     return any(getattr(module, _ADAPTED, False) for module in model.modules())
 
 
+def reference(model: PreTrainedModel) -> str:
+    """Return the name of transformers' attention that is right for ``model``: "eager", but for
+    Falcon with ALiBi, whose eager attention adds the bias twice.
+    """
+    modules: list[Any] = list(model.modules())
+    adds_twice = any(type(module) is FalconAttention and module.config.alibi for module in modules)
+    return "sdpa" if adds_twice else "eager"
+
+
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention implementation, also of models for which transformers allows no choice."""
     if is_adapted(model):

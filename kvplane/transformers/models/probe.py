@@ -1,4 +1,4 @@
-"""Checks that a model attends through kvplane as through transformers' own eager attention.
+"""Checks that a model attends through kvplane as through an attention of transformers' own.
 
 A model's attention may have a part that no option expresses, or a layer may have state besides keys
 and values. Instead of a list of models, this runs the loaded model's own layers on some 40 tokens
@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvplane.attention_options import AttentionOptions
+from kvplane.cli.extras import what_is_missing
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
 from kvplane.models.model_layers import LayerShape, groups_of, layer_shapes
@@ -64,7 +65,7 @@ def _exact_shapes(
             lambda step: _run(part, step, tokens, _PASSES[0]), num_layers, of_config
         )
     with short_windows(part):
-        wanted = _eager(part, tokens)
+        wanted = _reference(part, tokens)
         tolerance = _tolerance(part) * float(wanted.std())
         for shapes in _candidates(of_config, measured):
             difference = _difference(part, shapes[:num_layers], tokens, _PASSES, wanted)
@@ -107,15 +108,25 @@ def _rows() -> list[tuple[int, int]]:
     return [(i, first + count - 1) for spans in _PASSES for i, first, count in spans]
 
 
-def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
-    """Compute float32 logits [rows, vocabulary], each sequence alone, by eager attention."""
-    adapters.set_attention(model, "eager")
-    with torch.inference_mode(), refusals(model, "with eager attention"):
+def _reference(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
+    """Compute float32 logits [rows, vocabulary], each sequence alone, by transformers' attention.
+    Raises InvalidRequestError where they are not finite.
+    """
+    name = adapters.reference(model)
+    adapters.set_attention(model, name)
+    with torch.inference_mode(), refusals(model, f"with {name} attention"):
         of_sequences = [
             model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0]
             for ids in tokens
         ]
-    return torch.stack([of_sequences[i][position] for i, position in _rows()]).float()
+    logits = torch.stack([of_sequences[i][position] for i, position in _rows()]).float()
+    if not bool(logits.isfinite().all()):
+        raise InvalidRequestError(
+            f"{_type_of(model)} gives NaN or infinity with transformers' own attention: its weights"
+            f" hold such values, or are too large for {model.dtype}",
+            field="model",
+        )
+    return logits
 
 
 def _difference(
@@ -132,7 +143,7 @@ def _difference(
         from kvplane.runtime.probe_planes import ProbePlanes
     except ImportError as error:
         raise InvalidRequestError(
-            f"the probe computes attention in this process and lacks a package ({error.name}): "
+            f"the probe computes attention in this process, but {what_is_missing(error)}: "
             "install kvplane[data-plane], or leave it out with --no-probe",
             field="model",
         ) from error

@@ -124,3 +124,19 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     detokenizer = Detokenizer(None, ("x",))
     assert not detokenizer.add(5)
     assert detokenizer.take(final=True) == ""
+
+
+def test_a_long_run_without_text_is_decoded_in_linear_time() -> None:
+    class Counting(Words):
+        num_decoded = 0
+
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            self.num_decoded += len(token_ids)
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    decoder = Counting()
+    detokenizer = Detokenizer(decoder, (), [5, 6])
+    for token in [7, *[0] * 2000, 8]:
+        detokenizer.add(token)
+    assert detokenizer.take(final=True) == " w7 w8"
+    assert decoder.num_decoded < 2000 * 40
