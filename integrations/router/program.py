@@ -109,7 +109,9 @@ def engine_client(config: RouterSettings) -> httpx2.AsyncClient:
     try:
         context = ssl.create_default_context(cafile=config.engine_ca)
     except OSError as error:
-        raise InvalidRequestError(f"cannot be read: {error}", field="engine_ca") from error
+        raise InvalidRequestError(
+            f"{config.engine_ca} cannot be read: {error}", field="engine_ca"
+        ) from error
     return httpx2.AsyncClient(
         cookies=CookieJar(
             DefaultCookiePolicy(allowed_domains=[])
