@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvplane.errors import PlaneUnavailableError
 from kvplane.serving.config import HttpServerSettings
-from kvplane.serving.http_protocol import BoundedProtocol
 from kvplane.serving.http_requests import refusal
 from kvplane.serving.listener import BoundedListener
 from kvplane.serving.observability.metrics_endpoint import MetricsEndpoint, serve_metrics
@@ -52,7 +51,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 self._serve_request,
                 interface="asgi3",
-                http=BoundedProtocol,  # of h11, which bounds a request's head
+                http="h11",  # bounds a request's head, as httptools does not
                 ws="none",
                 log_config=None,
                 access_log=False,
