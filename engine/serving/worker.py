@@ -127,7 +127,6 @@ class EngineWorker:
             self._is_stopping = True
             self._wakes.notify()
         self.give_up()
-        self._reader.close()
         self._thread.join()
 
     async def stream(
@@ -143,10 +142,10 @@ class EngineWorker:
         submission = _Submission((), params, asyncio.get_running_loop())
         is_done = False
         try:
-            self._check_alive()
             submission.token_ids = await self._read(read, num_characters)
             with self._wakes:
-                self._check_alive()
+                if not self.is_alive:
+                    raise PlaneUnavailableError("the engine is stopping")
                 self._incoming.append(submission)
                 self._wakes.notify()
             while True:
@@ -164,10 +163,6 @@ class EngineWorker:
                 self._engine.abort(submission.request_id)
                 with self._wakes:
                     self._wakes.notify()
-
-    def _check_alive(self) -> None:
-        if not self.is_alive:
-            raise PlaneUnavailableError("the engine is stopping")
 
     async def _read(self, read: Read, num_characters: int) -> Sequence[int]:
         try:

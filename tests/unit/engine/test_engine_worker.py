@@ -155,20 +155,6 @@ async def test_a_long_text_is_read_beside_steps_and_after_shorter_ones(served: S
     assert read == [900, 5, 700, 800]
 
 
-async def test_stopping_fails_prompts_that_are_not_read_yet(served: Served) -> None:
-    is_over = threading.Event()
-    async with worker_of(served) as worker:
-        asked = [
-            asyncio.ensure_future(anext(worker.stream(read, SamplingParams())))
-            for read in (is_over.wait, lambda: PROMPT)
-        ]
-        await asyncio.sleep(0)
-    is_over.set()
-    for each in asked:
-        with pytest.raises(PlaneUnavailableError, match="the engine is stopping"):
-            await each
-
-
 async def test_a_prompt_that_is_refused_leaves_the_others_alone(served: Served) -> None:
     def unreadable() -> Any:
         raise RuntimeError("planted")
