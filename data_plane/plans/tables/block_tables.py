@@ -111,6 +111,8 @@ class Publications:
         self._parent_generations = np.zeros(num_blocks, np.int64)
         self._hashes = np.zeros((num_blocks, _HASH_BYTES), np.uint8)
         self._token_ids = np.zeros((num_blocks, block_size_tokens), np.int32)
+        # The latest generation whose publication was dropped: it may still be on its way again.
+        self._withdrawn = np.zeros(num_blocks, np.int64)
         # The order in which blocks were last published.
         self._order = np.zeros(num_blocks, np.int64)
         self._next_order = 0
@@ -125,8 +127,9 @@ class Publications:
     def keep(
         self, message: plan_pb2.Publications, generations: NDArray[np.int64], field: str
     ) -> int:
-        """Record the publications of blocks that still have their generation, and ignore the
-        others. ``generations``: the present one of each block. Returns the number recorded.
+        """Record the publications of blocks that still have their generation and were not
+        withdrawn, and ignore the others. ``generations``: the present one of each block. Returns
+        the number recorded.
 
         Raises InvalidRequestError naming the part of ``field`` at fault, and records nothing then.
         """
@@ -162,6 +165,7 @@ class Publications:
         indices, own = self._check_blocks(message.indices, message.generations, field)
         blocks = indices[(own >= generations[indices]) & self.published[indices]]
         self.published[blocks] = False
+        np.maximum.at(self._withdrawn, indices, own)
         return len(blocks)
 
     def contents(self, blocks: NDArray[np.int32]) -> tuple[Scope, NDArray[np.int32]]:
@@ -204,7 +208,7 @@ class Publications:
         self, message: plan_pb2.Publications, generations: NDArray[np.int64], field: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], Mask]:
         """Check a message of publications. Returns indices, parents' indices and generations, and
-        which blocks still have the publication's generation.
+        which blocks still have the publication's generation, not withdrawn.
         """
         for name in ("tenant", "namespace", "hash_algorithm"):
             if len(getattr(message, name)) > _MAX_SCOPE_CHARACTERS:
@@ -243,7 +247,8 @@ class Publications:
                     f"{len(getattr(message, name))} bytes in all",
                     field=f"{field}.{name}",
                 )
-        return indices, parents, parent_generations, own == generations[indices]
+        present = (own == generations[indices]) & (own > self._withdrawn[indices])
+        return indices, parents, parent_generations, present
 
     def _check_blocks(
         self, indices: bytes, generations: bytes, field: str

@@ -486,15 +486,19 @@ class Engine:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = [made.values[i][first : first + num] for i, first, num in made.spans]
         values = np.concatenate(rows)
+        query = 2 * process.view.layer(values, layer, 1)
+        stamps = [made.stamps.setdefault(i, next(self.world.stamps)) for i, _, _ in made.spans]
+        values[..., -2] = np.repeat(stamps, list(map(len, rows)))[:, None, None, None]
         key, value = (process.view.layer(values, layer, kind) for kind in (0, 1))
-        return 2 * value, key, value
+        return query, key, value
 
     def _check_attention(
         self, made: Made, process: DataProcess, layer: int, output: torch.Tensor
     ) -> None:
         begin = 0
         for i, first, num_tokens in made.spans:
-            found = output[begin : begin + num_tokens].numpy()
+            found = output[begin : begin + num_tokens].numpy().copy()
+            found[..., -2] = 0
             begin += num_tokens
             wanted = process.view.attention(made.values[i][: first + num_tokens], first, layer)
             assert np.allclose(found, wanted, atol=1e-4), (

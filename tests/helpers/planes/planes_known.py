@@ -111,6 +111,8 @@ class Made:
     plan: plan_pb2.Plan
     values: dict[int, Values]
     runs: dict[int, ShardRun] = field(default_factory=dict)
+    stamps: dict[int, int] = field(default_factory=dict)
+    """By sequence, the number in its slots that this plan writes."""
 
     @property
     def number(self) -> int:

@@ -29,7 +29,6 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.native.native_sessions import Known
-from tests.helpers.planes.planes_duplicates import LateDuplicates
 from tests.helpers.planes.planes_engine import Engine, end_all
 from tests.helpers.planes.planes_known import (
     DEVICE,
@@ -37,6 +36,7 @@ from tests.helpers.planes.planes_known import (
     lacks_a_receipt,
     unseen_cuts,
 )
+from tests.helpers.planes.planes_prefixes import PrefixCalls
 from tests.helpers.planes.planes_values import LAYOUT, NUM_HEADS, NUM_LAYERS, TWO_GROUPS
 from tests.helpers.planes.planes_world import LEASE_S, POOL, World, wire
 
@@ -46,7 +46,7 @@ OWNERS = [("ann", ""), ("bob", ""), ("ann", ""), ("ann", "adapter"), ("bob", "")
 RARELY = 0.4
 
 
-class PlanesMachine(LateDuplicates):
+class PlanesMachine(PrefixCalls):
     """Engines on one pool of one or two shards."""
 
     @initialize(seed=st.integers(0, 2**32), num_shards=st.integers(1, 2))

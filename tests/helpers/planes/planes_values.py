@@ -2,7 +2,8 @@
 
 A position's keys and values are a function of its owner and of all tokens up to it, so a block that
 is not the sequence's own is a wrong value. The last element of each head says whose tenant wrote
-it, so that another tenant's data is recognised where nothing was written since.
+it, so that another tenant's data is recognised where nothing was written since. The element before
+it is a number of the plan that wrote it, which no value and no output depends on.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def values_of(owner: Owner, tokens: Sequence[int]) -> Values:
         value = hash((value, token))
         chain.append(value % _NUM_KINDS)
     values = _KINDS[chain]
+    values[..., -2] = 0
     values[..., -1] = tag_of(owner[0])
     return values
 
@@ -80,6 +82,7 @@ class ShardView:
         num_blocks = -(-len(values) // BLOCK)
         layers = [layer for layer in self.layers if layer in self.groups[group].layers]
         own = values[:, layers][:, :, :, self.heads]
+        own[..., -2] = np.nan
         padded = np.full((num_blocks * BLOCK, *own.shape[1:]), np.nan, np.float32)
         padded[: len(own)] = own
         by_block = padded.reshape(num_blocks, BLOCK, *own.shape[1:])

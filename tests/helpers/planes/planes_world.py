@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from google.protobuf.message import Message
@@ -23,11 +23,14 @@ from data_plane import Executor
 from data_plane.tier_keys import tier_key_of
 from kvplane.errors import InvalidRequestError, StaleEpochError, StaleIncarnationError
 from kvplane.layout import Layout
+from kvplane.ops import pack_tokens
 from kvplane.shard import Shard
+from kvplane.slices import run_to_end
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT32
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import prefix_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_model import Clock
 from tests.helpers.planes.planes_values import (
@@ -63,6 +66,15 @@ def cells(shard: tpb.Shard) -> set[tuple[int, int]]:
     return set(itertools.product(layers, heads))
 
 
+class Found(NamedTuple):
+    """Contents of a cached block: the numbers of the plans that wrote its slots."""
+
+    group: int
+    owner: tuple[str, str]
+    prefix: tuple[int, ...]
+    stamps: tuple[float, ...]
+
+
 class Stream:
     """One registration stream. Either end may think it open when the other has left."""
 
@@ -94,12 +106,14 @@ class ControlProcess:
                 lease_s=LEASE_S,
                 max_plans_in_flight=MAX_PLANS_IN_FLIGHT,
                 watermark=world.watermark,
+                max_retained_share=0.6,
             ),
             clock=world.clock,
             new_session_id=world.new_session_id,
         )
         self.incarnation = incarnation
         self.streams: dict[int, Stream] = {}
+        self.forgotten: set[Found] = set()  # here
         self.num_restarts = 0  # registrations that were not resumed: each may end sessions
 
     @property
@@ -293,6 +307,8 @@ class World:
         self.layout = layout
         self.watermark = watermark
         self.happened: Counter[str] = Counter()
+        self.stamps = itertools.count(1)
+        self.forgotten: set[Found] = set()  # and withdrawn from all data planes
         self._random = Random(1)
         self._epochs = itertools.count(1)
         self.shards = [self._shard(i, num_shards, by_layers) for i in range(num_shards)]
@@ -438,10 +454,11 @@ class World:
             pool = control.pool
             if pool is not None and pool.built:
                 for group in range(len(pool.groups)):
-                    self._check_findable(pool, group)
+                    self._check_findable(control, pool, group)
                 self._check_groups_are_in_step(control, pool)
             if control.ready:
                 self._check_all_is_held(control)
+                self._check_host_tier(control, pool)
 
     def _check_all_is_held(self, control: ControlProcess) -> None:
         """Check that each KV head of each layer is held by one shard."""
@@ -478,14 +495,66 @@ class World:
             if at == -1:
                 yield block, owner, prefix
 
-    def _check_findable(self, pool: Pool, group: int) -> None:
-        """Check that the blocks that a prompt would find hold its values, in every shard."""
-        views = [self.by_epoch.get(epoch) for epoch in pool.epochs]
+    def _processes_of(self, pool: Pool) -> list[DataProcess]:
+        """Return the processes that have the pool's key."""
+        found = [self.by_epoch.get(epoch) for epoch in pool.epochs]
+        key_id = signing.key_id(pool.key)
+        return [p for p in found if p is not None and p.executor.key_id == key_id]
+
+    def all_are_connected(self, control: ControlProcess) -> bool:
+        """Return whether the control plane reaches the processes of all shards."""
+        streams = [stream for stream in self.streams() if stream.control is control]
+        both = [s.index for s in streams if s.is_read_by_control and s.is_read_by_data]
+        return sorted(both) == list(range(len(self.shards)))
+
+    def findable_contents(self, control: ControlProcess) -> Iterator[Found]:
+        """Return what of each cached block the processes of a control plane's pool hold."""
+        pool = control.pool
+        for group in range(len(pool.groups) if pool is not None else 0):
+            for block, owner, prefix in self._findable(pool, group):
+                for process in self._processes_of(pool):
+                    yield self._contents(process, group, block, owner, prefix)
+
+    def _contents(
+        self,
+        process: DataProcess,
+        group: int,
+        block: int,
+        owner: tuple[str, str],
+        prefix: Sequence[int],
+        tier: tpb.Tier = tpb.TIER_DEVICE,
+    ) -> Found:
+        found = process.tiers[tier_key_of(group, tier)][block]
+        return Found(group, owner, tuple(prefix), tuple(found[0, 0, 0, :, -2].tolist()))
+
+    def _check_host_tier(self, control: ControlProcess, pool: Pool) -> None:
+        """Check that what was forgotten is not found in the host tier either."""
+        forgotten = control.forgotten | (self.forgotten if control is self.control else set())
+        for owner, prefix in {(found.owner, found.prefix) for found in forgotten}:
+            request = prefix_pb2.FindPrefixRequest(
+                token_ids=pack_tokens(prefix), namespace=owner[1], with_blocks=True
+            )
+            (match,) = run_to_end(control.core.find_prefix(request, owner[0])).matches
+            indices = columns.read(INT32, match.blocks.indices, "")
+            if len(indices) * pool.block_size < len(prefix):
+                continue
+            if match.blocks.tiers[-1] == tpb.TIER_HOST:
+                for process in self._processes_of(pool):
+                    where = owner, prefix, tpb.TIER_HOST
+                    contents = self._contents(process, pool.primary, indices[-1], *where)
+                    assert contents not in forgotten, f"found in the host tier: {contents}"
+                    self.happened["cached host blocks checked"] += 1
+
+    def _check_findable(self, control: ControlProcess, pool: Pool, group: int) -> None:
+        """Check that the blocks that a prompt would find hold its values, in every shard, and none
+        that were forgotten.
+        """
         for block, owner, prefix in self._findable(pool, group):
-            for process in views:
-                key_id = b"" if process is None else process.executor.key_id
-                if process is None or key_id != signing.key_id(pool.key):
-                    continue
+            for process in self._processes_of(pool):
+                contents = self._contents(process, group, block, owner, prefix)
+                assert contents not in control.forgotten, f"found though forgotten: {contents}"
+                if control is self.control:
+                    assert contents not in self.forgotten, f"found again: {contents}"
                 wanted = process.view.blocks(values_of(owner, prefix), group)[:, -1:]
                 tier = process.tiers[tier_key_of(group, tpb.TIER_DEVICE)]
                 found = tier[block][:, None].numpy()

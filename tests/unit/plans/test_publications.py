@@ -79,8 +79,9 @@ def test_what_is_withdrawn_is_not_reported_unless_it_is_of_a_later_generation() 
     assert kept.withdraw(message, PRESENT, "withdraw") == 0
     reported = [block for message in kept.report(PRESENT, 9) for block in blocks_of(message)]
     assert reported == [(2, 3), (4, 2)]
-    kept.keep(publications((0, 1)), PRESENT, "publications")
-    assert len(kept) == 3, "it can be published again"
+    assert kept.keep(publications((0, 1)), PRESENT, "publications") == 0, "it came again"
+    later = [3, *PRESENT[1:]]
+    assert kept.keep(publications((0, 3)), np.array(later), "publications") == 1
 
 
 @pytest.mark.parametrize(
