@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,8 @@ class LLM:
     ``LLM("models/recall").generate(["..."])``; keyword arguments are the fields of
     ``EngineSettings``. Raises UnavailableError when the pool is not ready in time and
     LayoutMismatchError when the pool is for another model. Close it, or use it as a context
-    manager. Only ``abort`` may be called from another thread.
+    manager. Other threads may call ``abort``, ``give_up`` and ``is_ready``, and one of them
+    ``encode`` and ``encode_chat``.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -129,6 +131,10 @@ class LLM:
             self._core.settle()
         return deltas
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt. Raises InvalidRequestError naming ``prompt``."""
+        return self._encode(prompt, field="prompt")
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the prompt of a conversation. Raises InvalidRequestError naming ``messages``."""
         return self._loaded.encode_chat(messages, field="messages")
@@ -143,12 +149,16 @@ class LLM:
         return self._core.take_output(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a request with its present output at the next step. Any thread may call it."""
+        """End a request with its present output at the next step."""
         self._core.abort(request_id)
 
     def give_up(self) -> None:
-        """Stop waiting for planes that are away, from now on. May be called from any thread."""
+        """Stop waiting for planes that are away, from now on."""
         self._core.give_up()
+
+    def is_ready(self) -> Future[bool]:
+        """Begin to ask whether the planes could serve requests now: ``ControlLink.is_ready``."""
+        return self._link.is_ready()
 
     @property
     def stats(self) -> EngineStats:

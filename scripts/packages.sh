@@ -1,5 +1,4 @@
-# Packages of Debian 12, sourced by setup.sh and .ci/run: collects missing ones, then installs all
-# at once, or prints the one line that does.
+# Packages of Debian 12, for setup.sh and .ci/run: installs missing ones, or prints the command.
 
 missing=()
 network_s=0 # seconds spent only on fetching packages
@@ -26,6 +25,7 @@ need_to_test() {
   need chromium command -v chromium
   need docker-compose command -v docker-compose
   need faketime command -v faketime
+  need nginx-light command -v nginx
   need prometheus command -v promtool
   need prometheus-alertmanager command -v prometheus-alertmanager
   need etcd-server command -v etcd

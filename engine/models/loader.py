@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,7 +49,8 @@ _log = logging.getLogger("engine")
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with its tokenizer and what the engine needs to know of both. ``tokenizer`` is None
-    when the folder has none; then prompts are token ids. ``end_token_ids`` end a text.
+    when the folder has none; then prompts are token ids. ``encoder``: a copy of it, which another
+    thread may use. ``longest_token``: most characters of a token. ``end_token_ids`` end a text.
     ``repetition_penalty``: from the model's generation config; 1 for none. ``max_total_tokens``:
     ``NO_LIMIT`` where the config has none; ``limit`` names it in errors. ``groups``: the layers'
     caches, by the probe, or else by the config. ``namespace``: of its keys, which are separate
@@ -57,6 +59,8 @@ class LoadedModel:
 
     model: PreTrainedModel
     tokenizer: Any
+    encoder: Any
+    longest_token: int
     end_token_ids: frozenset[int]
     vocabulary_size: int
     max_total_tokens: int
@@ -75,9 +79,10 @@ class LoadedModel:
         """Return the prompt's token ids: with the tokenizer's opening tokens, without a trailing
         end of sequence.
 
-        Raises InvalidRequestError naming ``field`` when there is no tokenizer.
+        Raises InvalidRequestError naming ``field`` when there is no tokenizer, and when the prompt
+        is too long for the model whatever its tokens are.
         """
-        ids: list[int] = list(self._tokenizer(field)(prompt)["input_ids"])
+        ids: list[int] = list(self._tokenizer(field, len(prompt))(prompt)["input_ids"])
         while ids and ids[-1] in self.end_token_ids:
             ids.pop()
         return ids
@@ -87,9 +92,10 @@ class LoadedModel:
         model's answer begins.
 
         Raises InvalidRequestError naming ``field`` when there is no tokenizer, when it has no
-        template, and when the template refuses the messages.
+        template, when the template refuses the messages, and when they are too long, as in
+        ``encode``.
         """
-        tokenizer = self._tokenizer(field)
+        tokenizer = self._tokenizer(field, sum(len(each["content"]) for each in messages))
         try:
             encoded = tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
@@ -114,10 +120,14 @@ class LoadedModel:
             text = f" {text}"
         return text, text.encode()
 
-    def _tokenizer(self, field: str) -> Any:
-        if self.tokenizer is None:
+    def _tokenizer(self, field: str, num_characters: int) -> Any:
+        if self.encoder is None:
             raise InvalidRequestError("the model has no tokenizer: give token ids", field=field)
-        return self.tokenizer
+        if num_characters > self.max_total_tokens * self.longest_token:
+            raise InvalidRequestError(
+                f"has {num_characters} characters, too many for {self.limit}", field=field
+            )
+        return self.encoder
 
 
 def _bytes_of(piece: str, text: str) -> bytes:
@@ -161,9 +171,12 @@ def load(
     groups = run_probe(model, latent=latent) if probe else layer_groups(model.config, latent=latent)
     adapters.set_attention(model, attention.NAME)
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
+    tokenizer: Any = _load_tokenizer(folder, is_baichuan=is_baichuan) if has_tokenizer else None
     return LoadedModel(
         model=model,
-        tokenizer=_load_tokenizer(folder, is_baichuan=is_baichuan) if has_tokenizer else None,
+        tokenizer=tokenizer,
+        encoder=deepcopy(tokenizer),
+        longest_token=max(map(len, tokenizer.get_vocab())) if has_tokenizer else 0,
         end_token_ids=_end_token_ids(model),
         vocabulary_size=text_config.vocab_size,
         max_total_tokens=max_total_tokens,

@@ -230,16 +230,16 @@ class EngineCore:
         limit = self._loaded.max_total_tokens
         if not token_ids:
             raise InvalidRequestError("must not be empty", field=field)
-        for i, token in enumerate(token_ids):
-            if not 0 <= token < self._loaded.vocabulary_size:
-                raise InvalidRequestError(
-                    f"must be 0 to {self._loaded.vocabulary_size - 1}", field=f"{field}[{i}]"
-                )
         if len(token_ids) >= limit:
             raise InvalidRequestError(
                 f"has {len(token_ids)} tokens, must have fewer than {self._loaded.limit}",
                 field=field,
             )
+        for i, token in enumerate(token_ids):
+            if not 0 <= token < self._loaded.vocabulary_size:
+                raise InvalidRequestError(
+                    f"must be 0 to {self._loaded.vocabulary_size - 1}", field=f"{field}[{i}]"
+                )
         if params.num_sequences > self._max_sequences:
             name = "num_beams" if params.num_beams > 1 else "n"
             raise InvalidRequestError(

@@ -17,7 +17,7 @@ class ServingMetrics:
 
     def __init__(self, num_open: Callable[[], int]) -> None:
         count_in_process()
-        self._registry = registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "kvplane_engine_requests_total",
             "Requests answered, by path and HTTP status; 499 where the client went away.",
@@ -52,4 +52,4 @@ class ServingMetrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

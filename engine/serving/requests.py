@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +10,8 @@ from kvplane.errors import InvalidRequestError
 
 from ..models.loader import Message
 from ..request import SamplingParams
-from .worker import Prompt
+
+Prompt = str | Sequence[int]
 
 MAX_PROMPTS: Final = 64
 MAX_STOPS: Final = 16
@@ -64,6 +65,9 @@ class Chat:
     """A prompt that is a conversation: messages with a "role" and a "content"."""
 
     messages: tuple[Message, ...]
+
+    def __len__(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The HTTP application has OpenAI's paths, health and metrics.
 
-POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /metrics
+POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /healthz, /metrics
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, closing
 from functools import partial
 from typing import Any, Final
@@ -46,42 +46,30 @@ from kvplane.serving.settings import log_settings
 from kvplane.sync.short_thread import call_in_short_thread
 
 from ..llm import LLM
-from ..models.loader import Message
 from ..request import Delta, RequestOutput
 from .answers import Answer
 from .config import ServeSettings
 from .metrics import ServingMetrics
-from .requests import Chat, CompletionRequest, read_chat, read_completion
-from .worker import EngineWorker, Prompt
+from .requests import Chat, CompletionRequest, Prompt, read_chat, read_completion
+from .worker import EngineWorker
 
 _LOGGER: Final = logging.getLogger("engine")
 
-_EncodeChat = Callable[[Sequence[Message]], Prompt]
-
 
 class _ServingApp:
-    """The ASGI application for one model. ``encode_chat`` runs in the worker's thread.
-    ``api_keys``: every client of ``/v1`` must have one of them, unless there are none.
-    ``max_received_bytes``: limit for requests that are not answered, or whose stream has not begun.
+    """The ASGI application for one model. ``max_received_bytes`` of ``config`` limits requests that
+    are not answered, or whose stream has not begun.
     """
 
-    def __init__(
-        self,
-        worker: EngineWorker,
-        model: str,
-        *,
-        encode_chat: _EncodeChat,
-        max_body_bytes: int,
-        max_received_bytes: int = 1 << 28,
-        api_keys: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, worker: EngineWorker, config: ServeSettings, llm: LLM) -> None:
         self._worker = worker
-        self._model = model
-        self._encode_chat = encode_chat
-        self._max_body_bytes = max_body_bytes
-        self._api_keys = tuple(api_keys)
-        most_of_one = share_of_one(max_received_bytes, len(self._api_keys))
-        self._budget = ReceiveBudget(max_received_bytes, most_of_one)
+        self._llm = llm
+        self._asked_health: asyncio.Future[bool] | None = None
+        self._model = config.served_name
+        self._max_body_bytes = config.max_body_bytes
+        self._api_keys = config.api_keys()
+        most_of_one = share_of_one(config.max_received_bytes, len(self._api_keys))
+        self._budget = ReceiveBudget(config.max_received_bytes, most_of_one)
         self._created = int(time.time())
         self.metrics = ServingMetrics(lambda: worker.num_open)
         self.asgi = Starlette(
@@ -91,9 +79,10 @@ class _ServingApp:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
                 Route("/health", self._health),
+                Route("/healthz", self._live),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers={HTTPException: partial(not_served, "/health")},
+            exception_handlers={HTTPException: not_served},
         )
 
     async def _completions(self, request: Request) -> Response:
@@ -119,6 +108,16 @@ class _ServingApp:
         return JSONResponse(entry) if name == self._model else refusal(self._unknown(name))
 
     async def _health(self, _: Request) -> Response:
+        """Return 200 while requests can be served. One question to the planes is for all probes."""
+        if self._asked_health is None or self._asked_health.done():
+            self._asked_health = asyncio.wrap_future(self._llm.is_ready())
+        try:
+            is_ready = self._worker.is_alive and await asyncio.shield(self._asked_health)
+        except KvplaneError:
+            is_ready = False
+        return Response(status_code=200 if is_ready else 503)
+
+    async def _live(self, _: Request) -> Response:
         return Response(status_code=200 if self._worker.is_alive else 503)
 
     async def _metrics(self, _: Request) -> Response:
@@ -137,7 +136,7 @@ class _ServingApp:
                 if asked.model != self._model:
                     raise self._unknown(asked.model)
                 answer = Answer(self._model, len(asked.prompts), asked.params.n, is_chat=is_chat)
-                events = self._events(asked, began_s)
+                events = self._events(asked, began_s, client)
                 if asked.stream:
                     first = await until_gone(request.receive, anext(events))
                     pieces = self._pieces(asked, answer, first, events, count)
@@ -195,14 +194,20 @@ class _ServingApp:
             count(answer, status)
 
     async def _events(
-        self, asked: CompletionRequest, began_s: float
+        self, asked: CompletionRequest, began_s: float, client: str
     ) -> AsyncGenerator[tuple[int, Delta | RequestOutput], None]:
         """Yield (prompt number, event) until all prompts are answered. Closing it aborts all."""
         queue: asyncio.Queue[tuple[int, Delta | RequestOutput] | KvplaneError] = asyncio.Queue()
 
         async def follow(number: int, prompt: Prompt | Chat) -> None:
             try:
-                stream = self._worker.stream(partial(self._read, prompt), asked.params)
+                if isinstance(prompt, Chat):
+                    read = partial(self._llm.encode_chat, prompt.messages)
+                else:
+                    read = partial(self._llm.encode, prompt)
+                stream = self._worker.stream(
+                    read, asked.params, num_characters=len(prompt), key=client
+                )
                 async with aclosing(stream):
                     async for event in stream:
                         queue.put_nowait((number, event))
@@ -225,9 +230,6 @@ class _ServingApp:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _read(self, prompt: Prompt | Chat) -> Prompt:
-        return self._encode_chat(prompt.messages) if isinstance(prompt, Chat) else prompt
 
     async def _body(self, request: Request, received: Received) -> Any:
         """Read and parse a request's JSON body, up to its limit."""
@@ -255,15 +257,8 @@ def run(config: ServeSettings) -> int:
     log_settings(config, _LOGGER)
     tracing.setup("kvplane-engine")
     with call_in_short_thread(partial(LLM.from_config, config)) as llm:
-        worker = EngineWorker(llm, config.max_requests)
-        app = _ServingApp(
-            worker,
-            config.served_name,
-            encode_chat=llm.encode_chat,
-            max_body_bytes=config.max_body_bytes,
-            max_received_bytes=config.max_received_bytes,
-            api_keys=config.api_keys(),
-        )
+        worker = EngineWorker(llm, config.max_requests, len(config.api_keys()))
+        app = _ServingApp(worker, config, llm)
         worker.start()
         try:
             asyncio.run(_serve(app, config, worker))
@@ -277,12 +272,10 @@ def run(config: ServeSettings) -> int:
 async def _serve(app: _ServingApp, config: ServeSettings, worker: EngineWorker) -> None:
     server = HttpServer(
         app.asgi,
-        config.bind,
-        certificate=config.tls_certificate,
-        key=config.tls_key,
-        port_file=config.port_file,
-        logger=_LOGGER,
-        idle_timeout_s=config.idle_timeout_s,
+        config,
+        _LOGGER,
+        app.metrics.registry,
+        is_alive=lambda: worker.is_alive,
         on_stop=worker.give_up,
     )
 

@@ -23,24 +23,24 @@ from kvplane.errors import (
     InternalError,
     KvplaneError,
     PlaneUnavailableError,
-    QuotaExceededError,
 )
+from kvplane.serving.limits.open_requests import OpenRequests
 
 from ..request import Delta, RequestOutput, SamplingParams
+from .prompt_reader import PromptReader, Read
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-# Seconds of reading prompts between two steps, while others wait for their next token.
-_READ_S: Final = 0.01
+# Seconds of checking prompts between two steps, while others wait for their next token.
+_CHECK_S: Final = 0.01
 
 Event = Delta | RequestOutput | KvplaneError
-Prompt = str | Sequence[int]
 
 
 class Engine(Protocol):
     """The methods of ``engine.LLM`` that the worker needs."""
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> str: ...
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> str: ...
 
     def step(self) -> list[Delta]: ...
 
@@ -56,9 +56,9 @@ class Engine(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Submission:
-    """A request for the engine. ``read`` makes its prompt, in the tokenizer's thread."""
+    """A request for the engine."""
 
-    read: Callable[[], Prompt]
+    token_ids: Sequence[int]
     params: SamplingParams
     loop: asyncio.AbstractEventLoop
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
@@ -75,15 +75,17 @@ class _Submission:
 
 
 class EngineWorker:
-    """Runs an engine in a thread, after ``start``. At most ``max_requests`` are open."""
+    """Runs an engine in a thread, after ``start``. At most ``max_requests`` are open. With several
+    keys, ``num_keys``, none can have all of them.
+    """
 
-    def __init__(self, engine: Engine, max_requests: int) -> None:
+    def __init__(self, engine: Engine, max_requests: int, num_keys: int = 0) -> None:
         self._engine = engine
-        self._max_requests = max_requests
+        self._reader = PromptReader()
         self._wakes = threading.Condition()
         self._incoming: deque[_Submission] = deque()
         self._open: dict[str, _Submission] = {}
-        self._num_open = 0
+        self._open_requests = OpenRequests(max_requests, num_keys)
         self._is_stopping = False
         self._when_failed: Callable[[], None] = lambda: None
         self._has_failed = False
@@ -92,7 +94,7 @@ class EngineWorker:
     @property
     def num_open(self) -> int:
         """Number of unanswered requests."""
-        return self._num_open
+        return len(self._open_requests)
 
     @property
     def is_alive(self) -> bool:
@@ -128,21 +130,19 @@ class EngineWorker:
         self._thread.join()
 
     async def stream(
-        self, read: Callable[[], Prompt], params: SamplingParams
+        self, read: Read, params: SamplingParams, *, num_characters: int = 0, key: str = ""
     ) -> AsyncGenerator[Delta | RequestOutput, None]:
         """Yield what each step adds to a request, and finally its answer. Closing aborts it.
+        ``read`` makes its prompt, of ``num_characters``, in the tokenizer's thread.
 
         Raises the error of a prompt that cannot be served, QuotaExceededError when too many are
         open, PlaneUnavailableError when the engine stops.
         """
-        if self._num_open >= self._max_requests:
-            raise QuotaExceededError(
-                f"{self._max_requests} requests are open, which is the most", retry_delay_s=1.0
-            )
-        submission = _Submission(read, params, asyncio.get_running_loop())
+        self._open_requests.begin(key)
+        submission = _Submission((), params, asyncio.get_running_loop())
         is_done = False
-        self._num_open += 1
         try:
+            submission.token_ids = await self._read(read, num_characters)
             with self._wakes:
                 if not self.is_alive:
                     raise PlaneUnavailableError("the engine is stopping")
@@ -157,12 +157,21 @@ class EngineWorker:
                 if is_done:
                     return
         finally:
-            self._num_open -= 1
+            self._open_requests.end(key)
             submission.is_closed = True
             if submission.request_id and not is_done:
                 self._engine.abort(submission.request_id)
                 with self._wakes:
                     self._wakes.notify()
+
+    async def _read(self, read: Read, num_characters: int) -> Sequence[int]:
+        try:
+            return await self._reader.read(read, num_characters)
+        except KvplaneError:
+            raise
+        except Exception as error:  # a tokenizer or a chat template may raise anything
+            _LOGGER.exception("a prompt was not read")
+            raise InternalError(f"the prompt was not read: {type(error).__name__}") from None
 
     # The thread.
 
@@ -193,20 +202,16 @@ class EngineWorker:
                 self._wakes.wait()
             if self._is_stopping:
                 return False
-        until_s = time.monotonic() + _READ_S
+        until_s = time.monotonic() + _CHECK_S
         while self._incoming and time.monotonic() < until_s:
             self._submit(self._incoming.popleft())
         return True
 
     def _submit(self, submission: _Submission) -> None:
         try:
-            request_id = self._engine.submit(submission.read(), submission.params)
+            request_id = self._engine.submit(submission.token_ids, submission.params)
         except KvplaneError as error:
             submission.deliver(error)
-            return
-        except Exception as error:  # a tokenizer or a chat template may raise anything
-            _LOGGER.exception("a prompt was not read")
-            submission.deliver(InternalError(f"the prompt was not read: {type(error).__name__}"))
             return
         self._open[request_id] = submission
         submission.request_id = request_id

@@ -1,6 +1,6 @@
 """The HTTP application of the router.
 
-POST /v1/completions, /v1/chat/completions     GET /v1/models, /healthz, /metrics
+POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /healthz, /metrics
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ class RouterApp:
                 *(Route(path, self._route, methods=["POST"]) for path in _PATHS),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
-                Route("/healthz", self._health),
+                Route("/health", self._health),
+                Route("/healthz", self._live),
                 Route("/metrics", self._show_metrics),
             ],
-            exception_handlers={HTTPException: partial(not_served, "/healthz")},
+            exception_handlers={HTTPException: not_served},
         )
 
     async def _route(self, http: HttpRequest) -> Response:
@@ -148,6 +149,9 @@ class RouterApp:
 
     async def _health(self, _: HttpRequest) -> Response:
         return Response(status_code=200 if self._engines.up else 503)
+
+    async def _live(self, _: HttpRequest) -> Response:
+        return Response()
 
     async def _show_metrics(self, _: HttpRequest) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")

@@ -13,6 +13,7 @@ computed tokens over all busy time.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
@@ -50,6 +51,12 @@ class EngineLoad:
     def tokens_per_s(self) -> float:
         """The rate at which prompts are computed."""
         return self._tokens / self._seconds
+
+    def copied(self) -> EngineLoad:
+        """Return a copy, whose methods change nothing here. Any thread may call this."""
+        copied = copy(self)
+        copied._waiting = self._waiting.copy()
+        return copied
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds until the engine will have computed all sent prompts."""

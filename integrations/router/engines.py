@@ -27,6 +27,8 @@ class Engines:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         # None: unknown models. A missing engine is down.
         self._models: dict[str, list[dict[str, Any]] | None] = {}
+        # Those that say of themselves that they cannot serve requests now.
+        self._unready: set[str] = set()
         self._urls = tuple(urls)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -36,12 +38,15 @@ class Engines:
         return {*self._models}
 
     def serving(self, model: Any) -> set[str]:
-        """Return the engines that are up and serve a model, as far as they list their models."""
-        return {
+        """Return the engines that are up and serve a model, as far as they list their models;
+        without those that are not ready, if there are others.
+        """
+        found = {
             url
             for url, models in self._models.items()
             if models is None or any(each.get("id") == model for each in models)
         }
+        return found - self._unready or found
 
     def models(self) -> list[dict[str, Any]]:
         """Return the models of all engines, as objects of OpenAI's list; each model once."""
@@ -77,6 +82,7 @@ class Engines:
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 status, body = await self._ask(f"{url}/v1/models")
+                health, _ = await self._ask(f"{url}/health")
         except (httpx2.RequestError, TimeoutError):
             self.failed(url)
             return
@@ -86,6 +92,7 @@ class Engines:
         if url not in self._models:
             _LOGGER.info("engine=%s is up", url)
         self._models[url] = _models(body) if status == 200 else None
+        (self._unready.add if health == 503 else self._unready.discard)(url)
 
     async def _ask(self, url: str) -> tuple[int, bytes]:
         """Return the status and the body, read up to the length of a list of models."""

@@ -91,13 +91,13 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         count_in_process()
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._metrics = {
             each: _KINDS[each.kind](
                 each.name,
                 each.help,
                 each.labels,
-                registry=self._registry,
+                registry=self.registry,
                 **({"buckets": each.buckets} if each.buckets else {}),
             )
             for each in DECLARATIONS
@@ -114,4 +114,4 @@ class RouterMetrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

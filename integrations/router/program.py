@@ -92,15 +92,7 @@ async def _route(config: RouterSettings) -> None:
             max_received_bytes=config.max_received_bytes,
             api_keys=config.api_keys(),
         )
-        server = HttpServer(
-            app.asgi,
-            config.bind,
-            certificate=config.tls_certificate,
-            key=config.tls_key,
-            port_file=config.port_file,
-            logger=_LOGGER,
-            idle_timeout_s=config.idle_timeout_s,
-        )
+        server = HttpServer(app.asgi, config, _LOGGER, metrics.registry)
         # While it serves, uvicorn handles signals, and raises them again when it has ended.
         _on_signal(server.handle_exit)
         await server.serve()
@@ -117,7 +109,9 @@ def engine_client(config: RouterSettings) -> httpx2.AsyncClient:
     try:
         context = ssl.create_default_context(cafile=config.engine_ca)
     except OSError as error:
-        raise InvalidRequestError(f"cannot be read: {error}", field="engine_ca") from error
+        raise InvalidRequestError(
+            f"{config.engine_ca} cannot be read: {error}", field="engine_ca"
+        ) from error
     return httpx2.AsyncClient(
         cookies=CookieJar(
             DefaultCookiePolicy(allowed_domains=[])
@@ -132,11 +126,11 @@ def engine_client(config: RouterSettings) -> httpx2.AsyncClient:
 
 
 def _watch(metrics: RouterMetrics, picker: Picker, engines: Engines, feeds: PoolFeeds) -> None:
-    """Have the gauges read at each scrape."""
+    """Have the gauges read at each scrape, which may be on another thread."""
     indexes = picker.indexes
     for url, load in picker.loads.items():
         wait_s = metrics[of.ENGINE_WAIT].labels(url)
-        wait_s.set_function(lambda load=load: load.wait_s(time.monotonic()))
+        wait_s.set_function(lambda load=load: load.copied().wait_s(time.monotonic()))
         metrics[of.ENGINE_UP].labels(url).set_function(lambda url=url: url in engines.up)
         metrics[of.ENGINE_RATE].labels(url).set_function(lambda load=load: load.tokens_per_s)
     for pool in feeds.caught_up:

@@ -33,6 +33,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _CLIENT_NAME: Final = "kvplane engine"
 _LOADER_NAME: Final = "kvplane engine, files"
 _CLOSE_TIMEOUT_S: Final = 2.0
+_READY_S: Final = 1.0
 # How long to wait for planes before the log says so.
 _SILENT_S: Final = 2.0
 
@@ -99,6 +100,16 @@ class ControlLink:
         """Fetch the pool's description from the control plane, after submitting receipts."""
         self._wait_submitted()
         return self._loop.run(self._client.get_pool(self._pool_id))
+
+    def is_ready(self) -> Future[bool]:
+        """Ask the control plane whether sessions can be opened on the pool, without waiting. The
+        future raises PlaneUnavailableError or DeadlineExceededError when it does not answer.
+        """
+
+        async def ready() -> bool:
+            return (await self._client.get_pool(self._pool_id, timeout_s=_READY_S)).ready
+
+        return self._loop.begin(ready())
 
     def get_counters(self) -> dict[str, int]:
         """Fetch the pool's counters after submitting receipts: ``ControlClient.get_counters``."""

@@ -60,8 +60,8 @@ def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     for kind, public_key in _UNUSABLE_KEYS.items():
         if public_key in der:
             raise OSError(
-                f"{tls.certificate} has a key of {kind}, which clients of gRPC refuse; RSA, P-256"
-                " and P-384 work"
+                f"tls_certificate {tls.certificate} has a key of {kind}, which clients of gRPC"
+                " refuse; RSA, P-256 and P-384 work"
             )
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
 

@@ -55,6 +55,13 @@ class ListenerSettings(LogSettings):
     insecure: bool = setting(
         False, help="Serve in the clear on an address that other machines can reach."
     )
+    grace_s: float = setting(
+        5.0,
+        help="Time that open calls and requests have to end when the program stops.",
+        unit="s",
+        minimum=0,
+        maximum=3600,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,16 +81,72 @@ class ListenerSettings(LogSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HttpServerSettings(ListenerSettings):
+class MetricsSettings(ListenerSettings):
+    """Settings of a server that has /metrics on a port of its own."""
+
+    HEADING: ClassVar[str] = "Metrics"
+
+    metrics_port: int = setting(
+        help="Port of /metrics and /healthz; 0 picks a free one, -1 is off.",
+        minimum=-1,
+        maximum=65_535,
+    )
+    metrics_host: str = setting("", help="Host to serve /metrics on; empty means that of --bind.")
+    metrics_tls: bool = setting(
+        False, help="Serve /metrics over HTTPS, with the server's certificate."
+    )
+    metrics_login_file: Path | None = setting(
+        None,
+        help="File that holds USER:SHA256, the digest of the password in hex: the login for"
+        " /metrics, by HTTP's basic authentication.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics_tls and self.tls_certificate is None:
+            raise InvalidRequestError("needs --tls-certificate too", field="metrics_tls")
+        host = self.metrics_host or self.bind.rpartition(":")[0]
+        is_served = self.metrics_port >= 0 and not self.insecure
+        if is_served and not self.metrics_tls and not is_loopback(f"{host}:0"):
+            raise InvalidRequestError(
+                f"/metrics on {host} can be reached from other machines: give --metrics-tls, "
+                "another --metrics-host, --metrics-port -1, or --insecure",
+                field="metrics_host",
+            )
+
+    @property
+    def metrics_access(self) -> MetricsAccess:
+        """Return the access rules of /metrics. Raises InvalidRequestError for a malformed login
+        file.
+        """
+        from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
+
+        file = self.metrics_login_file
+        return MetricsAccess(
+            certificate=self.tls_certificate if self.metrics_tls else None,
+            key=self.tls_key if self.metrics_tls else None,
+            login=None if file is None else read_login(file),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpServerSettings(MetricsSettings):
     """Settings of a server for OpenAI's clients."""
 
     max_received_bytes: int = 1 << 28
+    metrics_port: int = -1
     api_keys_file: Path | None = setting(
         None,
         help="File of the keys that clients may have, one on each line; none: no key is asked.",
     )
     max_requests: int = setting(
         256, unit="requests", minimum=1, help="Most requests open at one time."
+    )
+    max_connections: int = setting(
+        0,
+        help="Most connections open at one time; 0 for as many as the limit of open files allows.",
+        unit="connections",
+        minimum=0,
     )
     max_body_bytes: int = setting(
         1 << 20, unit="bytes", minimum=1024, maximum=1 << 30, help="Largest request accepted."
@@ -115,27 +178,7 @@ class HttpServerSettings(ListenerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsSettings(Settings):
-    """Settings of a plane's /metrics."""
-
-    HEADING: ClassVar[str] = "Metrics"
-
-    metrics_port: int = setting(
-        help="Port of /metrics; 0 picks a free one, -1 is off.", minimum=-1, maximum=65_535
-    )
-    metrics_host: str = setting("", help="Host to serve /metrics on; empty means that of --bind.")
-    metrics_tls: bool = setting(
-        False, help="Serve /metrics over HTTPS, with the server's certificate."
-    )
-    metrics_login_file: Path | None = setting(
-        None,
-        help="File that holds USER:SHA256, the digest of the password in hex: the login for"
-        " /metrics, by HTTP's basic authentication.",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings(ListenerSettings, MetricsSettings):
+class ServerSettings(MetricsSettings):
     """Settings of a plane's gRPC server; each plane gives ``bind`` and ``metrics_port`` defaults.
 
     Raises InvalidRequestError for a malformed bind address, and for incomplete sets of TLS files.
@@ -143,13 +186,6 @@ class ServerSettings(ListenerSettings, MetricsSettings):
 
     advertise: str = setting(
         "", help="Address for others to connect to, host:port; empty means the one bound."
-    )
-    grace_s: float = setting(
-        5.0,
-        help="Time that calls in flight have to end when the program stops.",
-        unit="s",
-        minimum=0,
-        maximum=3600,
     )
     tls_client_ca: Path | None = setting(
         None,
@@ -168,35 +204,11 @@ class ServerSettings(ListenerSettings, MetricsSettings):
             check_address(self.advertise, "advertise")
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
-        if self.metrics_tls and self.tls_certificate is None:
-            raise InvalidRequestError("needs --tls-certificate too", field="metrics_tls")
-        host = self.metrics_host or self.bind.rpartition(":")[0]
-        is_served = self.metrics_port >= 0 and not self.insecure
-        if is_served and not self.metrics_tls and not is_loopback(f"{host}:0"):
-            raise InvalidRequestError(
-                f"/metrics on {host} can be reached from other machines: give --metrics-tls, "
-                "another --metrics-host, --metrics-port -1, or --insecure",
-                field="metrics_host",
-            )
 
     @property
     def knows_callers(self) -> bool:
         """Return whether callers must identify themselves."""
         return self.access_file is not None or self.tls_client_ca is not None
-
-    @property
-    def metrics_access(self) -> MetricsAccess:
-        """Return the access rules of /metrics. Raises InvalidRequestError for a malformed login
-        file.
-        """
-        from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
-
-        file = self.metrics_login_file
-        return MetricsAccess(
-            certificate=self.tls_certificate if self.metrics_tls else None,
-            key=self.tls_key if self.metrics_tls else None,
-            login=None if file is None else read_login(file),
-        )
 
     @property
     def tls(self) -> ServerTls | None:

@@ -106,15 +106,13 @@ async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def not_served(health: str, request: Request, error: Exception) -> Response:
-    """Return the error response for a path or method that is not served. ``health``: the path of
-    the server's health.
-    """
+async def not_served(request: Request, error: Exception) -> Response:
+    """Return the error response for a path or method that is not served."""
     assert isinstance(error, HTTPException)
     answer = refusal(
         NotFoundError(
             f"{request.method} {request.url.path} is not served: POST /v1/completions and"
-            f" /v1/chat/completions, GET /v1/models, {health} and /metrics are"
+            " /v1/chat/completions, GET /v1/models, /health, /healthz and /metrics are"
         )
     )
     answer.status_code = error.status_code

@@ -1,19 +1,34 @@
-"""An HTTP server of an ASGI application, until it gets a signal."""
+"""An HTTP server of an ASGI application, until it gets a signal.
+
+Stopping: new requests get status 503, open ones have ``grace_s`` to end. Then streams end with an
+error and ``[DONE]``; requests without a response get status 503.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvplane.errors import PlaneUnavailableError
+from kvplane.serving.config import HttpServerSettings
+from kvplane.serving.http_requests import refusal
+from kvplane.serving.listener import BoundedListener
+from kvplane.serving.observability.metrics_endpoint import MetricsEndpoint, serve_metrics
 from kvplane.serving.server import announce, most_connections
 from kvplane.transport.renewed import renewed_context
 
-_GRACE_S: Final = 5
+_SERVED_TO_THE_END: Final = ("/healthz", "/metrics")
+# How long a client may take to read the end of its response.
+_END_S: Final = 5
 
 
 class HttpServer(uvicorn.Server):
@@ -21,56 +36,115 @@ class HttpServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: Any,
-        bind: str,
-        *,
-        certificate: Path | None,
-        key: Path | None,
-        port_file: Path | None,
+        app: ASGIApp,
+        settings: HttpServerSettings,
         logger: logging.Logger,
-        idle_timeout_s: float = 5.0,
+        registry: CollectorRegistry,
+        *,
+        is_alive: Callable[[], bool] = lambda: True,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """``bind``: host:port. ``certificate`` and ``key``: PEM files of HTTPS, or None.
-        ``idle_timeout_s``: how long a connection may be idle between requests. ``on_stop`` is
-        called when the server stops, before it waits for open requests. Requests get status 503
-        beyond the connections that the limit of open files allows, where each client may need one
-        more, to an engine.
+        """``registry`` and ``is_alive``: for /metrics and /healthz on a port of their own.
+        ``on_stop`` is called when the server stops, before it waits for open requests.
         """
-        host, _, port = bind.rpartition(":")
         super().__init__(
             uvicorn.Config(
-                app,
+                self._serve_request,
+                interface="asgi3",
                 http="h11",  # bounds a request's head, as httptools does not
                 ws="none",
-                host=host.strip("[]"),
-                port=int(port),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                ssl_certfile=certificate,
-                ssl_keyfile=key,
-                limit_concurrency=most_connections(),
-                timeout_graceful_shutdown=_GRACE_S,
-                timeout_keep_alive=idle_timeout_s,  # type: ignore[arg-type]
+                ssl_certfile=settings.tls_certificate,
+                ssl_keyfile=settings.tls_key,
+                timeout_graceful_shutdown=_END_S,
+                timeout_keep_alive=settings.idle_timeout_s,  # type: ignore[arg-type]
             )
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
-        self._certificate, self._key = certificate, key
-        self._port_file = port_file
+        self._app, self._registry, self._is_alive = app, registry, is_alive
+        self._open: set[asyncio.Task[Any]] = set()
+        self._is_over = False
+        self._endpoint: MetricsEndpoint | None = None
+        self.is_stopping = False
+        self._settings = settings
         self._logger = logger
         self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to listen. Each new connection gets the certificate that the files have then."""
-        if self._certificate is not None and self._key is not None:
-            self.config.ssl = renewed_context(self._certificate, self._key)
-        await super().startup(sockets)
+        """Start to listen. Each new connection gets the certificate that the files have then.
+        Raises OSError when an address cannot be bound.
+        """
+        settings = self._settings
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            self.config.ssl = renewed_context(settings.tls_certificate, settings.tls_key)
+        host, _, bind_port = settings.bind.rpartition(":")
+        if settings.metrics_port >= 0:
+            self._endpoint = serve_metrics(
+                self._registry,
+                self._is_alive,
+                settings.metrics_host or host,
+                settings.metrics_port,
+                settings.metrics_access,
+            )
+            self._logger.info("metrics port=%d", self._endpoint.port)
+        most = settings.max_connections or most_connections()
+        listener = BoundedListener(host.strip("[]"), int(bind_port), most)
+        await super().startup([listener])
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        announce(address, self._port_file, self._logger)
+        announce(address, settings.port_file, self._logger)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections, and give open requests a little time."""
+        """Stop (see the module's docstring)."""
+        self.is_stopping = True
         self._on_stop()
+        until_s = time.monotonic() + self._settings.grace_s
+        while self._open and time.monotonic() < until_s and not self.force_exit:
+            await asyncio.sleep(0.05)
+        self._is_over = True
+        for task in self._open:
+            task.cancel()
         await super().shutdown(sockets)
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    async def _serve_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.is_stopping and scope["path"] not in _SERVED_TO_THE_END:
+            await _stopping()(scope, receive, send)
+            return
+        sent: list[Message] = []  # the first message, and the last one
+
+        async def note(message: Message) -> None:
+            sent[1:] = [message]
+            await send(message)
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            await self._app(scope, receive, note)
+        except asyncio.CancelledError:
+            if not self._is_over:
+                raise
+            task.uncancel()
+            if not sent:
+                await _stopping()(scope, receive, send)
+            elif _is_stream(sent[0]) and sent[-1].get("more_body", True):
+                end = b"data: " + bytes(_stopping().body) + b"\n\ndata: [DONE]\n\n"
+                await send({"type": "http.response.body", "body": end})
+        finally:
+            self._open.discard(task)
+
+
+def _is_stream(start: Message) -> bool:
+    kind: bytes = dict(start["headers"]).get(b"content-type", b"")
+    return kind.startswith(b"text/event-stream")
+
+
+def _stopping() -> Response:
+    error = PlaneUnavailableError("the server is stopping", retry_delay_s=1.0)
+    response = refusal(error)
+    response.headers["Connection"] = "close"
+    return response

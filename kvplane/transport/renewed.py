@@ -68,9 +68,19 @@ def server_context(certificate: Path, key: Path, client_ca: Path | None = None) 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key, password="")  # it never asks the terminal
     if client_ca is not None:
-        context.load_verify_locations(client_ca)
+        load_authorities(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def load_authorities(context: ssl.SSLContext, file: Path) -> None:
+    """Trust the authorities in a PEM file. Raises OSError naming the file when it has none."""
+    try:
+        context.load_verify_locations(file)
+    except OSError as error:
+        raise OSError(f"{file} has no certificate of an authority: {error}") from error
+    if not context.cert_store_stats()["x509"]:
+        raise OSError(f"{file} has no certificate of an authority")
 
 
 def renewed_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:

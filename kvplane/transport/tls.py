@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import grpc.aio
 
 from kvplane.errors import InvalidRequestError
 from kvplane.process import check_process
-from kvplane.transport.renewed import server_context
+from kvplane.transport.renewed import load_authorities, server_context
 from kvplane.wire.protocol import CHANNEL_OPTIONS, FOLLOWER_OPTIONS
 
 
@@ -55,8 +56,14 @@ def credentials_of(tls: Tls) -> grpc.ChannelCredentials:
             raise InvalidRequestError(
                 f"is no certificate of tls.key_file: {error}", field="tls.cert_file"
             ) from error
+    authorities = _read(tls.ca_file, "tls.ca_file")
+    if tls.ca_file is not None:
+        try:
+            load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls.ca_file)
+        except OSError as error:
+            raise InvalidRequestError(str(error), field="tls.ca_file") from error
     channel = grpc.ssl_channel_credentials(
-        root_certificates=_read(tls.ca_file, "tls.ca_file"),
+        root_certificates=authorities,
         private_key=_read(tls.key_file, "tls.key_file"),
         certificate_chain=_read(tls.cert_file, "tls.cert_file"),
     )

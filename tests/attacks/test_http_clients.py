@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
+import time
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from kvplane.integrations.router import prompts
@@ -112,16 +116,45 @@ async def test_a_large_body_has_longer_to_come(monkeypatch: pytest.MonkeyPatch) 
         assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "most_connections", lambda: 4)
-    async with routed(Engine(says_yes)) as router:
+@pytest.mark.parametrize("max_connections", [0, 3])
+async def test_connections_that_say_nothing_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, max_connections: int
+) -> None:
+    monkeypatch.setattr(http_server, "most_connections", lambda: 3)
+    async with routed(Engine(says_yes), max_connections=max_connections) as router:
         await is_served(router)  # one connection stays open for this client
         async with raw(router), raw(router), raw(router) as too_many:
-            await too_many.say(HEAD + b"content-length: 2\r\n\r\n{}")
-            assert (await too_many.reader.readline()).startswith(b"HTTP/1.1 503 ")
+            assert await too_many.ended() == b""
+            await is_served(router)
+        line = b""
         async with asyncio.timeout(PATIENCE_S):
-            while (await router.post()).status_code != 200:  # until they are closed
-                await asyncio.sleep(0.01)
+            while not line.startswith(b"HTTP/1.1 404 "):  # until they are closed
+                async with raw(router) as client:
+                    await client.say(HEAD + b"content-length: 2\r\n\r\n{}")
+                    line = await client.reader.readline()
+
+
+async def test_metrics_and_liveness_answer_while_the_server_is_busy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with routed(Engine(says_yes), metrics_port=0) as router:
+        (port,) = re.findall(r"metrics port=(\d+)", caplog.text)
+
+        def ask() -> tuple[float, set[int]]:
+            began_s = time.monotonic()
+            paths = ("/healthz", "/metrics")
+            got = {httpx2.get(f"http://127.0.0.1:{port}{path}").status_code for path in paths}
+            return time.monotonic() - began_s, got
+
+        asked = asyncio.create_task(asyncio.to_thread(ask))
+        await asyncio.sleep(0)
+        busy_until_s = time.monotonic() + 3.0
+        while time.monotonic() < busy_until_s:
+            pass
+        took_s, statuses = await asked
+        assert (took_s < 2.0, statuses) == (True, {200})
+        await is_served(router)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,26 @@ def test_sigterm_ends_the_wait_for_a_control_plane_that_is_away(
     assert "Traceback" not in program.log.read_text()
 
 
+def test_health_says_whether_requests_can_be_served(model: Path, tmp_path: Path) -> None:
+    with Pair(model, tmp_path) as pair:
+        program = HttpProgram(
+            *(tmp_path, "engine", "engine", "serve", "--model", str(model), "--num-threads", "1"),
+            *("--control-plane", pair.control.address, "--pool-id", POOL, "--timeout-s", "1"),
+        )
+        program.start()
+        try:
+            program.wait()
+            assert program.request("GET", "/health")[0] == 200
+            for plane in (pair.control, pair.data):
+                plane.kill()
+                wait_until(lambda: program.request("GET", "/health")[0] == 503)
+                assert program.request("GET", "/healthz")[0] == 200
+                plane.start()
+                wait_until(lambda: program.request("GET", "/health")[0] == 200)
+        finally:
+            program.stop()
+
+
 @pytest.mark.nightly
 def test_sigterm_ends_the_wait_for_planes_and_answers_who_waits(
     model: Path, tmp_path: Path

@@ -38,7 +38,7 @@ class Server(HttpProgram):
             *("--control-plane", self.control.address, "--data-plane", "embedded"),
             *("--num-device-blocks", "32", "--num-host-blocks", "0", "--num-threads", "1"),
             *("--max-requests", str(MAX_REQUESTS), "--max-body-bytes", "65536"),
-            *("--api-keys-file", str(keys)),
+            *("--api-keys-file", str(keys), "--grace-s", "0.1"),
             headers=HEADERS,
         )
         self.start()
@@ -55,11 +55,13 @@ class Server(HttpProgram):
         return self.client.chat.completions.create(model="byte-model", messages=messages, **how)
 
     def stop(self) -> int:
-        """It ends when it is told to, also while it answers."""
-        stream = self.complete("go on", max_tokens=400, stream=True)
+        """It ends when it is told to, also while it answers; then it says so in the stream."""
+        stream = self.complete("go on", max_tokens=400, stream=True, n=8)
         try:
             next(iter(stream))
             code = super().stop()
+            with pytest.raises(openai.APIError, match="the server is stopping"):
+                list(stream)
             assert code == 128 + signal.SIGTERM
             assert "Traceback" not in self.log.read_text()
             return code

@@ -40,7 +40,9 @@ def chunk(data: bytes) -> bytes:
 
 @dataclass
 class Engine:
-    """Answers posts by its script. ``gone`` is set when the other side has closed."""
+    """Answers posts by its script. ``gone`` is set when the other side has closed. ``health``: the
+    status that it gives.
+    """
 
     script: Script
     model: str = "m"
@@ -48,6 +50,7 @@ class Engine:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
+    health: str = "200 OK"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -55,7 +58,9 @@ class Engine:
                 first, *lines = head.decode().strip().split("\r\n")
                 headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
-                if first.startswith("GET"):
+                if first.startswith("GET /health"):
+                    writer.write(whole(b"", self.health))
+                elif first.startswith("GET"):
                     models = {"data": [{"id": self.model, "object": "model"}]}
                     writer.write(whole(json.dumps(models).encode()))
                 else:
@@ -108,24 +113,22 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
     for i, engine in enumerate(engines):
         picker.loads[engine.url].num_open = i  # of equal ones the one with the fewest is picked
     first = f"{engines[0].url}=pool"
-    read_timeout_s = how.pop("read_timeout_s", PATIENCE_S)
-    client = engine_client(RouterSettings(engine=first, engine_timeout_s=read_timeout_s))
+    settings = RouterSettings(
+        engine=first,
+        bind="127.0.0.1:0",
+        engine_timeout_s=how.pop("read_timeout_s", PATIENCE_S),
+        idle_timeout_s=how.pop("idle_timeout_s", 5.0),
+        max_connections=how.pop("max_connections", 0),
+        metrics_port=how.pop("metrics_port", -1),
+    )
+    client = engine_client(settings)
     known = Engines(client, picker.loads, 3600.0, engine_key)
     await known.start()
     metrics, reader = RouterMetrics(), PromptReader(None)
     proxy = Proxy(client, known, picker, metrics, engine_key)
-    idle_timeout_s = how.pop("idle_timeout_s", 5.0)
     bounds = {"max_requests": 8, "max_body_bytes": 4096} | how
     app = RouterApp(proxy, known, picker, reader, metrics, **bounds)
-    router = HttpServer(
-        app.asgi,
-        "127.0.0.1:0",
-        certificate=None,
-        key=None,
-        port_file=None,
-        logger=logging.getLogger("router"),
-        idle_timeout_s=idle_timeout_s,
-    )
+    router = HttpServer(app.asgi, settings, logging.getLogger("router"), metrics.registry)
     serving = asyncio.create_task(router._serve())  # without the handling of signals
     async with asyncio.timeout(PATIENCE_S):
         while not router.started:

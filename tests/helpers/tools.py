@@ -19,6 +19,7 @@ _PACKAGES: Final = {
     "etcd": "etcd-server",
     "etcdctl": "etcd-client",
     "go": "golang-go",
+    "nginx": "nginx-light",
     "node": "nodejs",
     "npm": "npm",
     "prometheus": "prometheus",

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client import CollectorRegistry
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
@@ -24,10 +25,13 @@ from kvplane.errors import InvalidRequestError, UnauthenticatedError
 from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.program import engine_client
 from kvplane.serving.certificates import credentials
+from kvplane.serving.config import HttpServerSettings
 from kvplane.serving.http_server import HttpServer
 from kvplane.serving.server import ServerTls
+from kvplane.transport.tls import credentials_of
 from tests.helpers.data.data_server import config_of
 from tests.helpers.planes_in_process import control_plane
+from tests.helpers.refusals import refused
 from tests.helpers.sdk_peers import WhoAmI, serving
 from tests.helpers.waiting import until
 
@@ -173,14 +177,13 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    server = HttpServer(
-        app,
-        "127.0.0.1:0",
-        certificate=files.certificate,
-        key=files.key,
+    settings = HttpServerSettings(
+        bind="127.0.0.1:0",
+        tls_certificate=files.certificate,
+        tls_key=files.key,
         port_file=port_file,
-        logger=logging.getLogger(__name__),
     )
+    server = HttpServer(app, settings, logging.getLogger(__name__), CollectorRegistry())
     running = asyncio.create_task(server.serve())
     await until(lambda: port_file.exists())
     try:
@@ -212,6 +215,20 @@ async def test_a_router_trusts_engines_of_its_authority_alone(
                 await client.get(url)
     with pytest.raises(InvalidRequestError):
         engine_client(RouterSettings(engine=ENGINE, engine_ca=tmp_path / "none.pem"))
+
+
+@pytest.mark.parametrize("content", ["", "no certificate", "a key"])
+def test_authorities_without_a_certificate_are_refused_by_their_file(
+    authority: Authority, files: Files, tmp_path: Path, content: str
+) -> None:
+    empty = tmp_path / "empty.pem"
+    empty.write_text(files.key.read_text() if content == "a key" else content)
+    with pytest.raises(OSError, match=r"empty\.pem has no certificate"):
+        credentials(ServerTls(files.certificate, files.key, empty))
+    with refused(InvalidRequestError, "tls.ca_file", r"empty\.pem has no certificate"):
+        credentials_of(Tls(ca_file=empty))
+    with refused(InvalidRequestError, "engine_ca", r"empty\.pem"):
+        engine_client(RouterSettings(engine=ENGINE, engine_ca=empty))
 
 
 def served_to_known(authority: Authority, files: Files) -> ServerTls:

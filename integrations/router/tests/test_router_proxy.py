@@ -123,7 +123,17 @@ async def test_the_last_engine_s_answer_is_given_when_all_fail() -> None:
             router.engines.failed(url)
         answer = await router.post()
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert (await router.http.get("/healthz")).status_code == 503
+        assert (await router.http.get("/health")).status_code == 503
+        assert (await router.http.get("/healthz")).status_code == 200
+
+
+async def test_an_engine_whose_planes_are_away_is_asked_if_there_is_no_other() -> None:
+    away, good = Engine(says_yes, health="503 Service Unavailable"), Engine(says_yes)
+    async with routed(away, good) as router:
+        for _ in range(3):
+            assert (await router.post()).headers["x-kvplane-pool"] == "pool-1"
+        router.engines.failed(good.url)
+        assert (await router.post()).headers["x-kvplane-pool"] == "pool-0"
 
 
 @pytest.mark.parametrize("script", [says_nothing, says_no_more])

@@ -20,6 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from kvplane.errors import InvalidRequestError
+from kvplane.serving.listener import family_of
 from kvplane.transport.renewed import renewed_context
 
 # Connections served at one time; others are closed.
@@ -133,8 +134,7 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], *arguments: Any, **settings: Any) -> None:
         self._free = BoundedSemaphore(_MAX_THREADS)
-        families = {found[0] for found in socket.getaddrinfo(*address)}
-        self.address_family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        self.address_family = family_of(*address)
         super().__init__(address, *arguments, **settings)
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvplane.errors import (
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers.attention import Step
-from tests.helpers.engine_harness import LLAMA, Engine, Reference, prompt_of, save_model
+from tests.helpers.engine_harness import LLAMA, Engine, Reference, loaded, prompt_of, save_model
 from tests.helpers.refusals import refused
 
 
@@ -281,3 +282,27 @@ def test_without_a_session_there_is_no_receipt_to_send() -> None:
         link.close()
     finally:
         loop.close()
+
+
+def test_a_text_that_is_too_long_whatever_its_tokens_are_is_not_tokenized(folder: Path) -> None:
+    read: list[str] = []
+
+    class Encoder:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            read.append(text)
+            return {"input_ids": [7]}
+
+        def apply_chat_template(self, messages: Any, **_: Any) -> dict[str, list[int]]:
+            return self("".join(each["content"] for each in messages))
+
+    model = replace(loaded(folder, 16), encoder=Encoder(), longest_token=4)
+    for text in ("x" * 64, "x" * 65):
+        messages = [{"role": "user", "content": part} for part in (text[:9], text[9:])]
+        if len(text) == 64:
+            assert model.encode(text, field="") == model.encode_chat(messages, field="") == [7]
+            continue
+        with refused(InvalidRequestError, "prompt", "65 characters"):
+            model.encode(text, field="prompt")
+        with refused(InvalidRequestError, "messages", "65 characters"):
+            model.encode_chat(messages, field="messages")
+    assert read == ["x" * 64] * 2

@@ -58,8 +58,10 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 @asynccontextmanager
-async def worker_of(served: Served, max_requests: int = 8) -> AsyncIterator[EngineWorker]:
-    worker = EngineWorker(served, max_requests)
+async def worker_of(
+    served: Served, max_requests: int = 8, num_keys: int = 0
+) -> AsyncIterator[EngineWorker]:
+    worker = EngineWorker(served, max_requests, num_keys)
     worker.start()
     try:
         yield worker
@@ -105,25 +107,52 @@ async def test_a_stream_that_is_closed_aborts_its_request(served: Served) -> Non
     assert served.core.stats.num_generated_tokens < 200
 
 
-async def test_prompts_that_take_long_to_read_come_between_steps(served: Served) -> None:
+async def test_prompts_that_take_long_to_check_come_between_steps(
+    served: Served, monkeypatch: Any
+) -> None:
     num_steps: list[int] = []
+    submit = served.submit
 
-    def read() -> Any:
+    def submit_slowly(prompt: Any, params: SamplingParams) -> str:
         num_steps.append(served.core.stats.num_steps)
         time.sleep(0.02)
-        return PROMPT
-
-    async def ask_slowly(worker: EngineWorker) -> None:
-        async with aclosing(worker.stream(read, SamplingParams(max_tokens=2))) as events:
-            async for _ in events:
-                pass
+        return submit(prompt, params)
 
     async with worker_of(served) as worker:
         running = worker.stream(lambda: PROMPT, SamplingParams(max_tokens=100))
         async with aclosing(running):
             await anext(running)
-            await asyncio.gather(*(ask_slowly(worker) for _ in range(6)))
+            monkeypatch.setattr(served, "submit", submit_slowly)
+            await asyncio.gather(*(ask(worker, max_tokens=2) for _ in range(6)))
     assert len({*num_steps}) == 6
+
+
+async def test_a_long_text_is_read_beside_steps_and_after_shorter_ones(served: Served) -> None:
+    is_over, read = threading.Event(), []
+
+    async def ask_for(worker: EngineWorker, num_characters: int) -> None:
+        def note() -> Any:
+            read.append(num_characters)
+            is_over.wait()
+            return PROMPT
+
+        events = worker.stream(note, SamplingParams(max_tokens=1), num_characters=num_characters)
+        async with aclosing(events):
+            async for _ in events:
+                pass
+
+    async with worker_of(served) as worker:
+        running = worker.stream(lambda: PROMPT, SamplingParams(max_tokens=20))
+        async with aclosing(running):
+            await anext(running)
+            asked = [asyncio.create_task(ask_for(worker, 900))]
+            await until(lambda: read)
+            asked += [asyncio.create_task(ask_for(worker, num)) for num in (800, 700, 5)]
+            assert not isinstance([event async for event in running][-1], Delta)
+            assert read == [900]
+            is_over.set()
+            await asyncio.gather(*asked)
+    assert read == [900, 5, 700, 800]
 
 
 async def test_a_prompt_that_is_refused_leaves_the_others_alone(served: Served) -> None:
@@ -147,6 +176,16 @@ async def test_too_many_requests_are_refused(served: Served) -> None:
             await ask(worker)
         await asyncio.gather(*two)
         await ask(worker)
+
+
+async def test_one_key_cannot_have_all_places(served: Served) -> None:
+    async with worker_of(served, max_requests=2, num_keys=2) as worker:
+        greedy = worker.stream(lambda: PROMPT, SamplingParams(max_tokens=200), key="greedy")
+        async with aclosing(greedy):
+            await anext(greedy)
+            with pytest.raises(QuotaExceededError, match="of one key"):
+                await anext(worker.stream(lambda: PROMPT, SamplingParams(), key="greedy"))
+            await ask(worker, max_tokens=2)
 
 
 async def test_a_failure_that_does_not_pass_fails_what_is_open_alone(served: Served) -> None:
@@ -176,7 +215,7 @@ async def test_what_comes_while_planes_are_waited_for_fails_with_what_waits(
         first = asyncio.create_task(ask(worker))
         await asyncio.to_thread(waits.wait)
         second = asyncio.create_task(ask(worker))
-        await asyncio.sleep(0)
+        await until(lambda: worker._incoming)
         is_over.set()
         for each in (first, second):
             with pytest.raises(PlaneUnavailableError, match="planted"):
