@@ -296,10 +296,14 @@ class ControlPlane:
         return response
 
     def watch(
-        self, request: prefix_pb2.WatchPrefixesRequest, tenant: str, wake: Callable[[], None]
+        self,
+        request: prefix_pb2.WatchPrefixesRequest,
+        tenant: str,
+        wake: Callable[[], None],
+        payer: str = "",
     ) -> Watcher:
         """Watch the changes of a pool's prefix index until ``unwatch``; see ``Watchers.add``."""
-        return self._watchers.add(self._pool(request.pool_id), request, tenant, wake)
+        return self._watchers.add(self._pool(request.pool_id), request, tenant, wake, payer)
 
     # Queries
 

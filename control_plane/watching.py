@@ -11,6 +11,7 @@ position any more, it has to start again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from typing import Final
@@ -45,6 +46,7 @@ class Watcher:
         "_revision",
         "_scope",
         "_was_cleared",
+        "payer",
         "pool",
         "wake",
     )
@@ -56,6 +58,7 @@ class Watcher:
         request: pb.WatchPrefixesRequest,
         incarnation: int,
         wake: Callable[[], None],
+        payer: str,
     ) -> None:
         """``scope``: the tenant and the namespace. ``wake`` is called when there may be something
         to take. Raises InvalidRequestError, RevisionTooOldError.
@@ -69,6 +72,7 @@ class Watcher:
                 field="since_revision",
             )
         self.pool = pool
+        self.payer = payer
         self._scope = scope
         self._incarnation = incarnation
         self._native = pool.native
@@ -148,28 +152,39 @@ class Watchers:
         """``most``: how many watchers there may be at one time."""
         self._incarnation = incarnation
         self._most = most
-        self._num = 0
+        self._payers: Counter[str] = Counter()
 
     def add(
-        self, pool: Pool, request: pb.WatchPrefixesRequest, tenant: str, wake: Callable[[], None]
+        self,
+        pool: Pool,
+        request: pb.WatchPrefixesRequest,
+        tenant: str,
+        wake: Callable[[], None],
+        payer: str = "",
     ) -> Watcher:
         """Watch a tenant's namespace in a pool's prefix index, until ``remove``.
 
-        ``wake`` is called when there may be something to take. Raises InvalidRequestError,
+        ``wake`` is called when there may be something to take. ``payer``: the account that the
+        watcher counts for; a quarter of the places is for others. Raises InvalidRequestError,
         QuotaExceededError, RevisionTooOldError.
         """
         check_namespace(request.namespace)
-        if self._num >= self._most:
-            raise QuotaExceededError(f"{self._most} streams watch prefix indexes: end one first")
-        watcher = Watcher(pool, (tenant, request.namespace), request, self._incarnation(), wake)
+        for num, most in (
+            (self._payers.total(), self._most),
+            (self._payers[payer], self._most - self._most // 4),
+        ):
+            if num >= most:
+                raise QuotaExceededError(f"{most} streams watch prefix indexes: end one first")
+        scope = tenant, request.namespace
+        watcher = Watcher(pool, scope, request, self._incarnation(), wake, payer)
         pool.add_watcher(watcher)
-        self._num += 1
+        self._payers[payer] += 1
         return watcher
 
     def remove(self, watcher: Watcher) -> None:
         """End what ``add`` began for this watcher."""
         watcher.pool.watchers.remove(watcher)
-        self._num -= 1
+        self._payers -= Counter([watcher.payer])
 
 
 def _events(

@@ -31,6 +31,7 @@ Value = str | int | float
 _HEADER: Final = "traceparent"
 _TRACEPARENT: Final = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_LAST_EXPORT_MS: Final = 1000
 _NOTHING: Final = nullcontext()
 _tracer: Tracer | None = None
 
@@ -57,10 +58,16 @@ def setup(service: str, environ: Mapping[str, str] = os.environ) -> bool:
             "traces are asked for, but OpenTelemetry is not installed: pip install 'kvplane[otel]'",
             field="OTEL_TRACES_EXPORTER",
         ) from error
+
+    class Processor(BatchSpanProcessor):
+        def shutdown(self) -> None:
+            """Export what is left, for at most as long as an exit may wait for a collector."""
+            self._batch_processor.shutdown(_LAST_EXPORT_MS)
+
     resource = Resource({"service.name": service}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
     for name in (exporters or "otlp").split(","):
-        provider.add_span_processor(BatchSpanProcessor(_exporter(name.strip(), environ)))
+        provider.add_span_processor(Processor(_exporter(name.strip(), environ)))
     trace.set_tracer_provider(provider)
     use_application()
     return True

@@ -10,7 +10,7 @@ import grpc.aio
 
 from control_plane.core import ControlPlane
 from control_plane.server.service import TURNS_OF_A_CALL, idempotency_key
-from kvplane.serving.callers.identity import caller
+from kvplane.serving.callers.identity import caller, payer
 from kvplane.serving.streams import stopping_error
 from kvplane.v1 import prefix_pb2 as contract
 from kvplane.wire.v1 import prefix_pb2 as pb
@@ -75,7 +75,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
         ``Watcher.take`` raise, and PlaneUnavailableError when the control plane stops.
         """
         changed = asyncio.Event()
-        watcher = self._core.watch(request, caller().tenant, changed.set)
+        watcher = self._core.watch(request, caller().tenant, changed.set, payer())
         self._wakes.add(changed)
         try:
             while not self._stopping:

@@ -210,13 +210,13 @@ class ControlPlaneServer(PlaneServer):
                 self.core.incarnation = self.metrics.incarnation = incarnation
                 self._gate.stands_by = False
                 self.metrics.leads = True
-                await self._set_serving(True)
+                self._set_serving(True)
                 _LOGGER.info("leads incarnation=%d", incarnation)
                 await asyncio.Event().wait()
             finally:
                 self._gate.stands_by = True
                 self.metrics.leads = False
-                await self._set_serving(False)
+                self._set_serving(False)
 
     async def _finish(self) -> None:
         await self._page.stop()

@@ -35,8 +35,9 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.release import release
+from kvplane.sync.short_thread import start_short_thread
 from kvplane.transport.connection import BROKEN_CALL
-from kvplane.transport.tls import Tls, open_channel
+from kvplane.transport.tls import Tls, open_channel, resolved
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.plane.v1 import registration_pb2_grpc
@@ -48,6 +49,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _SERVICE: Final = "kvplane.plane.v1.RegistrationService"
 BLOCKS_PER_REPORT: Final = 2048
 _ANSWER_TIMEOUT_S: Final = 30.0
+_RESOLVE_S: Final = 2.0
 _HEARTBEAT_RANGE_S: Final = (0.01, 3600.0)
 _FIRST_DELAY_S: Final = 0.1
 _LAST_DELAY_S: Final = 2.0
@@ -115,11 +117,16 @@ class RegistrationClient:
             await self._channel.close(None)
 
     async def _reopen(self) -> None:
-        """Open a channel with the present TLS files; keep the old channel if they are invalid."""
+        """Open a channel with the present addresses and TLS files. Keep the old channel if they are
+        invalid, or if the resolver does not answer in time.
+        """
+        found, _ = start_short_thread(partial(resolved, self._control_plane))
         try:
-            channel = self._open()
-        except InvalidRequestError as error:
-            _LOGGER.error("not renewed control_plane=%s error=%s", self._control_plane, error)
+            async with asyncio.timeout(_RESOLVE_S):
+                numbers = await asyncio.wrap_future(found)
+            channel = self._open(numbers=numbers)
+        except (InvalidRequestError, TimeoutError) as error:
+            _LOGGER.error("not renewed control_plane=%s error=%r", self._control_plane, error)
             return
         await self._channel.close(None)
         self._channel = channel

@@ -288,11 +288,11 @@ class DataPlaneServer(PlaneServer):
         self.metrics.registered = registered
         if registered and not self.registered.is_set():
             self.registered.set()
-            await self._set_serving(not self.lost.is_set())
+            self._set_serving(not self.lost.is_set())
 
     async def _until_lost(self) -> None:
         await self.lost.wait()
-        await self._set_serving(False)
+        self._set_serving(False)
         raise InternalError(_LOST)
 
     def _watch_device(self) -> None:

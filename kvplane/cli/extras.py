@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Final
@@ -25,6 +26,7 @@ def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:
     """Call ``run``, which imports a program's packages, and return its result. Reports a missing
     third-party package on one line, with the ``extra`` to install; empty for the base package.
     """
+    _open_streams()
     try:
         return run()
     except ModuleNotFoundError as error:
@@ -34,3 +36,13 @@ def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:
         wanted = f"kvplane[{extra}]" if extra else "kvplane"
         sys.stderr.write(f"{program}: error: {missing} is not installed: pip install '{wanted}'\n")
         return EXIT_NOT_INSTALLED
+
+
+def _open_streams() -> None:
+    """Open standard streams that are closed on /dev/null. A socket would get their numbers, and
+    what libraries print would go to it; uvloop aborts when it closes such a socket.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))

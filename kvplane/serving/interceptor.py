@@ -26,6 +26,7 @@ from grpc_status import rpc_status
 
 from kvplane import tracing
 from kvplane.errors import InternalError, KvplaneError
+from kvplane.serving.callers.identity import HEALTH_CHECKS
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission, Requests
@@ -43,7 +44,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Converts handlers' errors to gRPC statuses, and counts calls by their status.
 
     gRPC reads a unary request before it calls the handler, whoever sends it. So where callers must
-    be known, all methods are served as streaming ones; elsewhere unary ones stay, which is faster.
+    be known, all methods are served as streaming ones, and so are health checks, which nobody needs
+    to be known for; elsewhere unary ones stay, which is faster.
     """
 
     def __init__(self, metrics: RpcMetrics, admission: Admission) -> None:
@@ -63,7 +65,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         encode = _passing_bytes(handler.response_serializer)
         if handler.unary_unary:
             unary = call.wrap_unary(handler.unary_unary)
-            if self._admission.gate.is_open:
+            if self._admission.gate.is_open and not method.startswith(HEALTH_CHECKS):
                 return grpc.unary_unary_rpc_method_handler(unary, None, encode)
             return grpc.stream_unary_rpc_method_handler(unary, None, encode)
         if handler.stream_unary:
@@ -84,51 +86,53 @@ class _Call:
         self._decode = decode
 
     def wrap_unary(self, handler: Callable[[Any, _Context], Any]) -> Callable[..., Any]:
-        async def handle(incoming: bytes | AsyncIterator[bytes], context: _Context) -> Any:
+        async def handle(incoming: Any, context: _Context) -> Any:
             begin = time.perf_counter()
             code = grpc.StatusCode.OK
             parent = tracing.from_metadata(context.invocation_metadata())
             span = tracing.begin(self._method.removeprefix("/"), parent, "SERVER")
             try:
-                streamed = None if isinstance(incoming, bytes) else incoming
-                with (
-                    tracing.inside(span),
-                    contextlib.closing(self._requests(streamed, context)) as requests,
-                ):
-                    if isinstance(incoming, bytes):
-                        request = await requests.take(incoming)
-                    else:
-                        request = await requests.only()
-                    response = handler(request, context)
-                    if inspect.isawaitable(response):
-                        response = await response
-                    try:
-                        requests.hold_answer(_num_bytes(response))
-                    except KvplaneError as error:
-                        response = None  # the error keeps this frame until it is collected
-                        # The request has run: if it had a number, that is used up.
-                        error.next_number = getattr(request, "number", -1) + 1
-                        raise
-                    return response
+                with tracing.inside(span):
+                    return await self._answer(handler, incoming, context)
             except BaseException as error:
                 code, status = self._judge(error, context)
                 if status is None:
                     raise
-                await _abort(context, status)
             finally:
                 tracing.end(span, "" if code is grpc.StatusCode.OK else code.name)
                 self._metrics.duration.add(time.perf_counter() - begin, self._method)
                 self._metrics.handled.inc(self._method, code.name)
+            incoming = None
+            return await _abort(context, status)
 
         return handle
+
+    async def _answer(
+        self, handler: Callable[[Any, _Context], Any], incoming: Any, context: _Context
+    ) -> Any:
+        with contextlib.closing(self._requests(context)) as requests:
+            is_read = isinstance(incoming, bytes)  # by gRPC
+            request = await (requests.take(incoming) if is_read else requests.only())
+            response = handler(request, context)
+            if inspect.isawaitable(response):
+                response = await response
+            try:
+                requests.hold_answer(_num_bytes(response))
+            except KvplaneError as error:
+                # The request has run: if it had a number, that is used up.
+                error.next_number = getattr(request, "number", -1) + 1
+                raise
+            return response
 
     def wrap_stream(
         self, handler: Callable[[Any, _Context], Any], has_one_request: bool
     ) -> Callable[..., Any]:
-        async def handle(incoming: Any, context: _Context) -> AsyncIterator[Any]:
-            code = grpc.StatusCode.OK
+        async def handle(_: Any, context: _Context) -> AsyncIterator[Any]:
+            code, status = grpc.StatusCode.OK, None
+            requests: Any
+            answers: Any
             try:
-                with contextlib.closing(self._requests(incoming, context)) as requests:
+                with contextlib.closing(self._requests(context)) as requests:
                     request = await requests.only() if has_one_request else requests
                     async with _while_permitted(requests):
                         answers = handler(request, context)
@@ -142,15 +146,17 @@ class _Call:
                 code, status = self._judge(error, context)
                 if status is None:
                     raise
-                await _abort(context, status)
             finally:
                 self._metrics.handled.inc(self._method, code.name)
+            if status is not None:
+                request = requests = answers = None
+                await _abort(context, status)
 
         return handle
 
-    def _requests(self, incoming: AsyncIterator[bytes] | None, context: _Context) -> Requests:
+    def _requests(self, context: _Context) -> Requests:
         REQUEST_ID.set(_request_id(context))
-        return Requests(self._admission, self._method, self._decode, incoming, context)
+        return Requests(self._admission, self._method, self._decode, context)
 
     def _judge(
         self, error: BaseException, context: _Context
@@ -220,4 +226,8 @@ async def _while_permitted(requests: Requests) -> AsyncIterator[None]:
 
 
 async def _abort(context: _Context, status: grpc.Status) -> None:
+    """End the call with ``status``. gRPC keeps the error that this raises, with what the frames
+    below hold and the error that is being handled, until the garbage collector runs: neither may
+    hold a request.
+    """
     await context.abort(status.code, status.details, status.trailing_metadata)

@@ -19,7 +19,7 @@ from kvplane import __version__
 from kvplane.serving import server as serving
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
-from kvplane.serving.config import ServerSettings
+from kvplane.serving.config import ServerSettings, is_loopback
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.message_bounds import MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
@@ -130,6 +130,8 @@ class PlaneServer:
         descriptors = [service.descriptor for service in services]
         self._service_names = [each.full_name for each in descriptors]
         self._access = AccessList(config.access_file)
+        if config.access_file is not None and config.tls is None and not is_loopback(config.bind):
+            _LOGGER.warning("insecure bind=%s: others can read the callers' tokens", config.bind)
         self._gate = Gate(self._access, descriptors)
         bounds = {
             f"/{each.full_name}/{method.name}": MessageBounds(method.input_type, max_counts)
@@ -199,11 +201,11 @@ class PlaneServer:
         self._serving = serving
         self._lag = asyncio.create_task(_measure_lag(self._metrics))
 
-    async def _set_serving(self, serving: bool) -> None:
+    def _set_serving(self, serving: bool) -> None:
         """Set the health of all services to SERVING or NOT_SERVING."""
         self._serving = serving
         for service in ("", *self._service_names):
-            await self._server.set_serving(service, serving)
+            self._server.health.set(service, serving)
 
     def _is_serving(self) -> bool:
         return self._serving

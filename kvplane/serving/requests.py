@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
+import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvplane.errors import DeadlineExceededError, InvalidRequestError, KvplaneError
-from kvplane.serving.callers.identity import Gate
-from kvplane.serving.limits.message_bounds import MessageBounds
+from kvplane.serving.callers.identity import HEALTH_CHECKS, Gate
+from kvplane.serving.limits.message_bounds import MAX_STRING_BYTES, MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.wire.twin import whole
 
@@ -37,6 +40,10 @@ class Admission:
     """Budget of unread answers to unary calls, which gRPC keeps until the callers read them."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock by which large requests are decoded and begun in turn, so that others come between."""
+    of_peers: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """Lock of each connection, by which its health checks are read in turn: nobody knows who sends
+    them, and gRPC reads a message of any size.
+    """
 
 
 class Requests:
@@ -49,11 +56,9 @@ class Requests:
         admission: Admission,
         method: str,
         decode: Callable[[bytes], Any] | None,
-        incoming: AsyncIterator[bytes] | None,
         context: Any,
     ) -> None:
         """Admit the call, before any of it is read. ``decode``: parses bytes to a message.
-        ``incoming``: None where gRPC has read the only request.
 
         Raises UnauthenticatedError, NotPermittedError.
         """
@@ -69,8 +74,9 @@ class Requests:
         self._is_open = self._gate.is_open
         self._admitted_at = self._gate.num_reloads
         self._caller = self._gate.admit(method, context)
-        # An iterator of gRPC's that was made expects to be read.
-        self._incoming = None if incoming is None else incoming.__aiter__()
+        self._turn: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
+        if method.startswith(HEALTH_CHECKS):
+            self._turn = admission.of_peers.setdefault(self._caller, asyncio.Lock())
 
     def __aiter__(self) -> Requests:
         return self
@@ -83,31 +89,25 @@ class Requests:
         changed.
         """
         self.close()
-        assert self._incoming is not None
-        data = await self._incoming.__anext__()
-        self._hold(data)
-        if len(data) >= _LARGE_BYTES:
-            await self._take_turn()
-        return self._read(data)
+        data = await self._context.read()  # gRPC's iterator would keep the request
+        if data is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return await self.take(data)
 
     async def take(self, data: bytes) -> Any:
         """Check and decode the request in ``data``. Raises as iteration does."""
-        self._hold(data)
-        if len(data) >= _LARGE_BYTES:
-            await self._take_turn()
-        return self._read(data)
-
-    def _hold(self, data: bytes) -> None:
         if not self._is_open:
             self.check_caller()
         self._budget.take(self._caller, len(data))
         self._num_held = len(data)
         if self._bounds is not None:
             self._bounds.check(data)
-
-    async def _take_turn(self) -> None:
-        await self._large.acquire()
-        asyncio.get_running_loop().call_soon(self._large.release)
+        elif len(data) > MAX_STRING_BYTES:  # of health and reflection
+            raise InvalidRequestError(f"must have at most {MAX_STRING_BYTES} bytes")
+        if len(data) >= _LARGE_BYTES:
+            await self._large.acquire()
+            asyncio.get_running_loop().call_soon(self._large.release)
+        return self._read(data)
 
     def _read(self, data: bytes) -> Any:
         if self._decode is None:
@@ -124,7 +124,7 @@ class Requests:
         DeadlineExceededError when it does not come in time.
         """
         try:
-            async with asyncio.timeout(_ARRIVAL_S):
+            async with asyncio.timeout(_ARRIVAL_S), self._turn:
                 return await anext(self)
         except TimeoutError:
             raise DeadlineExceededError(f"no request came within {_ARRIVAL_S:g} s") from None

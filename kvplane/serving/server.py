@@ -12,18 +12,22 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from kvplane.serving.certificates import ServerTls, credentials
+from kvplane.serving.health import Health
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
 HANDSHAKE_MS: Final = 10_000
 """Milliseconds that the handshakes of HTTP/2 and TLS may take."""
+IDLE_MS: Final = 600_000
+"""Milliseconds after which a connection without a call is closed; a client opens it again."""
 _MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -34,7 +38,7 @@ class Server:
     """A bound gRPC server with health. Add servicers to ``grpc_server``, then ``start``."""
 
     grpc_server: grpc.aio.Server
-    health: Any  # health.aio.HealthServicer; the stubs do not have the class
+    health: Health
     host: str
     port: int
 
@@ -47,20 +51,15 @@ class Server:
         """Start to serve. ``services``: full names, for reflection and health; ``serving`` False
         leaves health at NOT_SERVING.
         """
-        names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (*services, SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc_server)
         for service in ("", *services):
-            await self.set_serving(service, serving)
+            self.health.set(service, serving)
         await self.grpc_server.start()
-
-    async def set_serving(self, service: str, serving: bool) -> None:
-        """Set the health of ``service``; the empty name is the server as a whole."""
-        states = health_pb2.HealthCheckResponse
-        await self.health.set(service, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Stop (see the module's docstring). Returns when every call has ended."""
-        await self.health.enter_graceful_shutdown()
+        self.health.stop()
         await self.grpc_server.stop(grace_s)
 
 
@@ -90,7 +89,9 @@ def build(
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.so_reuseport", 0),  # or a second server on the port would take half of the calls
+        ("grpc.http2.bdp_probe", 0),  # or the window of each unread call would grow to megabytes
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_time_ms", 30_000),
@@ -106,9 +107,9 @@ def build(
                 ports.append(server.add_insecure_port(address))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}") from error
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    return Server(server, servicer, host, ports[0])
+    health = Health()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return Server(server, health, host, ports[0])
 
 
 def most_connections() -> int:

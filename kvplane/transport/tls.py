@@ -91,10 +91,13 @@ class _TokenFile(grpc.AuthMetadataPlugin):
             callback((("authorization", f"Bearer {token}"),), None)
 
 
-def open_channel(target: str, tls: Tls | None, *, health_of: str = "") -> grpc.aio.Channel:
+def open_channel(
+    target: str, tls: Tls | None, *, health_of: str = "", numbers: str = ""
+) -> grpc.aio.Channel:
     """Open a channel to ``target``, without TLS when ``tls`` is None: "host:port", several of them
     with commas, or "dns:///host:port" for all addresses of a name. Of several, calls go round robin
     to those where the service ``health_of`` is SERVING; where it is empty, to all that answer.
+    ``numbers``: what ``resolved`` returned for the target; empty to wait for a resolver here.
 
     Raises InvalidRequestError naming ``target`` or a field of ``tls``, and in a process that was
     forked from one that has opened a channel.
@@ -113,7 +116,7 @@ def open_channel(target: str, tls: Tls | None, *, health_of: str = "") -> grpc.a
                 "must be given for several hosts: a name that all their certificates have",
                 field="tls.server_name",
             )
-        target = _resolved(target)
+        target = numbers or resolved(target)
     if tls is None:
         return grpc.aio.insecure_channel(target, options=[*options.items()])
     name = tls.server_name or (hosts[0] if len(hosts) > 1 else "")
@@ -130,8 +133,12 @@ def _by_turns(health_of: str) -> str:
     return json.dumps(config)
 
 
-def _resolved(targets: str) -> str:
-    """Resolve the hosts: gRPC takes several addresses only as numbers, of one family."""
+def resolved(targets: str) -> str:
+    """Resolve several hosts: gRPC takes several addresses only as numbers, of one family. It
+    resolves a single one itself. Waits for the resolver. Raises InvalidRequestError.
+    """
+    if "," not in targets:
+        return targets
     numbers = []
     for target in targets.split(","):
         host, _, port = target.rpartition(":")

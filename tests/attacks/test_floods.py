@@ -244,3 +244,33 @@ async def test_a_connection_that_never_speaks_is_closed(monkeypatch: pytest.Monk
             while await reader.read(4096):  # what the server says first
                 pass
         writer.close()
+
+
+async def test_a_connection_without_calls_is_closed_and_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "IDLE_MS", 300)
+    async with (
+        control_plane_here() as plane,
+        grpc.aio.insecure_channel(plane.address) as channel,
+    ):
+        for _ in range(2):
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"")
+            await until(lambda: channel.get_state() == grpc.ChannelConnectivity.IDLE, 10)
+
+
+async def test_health_checks_of_a_connection_are_read_in_turn() -> None:
+    check = "/grpc.health.v1.Health/Check"
+    async with (
+        control_plane_here() as plane,
+        grpc.aio.insecure_channel(plane.address, options=protocol.CHANNEL_OPTIONS) as one,
+        grpc.aio.insecure_channel(plane.address, options=protocol.CHANNEL_OPTIONS) as other,
+    ):
+        await one.unary_unary(check)(b"")
+        silent = one.stream_unary(check)()
+        await asyncio.sleep(0.2)
+        waiting = one.unary_unary(check)(b"", timeout=0.5)
+        assert await waiting.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await other.unary_unary(check)(b"", timeout=10)
+        silent.cancel()
+        await one.unary_unary(check)(b"", timeout=10)

@@ -12,12 +12,14 @@ import pytest
 from google.protobuf import duration_pb2
 
 from kvplane.errors import InvalidRequestError, KvplaneError, QuotaExceededError
+from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.attacked_planes import (
+    PATIENCE_S,
     HonestCaller,
     PlaneProcess,
     assert_calm,
@@ -215,6 +217,32 @@ def test_more_than_there_may_be_is_refused(
     session: tpb.SessionRef, channel: grpc.Channel, name: str
 ) -> None:
     send(channel, session, name)
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+def test_names_that_health_is_asked_for_take_little_memory(
+    control_plane: PlaneProcess, channel: grpc.Channel, method: str
+) -> None:
+    begin_bytes = control_plane.begin_peak()
+    ask = channel.stream_stream(f"/grpc.health.v1.Health/{method}")
+    calls = [ask(iter([delimited(1, bytes(LARGE))]), timeout=PATIENCE_S) for _ in range(60)]
+    assert {call.code() for call in calls} == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert control_plane.peak_bytes() - begin_bytes < 12 * LARGE
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "health.v1.Health/Check",
+        "health.v1.Health/Watch",
+        "reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+def test_names_in_methods_for_everybody_are_short(channel: grpc.Channel, method: str) -> None:
+    request = delimited(1, b"a" * 8192)
+    with pytest.raises(grpc.RpcError) as refused:
+        next(channel.stream_stream(f"/grpc.{method}")(iter([request]), timeout=PATIENCE_S))
+    assert isinstance(from_rpc_error(refused.value), InvalidRequestError)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from kvplane.serving.observability import logs
 
-SENT = "a\nlevel=ERROR forged\r\x1b[2J\x07\x9b31m\u2028\u202eright\ttab\x00"
+SENT = "a\nlevel=ERROR forged\r\x1b[2J\x07\x9b31m\u2028\u202eright\u2067left\u200f\u061c\ttab\x00"
 
 
 @pytest.fixture(autouse=True)

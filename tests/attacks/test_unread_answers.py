@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from data_plane.server.tensor_codec import tensor_to_message
 from kvplane.wire import protocol
@@ -30,9 +32,11 @@ from tests.helpers.data.plan_author import (
     span,
     tokens,
 )
+from tests.helpers.planes_in_process import control_plane as control_plane_here
 from tests.helpers.planning.control_wire import stub_of
 
 MIB = 1 << 20
+DATA, HEADERS, SETTINGS = 0, 1, 4  # frames of HTTP/2
 NUM_BLOCKS = 2048
 NUM_READS = 80
 HELD_BYTES = 32 * MIB
@@ -87,3 +91,49 @@ async def test_answers_that_are_not_read_are_bounded(tmp_path: Path) -> None:
                 await stub.ReadBlocks(request, timeout=PATIENCE_S)  # of another connection
             finally:
                 deaf.kill()
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Return a frame of HTTP/2."""
+    return struct.pack(">IBBI", len(payload), kind, flags, stream)[1:] + payload
+
+
+def deaf_watch() -> bytes:
+    """Return what a client sends that watches a server's health and has no window for answers."""
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/grpc.health.v1.Health/Watch",
+        ":authority": "a",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    fields = b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in headers.items()
+    )
+    no_window = frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
+    request = frame(HEADERS, 4, 1, fields) + frame(DATA, 1, 1, bytes(5))
+    return b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + no_window + request
+
+
+async def test_a_watcher_that_reads_nothing_keeps_nobody_waiting() -> None:
+    asked = health_pb2.HealthCheckRequest()
+    states = health_pb2.HealthCheckResponse
+    async with asyncio.timeout(10), control_plane_here() as server:
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(deaf_watch())
+        kind = 0
+        while kind != HEADERS:  # of the answer, whose message waits
+            head = await reader.readexactly(9)
+            kind = head[3]
+            await reader.readexactly(int.from_bytes(head[:3]))
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            watch = stub.Watch(asked)
+            assert (await watch.read()).status == states.SERVING
+            await server.stop()
+            assert (await watch.read()).status == states.NOT_SERVING
+            assert await watch.read() is grpc.aio.EOF
+        writer.close()

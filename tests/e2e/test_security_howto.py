@@ -16,6 +16,7 @@ from engine_planes import save_byte_model
 from kvplane import ControlClient, DataClient, Tls, layout_from_hf
 from kvplane.errors import KvplaneError, NotPermittedError
 from tests.helpers import programs
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.waiting import wait_until
 
 DOC = programs.ROOT / "docs" / "security.md"
@@ -52,6 +53,7 @@ def run(folder: Path, command: str) -> str:
 def test_the_page_works_as_written(tmp_path: Path) -> None:
     certificates, planes, engine, tokens = blocks("sh")
     subprocess.run(["sh", "-euc", certificates], cwd=tmp_path, check=True, capture_output=True)
+    asyncio.run(an_engine_passes_as_no_plane(tmp_path))
     save_byte_model(tmp_path / "MODEL")
     control_command, data_command = planes.replace("\\\n", " ").splitlines()
     with ExitStack() as stack:
@@ -73,6 +75,16 @@ def test_the_page_works_as_written(tmp_path: Path) -> None:
         ["sh", "-euc", tokens], cwd=tmp_path, check=True, capture_output=True, text=True
     ).stdout.split()[0]
     assert re.fullmatch("[0-9a-f]{64}", digest)
+
+
+async def an_engine_passes_as_no_plane(folder: Path) -> None:
+    stolen = {"tls_certificate": folder / "engine-1.pem", "tls_key": folder / "engine-1.key"}
+    async with control_plane(**stolen) as plane:
+        for name in ("", "engine-1"):
+            tls = Tls(ca_file=folder / "ca.pem", server_name=name)
+            async with ControlClient(plane.address, tls=tls, timeout_s=2) as client:
+                with pytest.raises(KvplaneError):
+                    await client.get_server_info()
 
 
 async def others(folder: Path, control: str, data: str) -> None:

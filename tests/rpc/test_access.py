@@ -56,6 +56,11 @@ async def test_a_caller_that_is_not_listed_is_told_so(peers: Peers, name: str) -
         for call in (control.list_pools, control.get_server_info, data.get_server_info):
             with pytest.raises(UnauthenticatedError):
                 await call()
+    async with raw(peers, name) as channel:  # health is for everybody, reflection is not
+        assert await channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x01"
+        reflect = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        code = await channel.stream_stream(reflect)(iter([b""]), timeout=5).code()
+        assert code == grpc.StatusCode.UNAUTHENTICATED
 
 
 OPEN = "open a session"

@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,11 @@ from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import pool_pb2
 from kvplane.wire.v1 import session_pb2 as pb
 from tests.helpers.attacked_planes import PlaneProcess
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.planning.control_wire import PATIENCE_S, RawSession, RawShard, Stub, stub_of
 from tests.helpers.planning.registration_messages import LAYOUT
 from tests.helpers.scrapes import fetch
+from tests.helpers.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 TLS = Path(__file__).parent / "tls"
@@ -207,9 +211,9 @@ async def test_the_containers_probe_asks_for_health_without_an_interpreter(
         return (await asyncio.to_thread(subprocess.run, probe, timeout=10)).returncode
 
     assert await asked() == 0
-    await server._set_serving(False)
+    server._set_serving(False)
     assert await asked() == 1
-    await server._set_serving(True)
+    server._set_serving(True)
     probe[1] = "1"  # nobody listens there
     assert await asked() == 1
 
@@ -293,6 +297,38 @@ def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path
     assert "lease_s=30.0" in settings
     assert any(" listening " in line and f"address={plane.address}" in line for line in lines)
     assert "stopped" in lines[-1]
+
+
+@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, signal.SIGINT])
+def test_the_program_can_be_stopped_while_it_starts(stopped_by: signal.Signals) -> None:
+    command = [sys.executable, "-m", "control_plane", "--bind", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b" settings " in process.stderr.readline()
+        process.send_signal(stopped_by)
+        assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_program_runs_without_standard_streams(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    flags = ["--bind", "127.0.0.1:0", "--metrics-port", "-1", "--port-file", str(port_file)]
+    script = f"exec {sys.executable} -m control_plane {shlex.join(flags)} <&- >&- 2>&-"
+    with subprocess.Popen(["sh", "-c", script], cwd=ROOT) as process:
+        wait_until(port_file.exists, PATIENCE_S)
+        with grpc.insecure_channel(f"127.0.0.1:{port_file.read_text().strip()}") as channel:
+            assert stub_of(channel).GetServerInfo(ABOUT, timeout=PATIENCE_S).incarnation
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+async def test_tokens_in_the_clear_are_warned_of(
+    host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = tmp_path / "access.toml"
+    access.write_text("")
+    async with control_plane(bind=f"{host}:0", insecure=True, access_file=access):
+        assert ("can read the callers' tokens" in caplog.text) is (host == "0.0.0.0")
 
 
 async def test_a_signal_is_waited_for_and_its_handler_given_back() -> None:

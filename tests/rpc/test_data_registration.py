@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,27 @@ async def test_health_is_not_serving_until_registered(tmp_path: Path) -> None:
         assert await check(server.address) == "SERVING"
         assert await check(server.address, service=SERVICE) == "SERVING"
         await late.stop()
+    finally:
+        await server.stop()
+
+
+async def test_a_resolver_that_is_away_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = await RegisterSide().start()
+    server = await DataPlaneServer.start(config_of(tmp_path, f"{side.address},{side.address}"))
+    try:
+        await side.until(server.registered.is_set)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(10))
+        await side.stop()
+        begin_s = time.monotonic()
+        for _ in range(20):
+            assert await check(server.address) == "SERVING"
+            await asyncio.sleep(0.05)
+        assert time.monotonic() - begin_s < 5
+        again = await RegisterSide().start(side.port)
+        await again.until(lambda: again.hellos)
+        await again.stop()
     finally:
         await server.stop()
 

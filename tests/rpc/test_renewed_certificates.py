@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from control_plane.server.server import ControlPlaneServer
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Tls
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InvalidRequestError, UnauthenticatedError
 from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.program import engine_client
 from kvplane.serving.certificates import credentials
@@ -287,6 +287,31 @@ async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
         await until(lambda: "not renewed control_plane=" in caplog.text)
         await until_registered("second")
         await data.stop()
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_one"),
+    [("engine", True), ("engine/CN=operator", False), ("engine, CN=operator", True)],
+)
+async def test_a_client_certificate_has_one_common_name(
+    authority: Authority, files: Files, tmp_path: Path, subject: str, is_one: bool
+) -> None:
+    own = Files(tmp_path, "client")
+    own.put(authority.sign(subject))
+    served = {"tls_certificate": files.certificate, "tls_key": files.key}
+    async with control_plane(**served, tls_client_ca=authority.ca, page_port=0) as plane:
+        context = ssl.create_default_context(cafile=authority.ca)
+        context.load_cert_chain(own.certificate, own.key)
+        async with httpx2.AsyncClient(verify=context) as browser:
+            page = await browser.get(f"https://{NAME}:{plane.page_address.rpartition(':')[2]}/")
+        assert page.status_code == (200 if is_one else 401)
+        tls = tls_of(authority, cert_file=own.certificate, key_file=own.key)
+        async with ControlClient(plane.address, tls=tls) as client:
+            if is_one:
+                await client.get_server_info()
+            else:
+                with pytest.raises(UnauthenticatedError, match="several common names"):
+                    await client.get_server_info()
 
 
 @pytest.mark.parametrize(

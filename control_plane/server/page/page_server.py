@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
 
-from kvplane.errors import KvplaneError, NotPermittedError
+from kvplane.errors import KvplaneError, NotPermittedError, UnauthenticatedError
 from kvplane.serving.callers.access import ROLES, AccessList, Caller
 from kvplane.serving.certificates import ServerTls
 from kvplane.serving.observability.logs import frames_of
@@ -132,10 +132,11 @@ class PageServer:
 
     def _caller(self, headers: Mapping[str, str], writer: asyncio.StreamWriter) -> Caller:
         """Authenticate the caller. Raises UnauthenticatedError, NotPermittedError."""
-        name = None
-        for part in (writer.get_extra_info("peercert") or {}).get("subject", ()):
-            for key, value in part:
-                name = value if key == "commonName" else name
+        subject = (writer.get_extra_info("peercert") or {}).get("subject", ())
+        names = [value for part in subject for key, value in part if key == "commonName"]
+        if len(names) > 1:
+            raise UnauthenticatedError("the client certificate has several common names")
+        name = names[0] if names else None
         caller = self._access.caller(name, _token(headers.get("authorization", "")))
         if ROLES["operator"] not in caller.roles:
             raise NotPermittedError("the page needs the role operator")

@@ -4,6 +4,7 @@ list, never from a request, since they decide which prefixes the caller shares.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Final
@@ -18,6 +19,10 @@ _CALLER: ContextVar[Caller] = ContextVar("kvplane_caller")
 _PAYER: ContextVar[str] = ContextVar("kvplane_payer")
 _ROLE_NAMES: Final = {number: name for name, number in ROLES.items()}
 _BEARER: Final = "bearer "
+_ESCAPED: Final = re.compile(rb"\\.")  # of a subject as RFC 2253 writes it
+_COMMON_NAME: Final = re.compile(rb"(?:^|[,+])CN=")
+HEALTH_CHECKS: Final = "/grpc.health.v1.Health/"
+"""What the methods begin with that need no known caller."""
 
 
 def caller() -> Caller:
@@ -35,7 +40,8 @@ def payer() -> str:
 class Gate:
     """Admits calls whose callers have one of the roles that the contract requires.
 
-    Methods that the contract does not have, such as health checks and reflection, are open to all.
+    Health checks are open to all. Other methods that the contract does not have, such as
+    reflection, are open to every known caller.
     """
 
     stands_by = False
@@ -73,7 +79,7 @@ class Gate:
         """
         counts_as: str = context.peer()
         roles = self._roles.get(method)
-        if roles is None:
+        if method.startswith(HEALTH_CHECKS):
             return counts_as
         if self.stands_by:
             raise PlaneUnavailableError(
@@ -94,10 +100,16 @@ class Gate:
 
 
 def _certificate_name(context: Any) -> str | None:
-    """Return the common name of the client's certificate; None for a client without one."""
-    names = list(context.auth_context().get("x509_common_name", ()))
+    """Return the common name of the client's certificate; None for a client without one. gRPC has
+    the first of several names, and the authority may have looked at another.
+    """
+    attributes = context.auth_context()
+    names = list(attributes.get("x509_common_name", ()))
     if not names:
         return None
+    subject = b"".join(attributes.get("x509_subject", ()))
+    if len(_COMMON_NAME.findall(_ESCAPED.sub(b"", subject))) > 1:
+        raise UnauthenticatedError("the client certificate has several common names")
     try:
         name: str = names[0].decode()
     except UnicodeDecodeError:

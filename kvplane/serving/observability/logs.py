@@ -16,10 +16,15 @@ from typing import Final
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("text", "json")
-# Text from a caller must neither end a line nor control the terminal that shows it.
+# Text from a caller must neither end a line nor control the terminal that shows it, nor the order
+# in which it shows characters.
 _ESCAPES: Final = {
     code: repr(chr(code))[1:-1]
-    for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F))
+    for first, last in (
+        *((0, 0x1F), (0x7F, 0x9F), (0x2028, 0x2029)),  # control characters, ends of lines
+        *((0x61C, 0x61C), (0x200E, 0x200F), (0x202A, 0x202E), (0x2066, 0x2069)),  # directions
+    )
+    for code in range(first, last + 1)
 }
 
 

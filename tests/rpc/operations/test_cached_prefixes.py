@@ -15,6 +15,7 @@ from kvplane.errors import InvalidRequestError, RevisionTooOldError
 from kvplane.transport.connection import typed_errors
 from kvplane.wire.error_codec import from_rpc_error
 from kvplane.wire.v1 import prefix_pb2 as pb
+from kvplane.wire.v1 import prefix_pb2_grpc
 from tests.helpers.planning.operations_world import BLOCK, POOL, prompt
 
 Wrong = tuple[str, Any, str]
@@ -69,6 +70,27 @@ async def test_a_follower_that_is_overrun_is_told_so_on_its_stream(
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await asyncio.wait_for(call.read(), 10)
     assert type(from_rpc_error(ended.value)) is RevisionTooOldError
+
+
+async def test_followers_of_one_connection_leave_places_to_others(world) -> None:
+    calls = []
+
+    async def follow(channel: grpc.aio.Channel) -> None:
+        stub: Any = prefix_pb2_grpc.PrefixServiceStub(channel)
+        calls.append(stub.WatchPrefixes(pb.WatchPrefixesRequest(pool_id=POOL)))
+        await asyncio.wait_for(calls[-1].read(), 10)
+
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with (
+        grpc.aio.insecure_channel(world.server.address, options=options) as greedy,
+        grpc.aio.insecure_channel(world.server.address, options=options) as other,
+    ):
+        for _ in range(limits.MAX_WATCHERS - limits.MAX_WATCHERS // 4):
+            await follow(greedy)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await follow(greedy)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await follow(other)
 
 
 # Requests that are wrong: method, request, and the field that the refusal names.

@@ -93,6 +93,18 @@ def test_an_exporter_that_is_not_there_is_named() -> None:
         tracing.setup("tests", {"OTEL_TRACES_EXPORTER": "zipkin"})
 
 
+def test_a_collector_that_is_away_delays_no_exit() -> None:
+    run(
+        "import atexit, os, time\nfrom kvplane import tracing\n"
+        # Registered first, it is called last. An exception would not change the exit code.
+        "atexit.register(lambda: time.monotonic() - ended_s > 4 and os._exit(1))\n"
+        "os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = 'http://127.0.0.1:9'\n"
+        "assert tracing.setup('tests')\n"
+        "with tracing.span('a'):\n    pass\n"
+        "ended_s = time.monotonic()"
+    )
+
+
 def test_without_opentelemetry_a_program_says_what_to_install() -> None:
     hidden = (
         "import sys; sys.modules['opentelemetry'] = None; sys.argv = ['c', '--bind', '[::1]:0']"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane import limits
+from control_plane.watching import Watcher
 from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1 import prefix_pb2 as ppb
@@ -86,15 +87,24 @@ def test_no_session_is_opened_while_too_many_have_not_been_fenced(
     world.engine()
 
 
-def test_followers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_WATCHERS", 1)
+def test_followers_are_bounded_and_one_account_has_not_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_WATCHERS", 4)
     world = World()
-    request = ppb.WatchPrefixesRequest(pool_id=POOL)
-    follower = world.core.watch(request, "tenant", lambda: None)
+
+    def follow(payer: str) -> Watcher:
+        request = ppb.WatchPrefixesRequest(pool_id=POOL)
+        return world.core.watch(request, "tenant", lambda: None, payer)
+
+    first, *_ = [follow("a") for _ in range(3)]
     with pytest.raises(QuotaExceededError):
-        world.core.watch(request, "tenant", lambda: None)
-    world.core.unwatch(follower)
-    world.core.watch(request, "tenant", lambda: None)
+        follow("a")
+    follow("b")
+    with pytest.raises(QuotaExceededError):
+        follow("b")
+    world.core.unwatch(first)
+    follow("a")
 
 
 def test_blocks_are_bounded_over_all_pools() -> None:
