@@ -108,7 +108,7 @@ CACHE = (
     Panel("Hit ratio by tier",
           "Share of prompt tokens found cached, by the tier that had them.", "percentunit",
           {"{{tier}}": rate("kvplane_hit_tokens_total", "pool, tier")
-           + " / on (pool) group_left " + LOOKED_UP},
+           + " / on (pool) group_left () " + LOOKED_UP},
           stacked=True),
     Panel("Read again after a cut",
           "Tokens looked up, and found, by sequences that were admitted again after they were "
