@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from transformers import PreTrainedModel
 
 from kvplane import ops
@@ -340,9 +341,10 @@ def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tupl
     try:
         probed = _PROBED.setdefault(model, {})
         of_config = layer_groups(model.config, latent=latent)
-        if wants_probe and of_config not in probed:
-            probed[of_config] = probe(model, latent=latent)
-        _MAX_TOKENS[model] = max_independent_tokens(model)
+        with torch.compiler.set_stance("force_eager"):  # a compiled model runs as it is written
+            if wants_probe and of_config not in probed:
+                probed[of_config] = probe(model, latent=latent)
+            _MAX_TOKENS[model] = max_independent_tokens(model)
         return probed.get(of_config, of_config)
     finally:
         is_adapted = adapters.is_adapted(model)
