@@ -91,9 +91,25 @@ class _Call:
             code = grpc.StatusCode.OK
             parent = tracing.from_metadata(context.invocation_metadata())
             span = tracing.begin(self._method.removeprefix("/"), parent, "SERVER")
+            requests: Any
+            request = response = None
             try:
-                with tracing.inside(span):
-                    return await self._answer(handler, incoming, context)
+                with (
+                    tracing.inside(span),
+                    contextlib.closing(self._requests(context)) as requests,
+                ):
+                    is_read = isinstance(incoming, bytes)  # by gRPC
+                    request = await (requests.take(incoming) if is_read else requests.only())
+                    response = handler(request, context)
+                    if inspect.isawaitable(response):
+                        response = await response
+                    try:
+                        requests.hold_answer(_num_bytes(response))
+                    except KvplaneError as error:
+                        # The request has run: if it had a number, that is used up.
+                        error.next_number = getattr(request, "number", -1) + 1
+                        raise
+                    return response
             except BaseException as error:
                 code, status = self._judge(error, context)
                 if status is None:
@@ -102,27 +118,10 @@ class _Call:
                 tracing.end(span, "" if code is grpc.StatusCode.OK else code.name)
                 self._metrics.duration.add(time.perf_counter() - begin, self._method)
                 self._metrics.handled.inc(self._method, code.name)
-            incoming = None
+            incoming = requests = request = response = None  # the error keeps this frame
             return await _abort(context, status)
 
         return handle
-
-    async def _answer(
-        self, handler: Callable[[Any, _Context], Any], incoming: Any, context: _Context
-    ) -> Any:
-        with contextlib.closing(self._requests(context)) as requests:
-            is_read = isinstance(incoming, bytes)  # by gRPC
-            request = await (requests.take(incoming) if is_read else requests.only())
-            response = handler(request, context)
-            if inspect.isawaitable(response):
-                response = await response
-            try:
-                requests.hold_answer(_num_bytes(response))
-            except KvplaneError as error:
-                # The request has run: if it had a number, that is used up.
-                error.next_number = getattr(request, "number", -1) + 1
-                raise
-            return response
 
     def wrap_stream(
         self, handler: Callable[[Any, _Context], Any], has_one_request: bool

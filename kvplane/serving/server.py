@@ -28,6 +28,7 @@ HANDSHAKE_MS: Final = 10_000
 """Milliseconds that the handshakes of HTTP/2 and TLS may take."""
 IDLE_MS: Final = 600_000
 """Milliseconds after which a connection without a call is closed; a client opens it again."""
+_WINDOW_BYTES: Final = 1 << 20
 _MOST_FILES: Final = 65_536
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def build(
         # Or the window of each unread call would grow to megabytes; at a round trip of 1 ms 1 MiB
         # still takes 400 MB/s.
         ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", max_message_bytes // 64),
+        ("grpc.http2.lookahead_bytes", min(_WINDOW_BYTES, max_message_bytes // 32)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.keepalive_time_ms", 30_000),
