@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeVar
 
-from .loop_thread import LoopThread, Pending
+from .loop_thread import LoopThread, Pending, checked
 
 Result = TypeVar("Result")
 
@@ -43,6 +43,7 @@ class CallerLoop(LoopThread):
         """Run a coroutine and return its result. An interrupt while waiting cancels it."""
         if _has_a_loop():
             return super().run(coroutine)
+        coroutine = checked(coroutine)
         with self._borrowed():
             return self._finish(self._loop.create_task(coroutine))
 
@@ -50,6 +51,7 @@ class CallerLoop(LoopThread):
         """Start a coroutine and run the loop until its request is sent."""
         if _has_a_loop():
             return self.begin(coroutine)
+        coroutine = checked(coroutine)
         with self._borrowed():
             task = self._loop.create_task(coroutine)
             try:

@@ -46,12 +46,7 @@ class LoopThread:
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Start a coroutine; ``wait`` waits for its result."""
-        try:
-            check_process()
-        except InvalidRequestError:
-            coroutine.close()
-            raise
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(checked(coroutine), self._loop)
 
     def send(self, coroutine: Coroutine[Any, Any, Result]) -> Pending[Result]:
         """Start a coroutine whose request is to travel while its caller does something else.
@@ -89,6 +84,18 @@ class LoopThread:
 
     def _serve(self) -> None:
         self._loop.run_forever()
+
+
+def checked(coroutine: Coroutine[Any, Any, Result]) -> Coroutine[Any, Any, Result]:
+    """Return ``coroutine``. Closes it and raises InvalidRequestError in a process that was forked,
+    where it would wait for ever.
+    """
+    try:
+        check_process()
+    except InvalidRequestError:
+        coroutine.close()
+        raise
+    return coroutine
 
 
 def wait(future: Pending[Result]) -> Result:

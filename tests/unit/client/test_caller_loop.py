@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvplane import process
+from kvplane.errors import InvalidRequestError
 from kvplane.sync.caller_loop import CallerLoop
 from kvplane.sync.loop_thread import wait
 from kvplane.sync.short_thread import call_in_short_thread
@@ -23,6 +25,17 @@ def loop() -> Iterator[CallerLoop]:
     made = CallerLoop("test-loop")
     yield made
     made.close()
+
+
+def test_a_forked_process_is_refused_whatever_it_calls(
+    loop: CallerLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_USERS", [os.getpid() + 1])
+    for call in (loop.run, loop.send, loop.begin):
+        with pytest.raises(InvalidRequestError, match="was forked"):
+            call(thread_after(0))
+    monkeypatch.undo()
+    assert loop.run(thread_after(0))
 
 
 async def thread_after(turns: int) -> str:
