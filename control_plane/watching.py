@@ -146,7 +146,7 @@ class Watcher:
 
 
 class Watchers:
-    """All clients that watch prefix indexes of this control plane."""
+    """Holds all clients that watch prefix indexes of this control plane."""
 
     def __init__(self, incarnation: Callable[[], int], most: int) -> None:
         """``most``: how many watchers there may be at one time."""

@@ -31,7 +31,9 @@ _RECHECK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a server checks before it decodes requests. ``bounds``: by method, "/SERVICE/METHOD"."""
+    """Holds what a server checks before it decodes requests. ``bounds``: by method,
+    "/SERVICE/METHOD".
+    """
 
     gate: Gate
     bounds: Mapping[str, MessageBounds]

@@ -92,8 +92,8 @@ def build(
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.so_reuseport", 0),  # or a second server on the port would take half of the calls
-        # Or the window of each unread call would grow to megabytes; at a round trip of 1 ms 1 MiB
-        # still takes 400 MB/s.
+        # Or the window of each unread call would grow to megabytes. A window that holds less than a
+        # message costs it round trips.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", min(_WINDOW_BYTES, max_message_bytes // 32)),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -259,7 +259,7 @@ def test_an_honest_engine_goes_on_beside_a_large_request(
 
 
 def register(channel: grpc.Channel, **fields: object) -> KvplaneError | None:
-    """What refuses a data plane of this Hello; None when it is welcomed."""
+    """Return the error that a data plane of this Hello gets; None when it is welcomed."""
     requests = iter([rpb.RegisterRequest(hello=hello(**fields))])
     return refusal(channel, "plane.v1.RegistrationService/Register", requests)
 

@@ -1,4 +1,4 @@
-"""What callers send writes no lines of its own in a log, and does not steer a terminal."""
+"""Text that callers send adds no lines to a log, and does not steer a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for planes that went away ends in time, and is answered once they are back."""
+"""Requests that wait for planes that went away end in time, and are answered once they are back."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_beam_search_gives_its_best_texts(server: Server) -> None:
 
 
 def reference(server: Server, text: str, num_tokens: int) -> tuple[str, torch.Tensor]:
-    """What transformers continues ``text`` with, and the logits of each token."""
+    """Return the tokens by which transformers continues ``text``, and the logits of each."""
     model = AutoModelForCausalLM.from_pretrained(server.model)
     tokenizer = AutoTokenizer.from_pretrained(server.model)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])

@@ -42,7 +42,7 @@ def start(stack: ExitStack, folder: Path, command: str) -> str:
 
 
 def run(folder: Path, command: str) -> str:
-    """What a command of the page prints."""
+    """Return the text that a command of the page prints."""
     words = shlex.split(command)
     assert words[:2] == ["python", "-m"]
     done = programs.run(*words[2:], cwd=folder)

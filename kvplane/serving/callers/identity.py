@@ -22,7 +22,7 @@ _BEARER: Final = "bearer "
 _ESCAPED: Final = re.compile(rb"\\.")  # of a subject as RFC 2253 writes it
 _COMMON_NAME: Final = re.compile(rb"(?:^|[,+])CN=")
 HEALTH_CHECKS: Final = "/grpc.health.v1.Health/"
-"""What the methods begin with that need no known caller."""
+"""The names of the methods that need no known caller begin with this."""
 
 
 def caller() -> Caller:
@@ -45,7 +45,7 @@ class Gate:
     """
 
     stands_by = False
-    """Whether another server leads. If so, all calls of the contract are refused."""
+    """Says whether another server leads. If so, all calls of the contract are refused."""
 
     def __init__(self, access: AccessList, services: Iterable[ServiceDescriptor]) -> None:
         self._access = access
@@ -62,7 +62,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether callers need not identify themselves."""
+        """Return whether callers need not identify themselves."""
         return self._access.is_open
 
     @property
