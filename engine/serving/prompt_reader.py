@@ -13,8 +13,8 @@ Read = Callable[[], Sequence[int]]
 
 
 class PromptReader:
-    """Reads prompts in a thread of its own, the shortest first: a tokenizer takes seconds for a
-    long text, of which others wait for one at most.
+    """Reads prompts in its own thread, the shortest first: a long text takes seconds to tokenize,
+    and others wait for at most one such text.
     """
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ _OURS: Final = ("kvplane", "control_plane", "data_plane", "engine")
 
 
 def what_is_missing(error: ImportError) -> str:
-    """Say which module an import did not find and, if it is one of ours, which other one has taken
-    its name.
+    """Say which module an import did not find and, if it is one of ours, which file of another
+    module shadows it.
     """
     top = (error.name or "").partition(".")[0]
     other = sys.modules.get(top) if top in _OURS else None

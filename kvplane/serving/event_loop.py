@@ -17,9 +17,9 @@ def tune_grpc() -> None:
 
 
 def end_at_signals() -> None:
-    """Have SIGTERM and SIGINT end the process with exit code 0, until its server waits for them.
-    Without a handler the first process of a container would ignore SIGTERM. An exception instead
-    may get lost in an import.
+    """Make SIGTERM and SIGINT end the process with exit code 0 until the server handles them.
+    Without a handler, a container's first process would ignore SIGTERM; an exception that a handler
+    raises could be swallowed by an import.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))

@@ -10,8 +10,8 @@ _MOST_REFUSED: Final = 128
 
 
 class BoundedListener(socket.socket):
-    """Listens for an asyncio server. Connections beyond ``max_connections`` are closed at once:
-    those that send nothing, or do not finish their handshake, count too.
+    """Listens for an asyncio server. Closes connections beyond ``max_connections`` at once; silent
+    ones and unfinished handshakes count towards it.
     """
 
     def __init__(self, host: str, port: int, max_connections: int) -> None:

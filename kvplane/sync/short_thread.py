@@ -17,8 +17,8 @@ _LONGEST_END_S: Final = 5.0
 def start_short_thread(
     function: Callable[[], Result],
 ) -> tuple[Future[Result], threading.Thread]:
-    """Call ``function`` in a thread that ends with it, and that no exit waits for. Returns its
-    outcome, which cannot be cancelled, and the thread.
+    """Call ``function`` in a daemon thread of its own. Returns a future of its outcome, which
+    cannot be cancelled, and the thread.
     """
     outcome: Future[Result] = Future()
     outcome.set_running_or_notify_cancel()
