@@ -58,7 +58,7 @@ void LayerGroup::evicted(Tier tier, SessionHandle handle, Span<Block> blocks, Ev
     times.idle.add(now_s - entry.used_s);
   }
   if (tier == kDevice) forgetter.evicted(blocks);
-  if (tier == kDevice && stores[kHost].num_blocks)
+  if (tier == kDevice && why != Eviction::kOwn && stores[kHost].num_blocks)
     for (int64_t i = 0; i < blocks.size; ++i) plans.save(sessions[handle], blocks[i]);
 }
 

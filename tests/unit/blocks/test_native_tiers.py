@@ -166,24 +166,6 @@ def test_what_is_evicted_is_copied_to_the_host_tier_and_found_after_its_receipt(
     assert caller.pool.match(b"root", i32([0] * 4))[:2] == (1, 0)
 
 
-def test_what_a_session_takes_back_before_its_receipt_is_copied_too() -> None:
-    caller = Caller(new_pool(3, 4))
-    with caller.step():
-        caller.admit(1, [7] * 8)
-    caller.begin()
-    caller.append((1, 8, 1, [7], 0))
-    caller.finish()
-    caller.begin()
-    caller.free(1)
-    caller.admit(2, [9] * 12)
-    plan = caller.finish()
-    assert plan is not None and len(plan.transfers) == 2
-    caller.receipted()
-    caller.receipted()
-    caller.pool.check_integrity()
-    assert caller.pool.match(b"root", i32([7] * 8))[:2] == (0, 2)
-
-
 def test_what_the_host_tier_has_is_not_copied_again() -> None:
     caller = filled(4, 8)
     for tokens in ([9] * 4, [0] * 4):
