@@ -7,6 +7,7 @@ find, of each shard ──► admit ──► plan ──► each shard loads �
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,11 +40,34 @@ __all__ = [
     "PrefixEvent",
     "PrefixLoader",
     "StoredBlock",
+    "tokens_of",
 ]
 
+MAX_NAME_BYTES: Final = 36
+"""Bytes of the longest name that ``tokens_of`` keeps exactly."""
+_NAME_TOKENS: Final = 16
+_NAME_BITS: Final = 18
+_HASHED: Final = MAX_NAME_BYTES + 1
 _INT32_BYTES: Final = 4
 # Each failure removes a file from the tier, so another try asks for less.
 _MAX_TRIES: Final = 3
+
+
+def tokens_of(name: bytes) -> list[int]:
+    """Return the 16 token ids that stand for a name: the prompt of one block of 16 tokens, for what
+    is found by a name and not by tokens, such as an engine's own hash.
+
+    Names of up to ``MAX_NAME_BYTES`` bytes are kept exactly, so that no two have the same ids. A
+    longer one is replaced by its SHA-256, whose ids no shorter name has.
+    """
+    size = len(name)
+    if size > MAX_NAME_BYTES:
+        name, size = hashlib.sha256(name).digest(), _HASHED
+    bits = int.from_bytes(name, "big")
+    mask = (1 << _NAME_BITS) - 1
+    ids = [bits >> _NAME_BITS * i & mask for i in reversed(range(_NAME_TOKENS))]
+    ids[0] |= size << _NAME_BITS  # names of other lengths are other names
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
