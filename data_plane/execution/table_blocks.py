@@ -159,12 +159,12 @@ class TableBlocks:
         """Return whether a file tier is notified of reused prefixes."""
         return self._plans.reused is not None
 
-    def watch_reuse(self, on_reuse: Callable[[], None]) -> None:
+    def watch_reuse(self, on_reuse: Callable[[], None], num_uses: int = 2) -> None:
         """Record from now on which published prefixes new sequences find. ``on_reuse`` is called,
-        inside a command, when ``take_reused`` may have more.
+        inside a command, when ``take_reused`` may have more. ``num_uses``: as in ``ReusedBlocks``.
         """
         with self._command.lock, self._command("watch_reuse"):
-            reused = self._plans.reused = ReusedBlocks(self._tables, on_reuse)
+            reused = self._plans.reused = ReusedBlocks(self._tables, on_reuse, num_uses)
             self._tables.publications[0].on_keep = reused.published
 
     def take_reused(self) -> list[ReusedPrefix]:

@@ -148,9 +148,17 @@ class DataPlaneSettings(
     )
     file_tier_dir: Path | None = setting(
         None,
-        help="Folder of files in which blocks of prefixes that were used twice are kept, also for"
-        " later processes; several data planes may share it. None for no files. For pools of one"
-        " layer group without an attention window.",
+        help="Folder of files in which blocks of prefixes are kept, also for later processes;"
+        " several data planes may share it. None for no files. For pools of one layer group without"
+        " an attention window.",
+    )
+    file_tier_after: int = setting(
+        2,
+        help="Uses of a prefix after which it is kept in files: 2, or 1 for as soon as it is"
+        " computed.",
+        unit="uses",
+        minimum=1,
+        maximum=2,
     )
     file_tier_bytes: int = setting(
         0,

@@ -90,8 +90,16 @@ class FileWriter:
     """Writes reused blocks to files in the background, from ``start`` to ``stop``."""
 
     def __init__(
-        self, executor: Executor, worker: WorkerThread, files: BlockFiles, counts: FileCounts
+        self,
+        executor: Executor,
+        worker: WorkerThread,
+        files: BlockFiles,
+        counts: FileCounts,
+        *,
+        num_uses: int,
     ) -> None:
+        """``num_uses``: 2 to write blocks that are used again, 1 to write all of a prompt's."""
+        self._num_uses = num_uses
         self._executor = executor
         self._worker = worker
         self._files = files
@@ -103,7 +111,7 @@ class FileWriter:
 
     def start(self) -> None:
         """Find the files that an earlier process left, then start to write."""
-        self._executor.blocks.watch_reuse(self._wake.set)
+        self._executor.blocks.watch_reuse(self._wake.set, self._num_uses)
         self._thread.start()
 
     def stop(self) -> None:
@@ -197,10 +205,13 @@ class FileTier:
         *,
         folder: Path,
         max_bytes: int,
+        num_uses: int = 2,
         disk: Disk | None = None,
     ) -> None:
-        """``folder``: several data planes may share it. Raises InvalidRequestError for a pool of
-        several layer groups or with an attention window, and as ``BlockFiles``.
+        """``folder``: several data planes may share it. ``num_uses``: as of ``FileWriter``.
+
+        Raises InvalidRequestError for a pool of several layer groups or with an attention window,
+        and as ``BlockFiles``.
         """
         layout, shard = executor.layout, executor.shard
         if len(layout.groups) > 1 or layout.groups[0].sliding_window_tokens:
@@ -219,7 +230,7 @@ class FileTier:
             max_bytes=max_bytes,
             disk=disk,
         )
-        self._writer = FileWriter(executor, worker, self.files, self.counts)
+        self._writer = FileWriter(executor, worker, self.files, self.counts, num_uses=num_uses)
         self._threads = ThreadPoolExecutor(_MAX_LOADS, "file-load")
         self._loads = LoadSlots(_MAX_LOADS)
         self._block_bytes = shard.block_bytes(layout)

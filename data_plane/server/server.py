@@ -130,6 +130,7 @@ class DataPlaneServer(PlaneServer):
                 worker,
                 folder=config.file_tier_dir,
                 max_bytes=config.file_tier_bytes,
+                num_uses=config.file_tier_after,
             )
         outside = BlocksFromOutside(self.executor, worker, config, config.peer_tls)
         self.plug_ins = load_plug_ins(config.plug_ins, outside)

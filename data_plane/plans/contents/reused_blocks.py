@@ -1,4 +1,5 @@
-"""Notes the prefixes that new sequences find: one that is used a second time is worth a file.
+"""Notes the prefixes that new sequences find: one that is used a second time is worth a file. With
+``num_uses`` of 1 it notes the prompts of new sequences, found or not.
 
 A prefix waits here until all of it is published. Blocks from the host tier are published again, in
 other blocks, with the receipt of the plan that copies them, and a session can find blocks that it
@@ -29,7 +30,7 @@ _DEVICE = tier_key_of(0, pb.TIER_DEVICE)
 
 @dataclass(frozen=True, slots=True)
 class ReusedPrefix:
-    """Leading blocks that a new sequence found in the cache, and did not compute.
+    """Leading blocks of a new sequence's prompt: those that it found, or all with 1 use.
 
     ``blocks`` and ``generations``: [num_blocks]. ``token_ids``: int32 column of the tokens of all
     of them.
@@ -54,12 +55,17 @@ class ReusedBlocks:
     thread-safe: the executor's lock guards it.
     """
 
-    def __init__(self, tables: BlockTables, on_reuse: Callable[[], None]) -> None:
-        """``on_reuse`` is called when ``take`` may have more than before."""
+    def __init__(
+        self, tables: BlockTables, on_reuse: Callable[[], None], num_uses: int = 2
+    ) -> None:
+        """``on_reuse`` is called when ``take`` may have more than before. ``num_uses``: 1 to note
+        prompts as they are computed, 2 to note what was found.
+        """
         self.num_dropped = 0
         """Prefixes that were dropped because too many waited for ``take``."""
         self._tables = tables
         self._on_reuse = on_reuse
+        self._is_eager = num_uses == 1
         self._noted: deque[_Noted] = deque()
 
     def note(self, plan: plan_pb2.Plan, transfers: Transfers) -> None:
@@ -83,7 +89,9 @@ class ReusedBlocks:
         is_on_device = np.frombuffer(changes.tiers, np.uint8) == pb.TIER_DEVICE
         for i in np.flatnonzero(is_new & is_on_device).tolist():
             begin = int(ends[i] - counts[i])
-            end = begin + _num_leading(is_found[begin : ends[i]])
+            end = int(ends[i])
+            if not self._is_eager:
+                end = begin + _num_leading(is_found[begin:end])
             if end > begin:
                 self._add(_Noted(blocks[begin:end], generations[begin:end]))
 
@@ -101,7 +109,10 @@ class ReusedBlocks:
             is_whole = is_present & self._tables.publications[0].published[each.blocks]
             num = _num_leading(is_whole)
             each.num_looks += 1
-            if num < len(is_present) and is_present[num] and each.num_looks < _MOST_LOOKS:
+            # The last block of a prompt may be filled later, or never.
+            is_enough = num >= max(1, len(is_present) - 1) if self._is_eager else False
+            is_awaited = num < len(is_present) and is_present[num] and not is_enough
+            if is_awaited and each.num_looks < _MOST_LOOKS:
                 self._noted.append(each)
             elif num:
                 taken.append(self._prefix(each.blocks[:num], each.generations[:num]))
