@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import ELEMENT_BYTES, FLOAT_BYTES
+from kvplane.layout import FLOAT_BYTES, KV_BYTES
 from kvplane.serving.config import (
     ClientTls,
     LayoutSettings,
@@ -84,7 +84,7 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
     )
     kv_dtype: str = setting(
         "auto",
-        choices=("auto", *ELEMENT_BYTES),
+        choices=("auto", *KV_BYTES),
         help="Type of keys and values as stored; auto takes the pool's, and for an embedded pool"
         " that of --dtype.",
     )

@@ -5,7 +5,8 @@ its page is laid out ``[2, num_kv_heads, block_size_tokens, head_size]``, K befo
 vLLM and FlashInfer call HND). Where values are smaller than keys, a page is its keys
 ``[num_kv_heads, block_size_tokens, head_size]`` and then its values ``[num_kv_heads,
 block_size_tokens, value_head_size]``. A page of latents is their keys alone: a value is the first
-``value_head_size`` elements of its key.
+``value_head_size`` elements of its key. An opaque page is 128 bytes that say how many bytes it
+holds, and under which key of the caller, and then ``page_bytes`` bytes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,23 @@ FLOAT_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types of queries, keys and values, each with the bytes of an element."""
 FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 """Types that only stored keys and values may have, with bytes; the only ones with scales."""
-ELEMENT_BYTES: Final = FLOAT_BYTES | FP8_BYTES
+KV_BYTES: Final = FLOAT_BYTES | FP8_BYTES
+"""Types that stored keys and values may have, with bytes."""
+BYTE: Final = "uint8"
+"""The type of opaque pages."""
+ELEMENT_BYTES: Final = KV_BYTES | {BYTE: 1}
+MAX_PAGE_BYTES: Final = 64 * 1024 * 1024
+OPAQUE_HEADER_BYTES: Final = 128
+"""Bytes before those of an opaque page, as ``data_plane/execution/opaque_pages.py`` says."""
 KEYS_AND_VALUES: Final = "keys_and_values"
 LATENT: Final = "latent"
+OPAQUE: Final = "opaque"
 _CACHE_KINDS: Final = {
     pb.CACHE_KIND_UNSPECIFIED: KEYS_AND_VALUES,
     pb.CACHE_KIND_KEYS_AND_VALUES: KEYS_AND_VALUES,
     pb.CACHE_KIND_LATENT: LATENT,
     pb.CACHE_KIND_STATE: "state",
-    pb.CACHE_KIND_OPAQUE: "opaque",
+    pb.CACHE_KIND_OPAQUE: OPAQUE,
 }
 _TO_KIND: Final = {name: kind for kind, name in _CACHE_KINDS.items()}
 _MAX_SHOWN_CHARS: Final = 60
@@ -88,6 +97,8 @@ class LayerGroup:
         """The shape of one layer's page of one block: ``[2, num_kv_heads, block_size_tokens,
         head_size]``, or its number of elements where it does not hold two of one size.
         """
+        if self.cache_kind == OPAQUE:
+            return (OPAQUE_HEADER_BYTES + self.page_bytes,)
         if self.stored_sizes == (self.head_size, self.head_size):
             return (2, num_kv_heads, block_size_tokens, self.head_size)
         return (num_kv_heads * block_size_tokens * sum(self.stored_sizes),)
@@ -127,9 +138,11 @@ class Layout:
         _require(
             self.block_size_tokens in BLOCK_SIZES, "block_size_tokens", f"one of {BLOCK_SIZES}"
         )
-        _require(self.dtype in FLOAT_BYTES, "dtype", f"one of {tuple(FLOAT_BYTES)}")
-        _require(self.kv_dtype in ELEMENT_BYTES, "kv_dtype", f"one of {tuple(ELEMENT_BYTES)}")
         _require(len(self.groups) >= 1, "groups", "at least one")
+        is_opaque = any(group.cache_kind == OPAQUE for group in self.groups)
+        floats, stored = ({BYTE: 1}, {BYTE: 1}) if is_opaque else (FLOAT_BYTES, KV_BYTES)
+        _require(self.dtype in floats, "dtype", f"one of {tuple(floats)}")
+        _require(self.kv_dtype in stored, "kv_dtype", f"one of {tuple(stored)}")
         seen: set[int] = set()
         for i, group in enumerate(self.groups):
             at = f"groups[{i}]"
@@ -143,11 +156,14 @@ class Layout:
             _require(seen.isdisjoint(group.layers), f"{at}.layers", "in no other group")
             seen.update(group.layers)
             _require(
-                group.cache_kind in (KEYS_AND_VALUES, LATENT),
+                group.cache_kind in (KEYS_AND_VALUES, LATENT, OPAQUE),
                 f"{at}.cache_kind",
-                f"{KEYS_AND_VALUES} or {LATENT}, the kinds that this version serves",
+                f"{KEYS_AND_VALUES}, {LATENT} or {OPAQUE}, the kinds that this version serves",
             )
-            _require(group.page_bytes == 0, f"{at}.page_bytes", "0, as no served kind has it")
+            if group.cache_kind == OPAQUE:
+                self._check_opaque(group, at)
+                continue
+            _require(group.page_bytes == 0, f"{at}.page_bytes", f"0 unless the kind is {OPAQUE}")
             self._check_heads(group, at)
             _require(
                 0 <= group.sliding_window_tokens < 2**31,
@@ -174,6 +190,19 @@ class Layout:
             f"{at}.value_head_size",
             "0, or a multiple of 8 up to head_size",
         )
+
+    def _check_opaque(self, group: LayerGroup, at: str) -> None:
+        _require(len(self.groups) == 1, "groups", f"one where pages are {OPAQUE}")
+        _require(group.layers == (0,), f"{at}.layers", f"layer 0 alone where pages are {OPAQUE}")
+        _require(
+            0 < group.page_bytes <= MAX_PAGE_BYTES and group.page_bytes % 64 == 0,
+            f"{at}.page_bytes",
+            f"a multiple of 64 from 64 to {MAX_PAGE_BYTES}",
+        )
+        for name in ("num_kv_heads", "head_size", "value_head_size", "sliding_window_tokens"):
+            _require(getattr(group, name) == 0, f"{at}.{name}", f"0 where pages are {OPAQUE}")
+        for name in _SCALES:
+            _require(not getattr(group, name), f"{at}.{name}", f"empty where pages are {OPAQUE}")
 
     def _check_scales(self, group: LayerGroup, at: str) -> None:
         num_layers = len(group.layers)
@@ -226,6 +255,24 @@ class Layout:
             for name in dict.fromkeys((*mine, *others))
             if mine.get(name) != others.get(name)
         )
+
+    @classmethod
+    def of_opaque_pages(
+        cls, model_id: str, page_bytes: int, *, block_size_tokens: int = 16
+    ) -> Layout:
+        """Return the layout of a pool whose blocks hold up to ``page_bytes`` bytes each that only
+        the caller understands. ``model_id`` says whose: equal ids promise that equal bytes mean the
+        same. Raises InvalidRequestError.
+        """
+        group = LayerGroup(
+            OPAQUE, (0,), num_kv_heads=0, head_size=0, cache_kind=OPAQUE, page_bytes=page_bytes
+        )
+        return cls(model_id, block_size_tokens, BYTE, BYTE, (group,))
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether the pool's blocks are opaque pages, over which no layer runs."""
+        return self.groups[0].cache_kind == OPAQUE
 
     @property
     def num_layers(self) -> int:

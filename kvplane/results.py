@@ -524,10 +524,12 @@ class SessionNews:
 class ShardBlocks:
     """Whole blocks of one shard, in the canonical order (``BlockService`` in the contract).
     ``layout_fingerprint``: of the pool where they were read, empty if it is not known.
+    ``num_bytes``: of opaque pages, how many leading bytes of each hold something; empty for all.
     """
 
     blocks: Tensor
     layout_fingerprint: bytes = b""
+    num_bytes: tuple[int, ...] = ()
 
 
 def _error_of(failure: pb.ItemFailure) -> KvplaneError:

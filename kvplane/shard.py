@@ -140,8 +140,8 @@ class Shard:
 
 
 def most_kv_heads(layout: Layout) -> int:
-    """Return the number of KV heads of the layer group that has most."""
-    return max(group.num_kv_heads for group in layout.groups)
+    """Return the number of KV heads of the layer group that has most; opaque pages count as one."""
+    return max(1, *(group.num_kv_heads for group in layout.groups))
 
 
 @dataclass(frozen=True, slots=True)

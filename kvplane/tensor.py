@@ -20,7 +20,7 @@ from kvplane.wire.dtypes import dtype_from_wire, dtype_to_wire
 from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_DIMENSIONS: Final = 8
-_NUMPY_DTYPES: Final = ("float32", "float16")
+_NUMPY_DTYPES: Final = ("float32", "float16", "uint8")
 _CPU: Final = 1
 """Number of the device type "CPU" in DLPack."""
 _VERSION: Final = (1, 0)
@@ -31,6 +31,7 @@ _TYPES: Final = {
     (4, 16): "bfloat16",
     (10, 8): "float8_e4m3fn",
     (12, 8): "float8_e5m2",
+    (1, 8): "uint8",
 }
 
 

@@ -258,7 +258,7 @@ def bytes_of_token(keys: torch.Tensor, values: torch.Tensor) -> int:
 def check_pool(name: str, pool: torch.Tensor, *devices: torch.device) -> None:
     """Raise InvalidRequestError unless the tensor is a pool of blocks on one of the devices."""
     if getattr(pool, "ndim", 0) == 3:
-        check_tensor(name, pool, _FLAT_POOL, (_ANY,) * 3, FLOATS + FP8, *devices)
+        check_tensor(name, pool, _FLAT_POOL, (_ANY,) * 3, (*FLOATS, *FP8, torch.uint8), *devices)
         if pool.shape[2] % 8 != 0 or pool.shape[2] < 1:
             raise InvalidRequestError("must have pages of a multiple of 8 elements", field=name)
     else:

@@ -4,7 +4,8 @@ Kernels take them as one tensor ``[num_blocks, 2, num_kv_heads, block_size, head
 V, or as two: keys ``[num_blocks, num_kv_heads, block_size, head_size]`` and values ``[num_blocks,
 num_kv_heads, block_size, value_head_size]`` of the same memory, where values are smaller than keys.
 Such a page has one dimension in its pool: keys, and then values. A page of latents, which has one
-dimension too, holds keys alone: values are views of their first elements.
+dimension too, holds keys alone: values are views of their first elements. Kernels never take an
+opaque page.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvplane.layout import LayerGroup
+from kvplane.errors import InvalidRequestError
+from kvplane.layout import OPAQUE, LayerGroup
 
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -32,10 +34,29 @@ class PageShape:
         """The dimensions of a page, which are the last ones of a pool."""
         return self.group.page_shape(self.num_kv_heads, self.block_size_tokens)
 
+    @property
+    def is_opaque(self) -> bool:
+        """Whether pages are bytes that only callers understand."""
+        return self.group.cache_kind == OPAQUE
+
+    def clear_slots(self, pages: torch.Tensor, block: int, num_kept: int) -> None:
+        """Zero the slots of a block after its first ``num_kept``. An opaque page has no slots: all
+        of it is zeroed. ``pages``: [num_layers, num_blocks, ...].
+        """
+        if self.is_opaque:
+            pages[:, block] = 0
+            return
+        for part in self.stored(pages):
+            part[:, block, :, num_kept:] = 0
+
     def keys_and_values(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and the values in ``pages``, as views [..., num_kv_heads, block_size,
-        size].
+        size]. Raises InvalidRequestError for opaque pages.
         """
+        if self.is_opaque:
+            raise InvalidRequestError(
+                "keeps opaque pages: read and write its blocks with BlockService", field="layer"
+            )
         stored = self.stored(pages)
         return stored[0], stored[-1][..., : self.group.value_size]
 

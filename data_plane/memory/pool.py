@@ -37,6 +37,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8,
 }
 TIER_NAMES = {pb.TIER_DEVICE: "device", pb.TIER_HOST: "host"}
 

@@ -7,9 +7,11 @@ from typing import Any, Final
 import grpc.aio
 import numpy as np
 
+from data_plane.execution import opaque_pages
 from data_plane.execution.executor import Executor
 from data_plane.execution.plan_runner import StartedPlan
 from data_plane.execution.table_blocks import BlockRange
+from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.calls import Calls, refuse_fields
 from data_plane.server.fair_queue import Lane
 from data_plane.server.file_tier import FileTier
@@ -28,6 +30,7 @@ BLOCKS: Final = contract.DESCRIPTOR.services_by_name["BlockService"]
 _OVERHEAD_BYTES: Final = 1024
 _BLOCK_REF_BYTES: Final = 12
 _LATER: Final = "is for a later release: this one does not serve it"
+_OPAQUE_ALONE: Final = "is for pools of opaque pages alone"
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,11 +46,16 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
         self._executor = executor
         self._max_message_bytes = max_message_bytes
         self._files = files
+        (group, *_) = executor.layout.groups
+        self._page_bytes = group.page_bytes
+        """Bytes of an opaque page; 0 in a pool of keys and values."""
 
     async def ReadBlocks(
         self, request: pb.ReadBlocksRequest, context: _Context
     ) -> pb.ReadBlocksResponse:
-        refuse_fields(request, ("pin_grant", "output", "keys"), _LATER)
+        refuse_fields(request, ("pin_grant", "output"), _LATER)
+        if not self._page_bytes:
+            refuse_fields(request, ("keys",), _OPAQUE_ALONE)
         entries = columns.read(columns.INT32, request.entries, "entries")
         self._check_answer_fits(request, len(entries))
         tenant = self._calls.tenant()
@@ -57,9 +65,14 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
             layers = request.group, request.first_layer, request.num_layers
             place = BlockRange(request.sequence_id, 0, len(entries), *layers)
             blocks, table = self._executor.blocks.read(session_id, place, entries)
+            num_bytes: list[int] = []
+            if self._page_bytes:
+                with device_errors():
+                    blocks, num_bytes = opaque_pages.unpack(blocks, request.keys)
             return pb.ReadBlocksResponse(
                 blocks=tensor_to_message(blocks),
                 table=table,
+                num_bytes=columns.pack(columns.INT32, num_bytes),
                 layout_fingerprint=self._executor.layout.fingerprint,
             )
 
@@ -68,13 +81,19 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
     async def WriteBlocks(
         self, request: pb.WriteBlocksRequest, context: _Context
     ) -> pb.WriteBlocksResponse:
-        refuse_fields(request, ("num_bytes", "keys"), _LATER)
+        if not self._page_bytes:
+            refuse_fields(request, ("num_bytes", "keys"), _OPAQUE_ALONE)
         if request.layout_fingerprint not in (b"", self._executor.layout.fingerprint):
             raise LayoutMismatchError(
                 "the blocks were read in a pool whose layout differs from this pool's",
                 field="layout_fingerprint",
             )
         sequence_id, entries = _span_of(request)
+        num_bytes = columns.read(columns.INT32, request.num_bytes, "num_bytes")
+        if len(num_bytes) not in (0, len(entries)):
+            raise InvalidRequestError(
+                f"must be one for each of {len(entries)} entries", field="num_bytes"
+            )
         tenant = self._calls.tenant()
 
         def command() -> pb.WriteBlocksResponse:
@@ -83,6 +102,9 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
                 raise InvalidRequestError(
                     f"must hold {len(entries)} blocks, one for each entry", field="blocks.shape"
                 )
+            if self._page_bytes:
+                with device_errors():
+                    blocks = opaque_pages.pack(blocks, self._page_bytes, num_bytes, request.keys)
             session_id = self._executor.open(request.grant, tenant=tenant)
             number = self._executor.start(session_id, request.plan).number
             layers = request.group, request.first_layer, request.num_layers

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import MAX_PAGE_BYTES
 from kvplane.serving.config import (
     ANY_HOST,
     LayoutSettings,
@@ -129,6 +130,19 @@ class DataPlaneSettings(
         help="JSON file of the pool's layout, in place of --model, as python -m engine layout"
         " prints it.",
     )
+    opaque_page_bytes: int = setting(
+        0,
+        help="Most bytes of a block that only callers understand, such as a cache plug-in of an"
+        " engine, in place of --model and --layout. A multiple of 64; needs --model-id.",
+        unit="bytes",
+        minimum=0,
+        maximum=MAX_PAGE_BYTES,
+    )
+    model_id: str = setting(
+        "",
+        help="What wrote the opaque blocks: the model, its weights, types and whatever else makes"
+        " their bytes mean the same.",
+    )
     device: str = setting(
         "auto",
         help='Device of the device tier and the kernels: "cpu", "cuda", "cuda:N", or "auto": the'
@@ -174,8 +188,12 @@ class DataPlaneSettings(
             raise InvalidRequestError(
                 f"must be given, because {self.bind} binds all addresses", field="advertise"
             )
-        if self.model is not None and self.layout is not None:
-            raise InvalidRequestError("give either --model or --layout", field="model")
+        if (self.model is not None) + (self.layout is not None) + bool(self.opaque_page_bytes) > 1:
+            raise InvalidRequestError(
+                "give one of --model, --layout and --opaque-page-bytes", field="model"
+            )
+        if bool(self.model_id) != bool(self.opaque_page_bytes):
+            raise InvalidRequestError("goes with --opaque-page-bytes", field="model_id")
         if self.file_tier_bytes and self.file_tier_dir is None:
             raise InvalidRequestError("must be given too", field="file_tier_dir")
 

@@ -173,7 +173,8 @@ class ExecuteStream:
 
     def _open(self, request: pb.OpenExecution) -> pb.ExecuteResponse:
         self._open_session(request.grant)
-        opened = pb.ExecutionOpened(layers=self._executor.layers)
+        layers = self._executor.layers
+        opened = pb.ExecutionOpened(layers=[] if self._executor.layout.is_opaque else layers)
         return pb.ExecuteResponse(opened=opened)
 
     def _open_session(self, grant: tpb.SignedPayload) -> None:

@@ -439,8 +439,14 @@ def load_layout(
             kv_dtype=config.kv_dtype or None,
             latent=config.latent and LATENT in cache_kinds,
         )
+    if config.opaque_page_bytes:
+        return Layout.of_opaque_pages(
+            config.model_id,
+            config.opaque_page_bytes,
+            block_size_tokens=config.block_size_tokens,
+        )
     if config.layout is None:
-        raise InvalidRequestError("give either --model or --layout", field="model")
+        raise InvalidRequestError("give --model, --layout or --opaque-page-bytes", field="model")
     return layout_from_json(config.layout)
 
 

@@ -25,7 +25,7 @@ from kvplane.tensor import Tensor, join_heads
 from kvplane.transport.connection import Connection
 from kvplane.transport.opening import Opening
 from kvplane.transport.tls import Tls
-from kvplane.wire.columns import INT32, INT64, count
+from kvplane.wire.columns import INT32, INT64, count, read
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
@@ -179,13 +179,15 @@ class Execution:
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
+        keys: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[ShardBlocks]:
         """Read these entries of a sequence's table, from each shard.
 
         ``num_layers``: layers read, from the model's layer ``first_layer`` on; 0 means all that
-        each shard holds. Raises SequenceNotFoundError, and BlockNotWrittenError for an entry in
-        which nothing was written.
+        each shard holds. ``keys``: of opaque pages, for each entry the caller's own key; an entry
+        that was written with another is read as 0 bytes. Raises SequenceNotFoundError, and
+        BlockNotWrittenError for an entry in which nothing was written.
         """
         request = pb.ReadBlocksRequest(
             sequence_id=sequence_id,
@@ -193,10 +195,15 @@ class Execution:
             group=group,
             first_layer=first_layer,
             num_layers=num_layers,
+            keys=keys,
         )
         answers = await all_of([each.read_blocks(request, timeout_s) for each in self._shards])
         return [
-            ShardBlocks(answered_tensor(answer.blocks, "blocks"), answer.layout_fingerprint)
+            ShardBlocks(
+                answered_tensor(answer.blocks, "blocks"),
+                answer.layout_fingerprint,
+                tuple(read(INT32, answer.num_bytes, "num_bytes")),
+            )
             for answer in answers
         ]
 
@@ -209,12 +216,15 @@ class Execution:
         group: int = 0,
         first_layer: int = 0,
         num_layers: int = 0,
+        keys: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> None:
         """Write the slots of the span that the plan started last has for a sequence.
 
         ``blocks``: one for each shard, as ``read_blocks`` returned them. ``entries``: the places in
         the table, which follow one another. ``first_layer``, ``num_layers``: as of ``read_blocks``.
+        ``keys``: of opaque pages, the caller's own key of each entry, at most 64 bytes; empty for
+        none.
         Raises LayoutMismatchError when blocks come from a pool of another layout.
         """
         if len(blocks) != len(self._shards):
@@ -232,6 +242,8 @@ class Execution:
                 group=group,
                 first_layer=first_layer,
                 num_layers=num_layers,
+                num_bytes=ops.pack_each(INT32, each.num_bytes, "num_bytes"),
+                keys=keys,
                 layout_fingerprint=each.layout_fingerprint,
             )
             for each in blocks

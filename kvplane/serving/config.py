@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import BLOCK_SIZES, ELEMENT_BYTES, FLOAT_BYTES
+from kvplane.layout import BLOCK_SIZES, FLOAT_BYTES, KV_BYTES
 from kvplane.serving.limits.open_requests import share_of_one
 from kvplane.serving.observability.logs import FORMATS, LEVELS
 from kvplane.serving.settings import Settings, setting
@@ -317,7 +317,7 @@ class LayoutSettings(BlockSettings):
         "",
         help="Type of stored keys and values; empty means the same as --dtype. A model's checkpoint"
         " may have scales for an 8-bit type.",
-        choices=("", *ELEMENT_BYTES),
+        choices=("", *KV_BYTES),
     )
 
 

@@ -31,6 +31,7 @@ class ElementType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ELEMENT_TYPE_BFLOAT16: _ClassVar[ElementType]
     ELEMENT_TYPE_FLOAT8_E4M3FN: _ClassVar[ElementType]
     ELEMENT_TYPE_FLOAT8_E5M2: _ClassVar[ElementType]
+    ELEMENT_TYPE_UINT8: _ClassVar[ElementType]
 
 class CacheKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -53,6 +54,7 @@ ELEMENT_TYPE_FLOAT16: ElementType
 ELEMENT_TYPE_BFLOAT16: ElementType
 ELEMENT_TYPE_FLOAT8_E4M3FN: ElementType
 ELEMENT_TYPE_FLOAT8_E5M2: ElementType
+ELEMENT_TYPE_UINT8: ElementType
 CACHE_KIND_UNSPECIFIED: CacheKind
 CACHE_KIND_KEYS_AND_VALUES: CacheKind
 CACHE_KIND_LATENT: CacheKind

@@ -13,6 +13,7 @@ _TO_WIRE: Final = {
     "bfloat16": pb.ELEMENT_TYPE_BFLOAT16,
     "float8_e4m3fn": pb.ELEMENT_TYPE_FLOAT8_E4M3FN,
     "float8_e5m2": pb.ELEMENT_TYPE_FLOAT8_E5M2,
+    "uint8": pb.ELEMENT_TYPE_UINT8,
 }
 _FROM_WIRE: Final = {v: k for k, v in _TO_WIRE.items()}
 

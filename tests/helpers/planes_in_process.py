@@ -120,6 +120,6 @@ def made_up(layer: int, positions: Sequence[int]) -> Tensor:
 @asynccontextmanager
 async def side(control: ControlClient, plane: DataPlaneServer, pool_id: str) -> AsyncIterator[Side]:
     await control.wait_ready(pool_id, timeout_s=60)
-    session = await control.open_session(pool_id, LAYOUT)
+    session = await control.open_session(pool_id, plane.executor.layout)
     async with session, session.open_execution() as execution:
         yield Side(control, session, execution, plane)

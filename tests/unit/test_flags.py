@@ -39,7 +39,8 @@ def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str
     ("programs", "most"),
     [
         ((ControlPlaneSettings,), 35),
-        ((DataPlaneSettings,), 45),
+        # 45 beside --opaque-page-bytes, --model-id and --file-tier-after.
+        ((DataPlaneSettings,), 48),
         # 50 beside --grace-s, --max-connections, and the four of /metrics on a port of its own.
         (ENGINE, 56),
     ],

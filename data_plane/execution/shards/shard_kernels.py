@@ -307,14 +307,10 @@ class ShardKernels:
         [num_layers, num_blocks, ...], the pool's shape of a page at the end.
         """
         pages = self._gather(tier_key, blocks, layers)
-        shape, cut = (
-            self._pools.page_shapes[group_of(tier_key)],
-            num_slots < self._block_size_tokens,
-        )
+        shape = self._pools.page_shapes[group_of(tier_key)]
         with self._streams.computing():
-            for i in np.flatnonzero(cut).tolist():
-                for part in shape.stored(pages):
-                    part[:, i, :, num_slots[i] :] = 0
+            for i in np.flatnonzero(num_slots < self._block_size_tokens).tolist():
+                shape.clear_slots(pages, i, int(num_slots[i]))
         return pages
 
     def _gather(self, tier_key: TierKey, blocks: NDArray[np.int32], layers: range) -> torch.Tensor:
@@ -350,7 +346,8 @@ class ShardKernels:
         the batch's group. ``blocks``: the table entries from ``first_block`` on, as ``read``
         returns them.
 
-        Raises InvalidRequestError for a tensor of another shape, and when it holds none of them.
+        Raises InvalidRequestError for a tensor of another shape, when it holds none of them, and
+        for a part of an opaque page.
         """
         pool = self._pools.tier(tier_key_of(batch.group, pb.TIER_DEVICE))
         block_size = self._block_size_tokens
@@ -366,6 +363,10 @@ class ShardKernels:
             f"{first // block_size} to {(first + num_tokens - 1) // block_size}",
             "entries",
         )
+        if self._pools.page_shapes[batch.group].is_opaque:
+            is_whole = (first + begin) % block_size == 0 and (end - begin) % block_size == 0
+            wanted = f"an opaque page is written whole: compute whole blocks of {block_size} tokens"
+            require(is_whole, wanted, "entries")
         return range(begin, end)
 
     def write_span(

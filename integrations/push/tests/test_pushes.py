@@ -13,7 +13,7 @@ import pytest
 from two_pools import PUSHING, THERE, TwoPools, push, side, two_pools, variables
 
 from data_plane.execution.table_blocks import TableBlocks
-from kvplane import ControlClient, Tensor, ops
+from kvplane import ControlClient, Layout, Tensor, ops
 from kvplane.errors import (
     ChecksumMismatchError,
     InvalidRequestError,
@@ -28,6 +28,8 @@ from kvplane.integrations.push import chunks, receiver
 from kvplane.integrations.push.client import PrefixMover
 from kvplane.integrations.push.push_pb2 import BlockChunk, PushBlocksRequest
 from kvplane.integrations.push.push_pb2_grpc import BlockPushServiceStub
+from kvplane.prefixes import tokens_of
+from kvplane.results import ShardBlocks
 from tests.helpers.planes_in_process import NUM_BLOCKS, PROMPT, SEQUENCE, Side
 from tests.helpers.sharded_pool import POOL as SHARDED_POOL
 from tests.helpers.sharded_pool import ShardedPool, by_heads
@@ -68,6 +70,22 @@ async def test_what_is_prefilled_here_is_decoded_there_bit_for_bit(
         assert pool.push.counts.num_bytes[direction] == moved.num_bytes
         assert pool.push.counts.num_pushes[direction, "OK"] == 1
         assert len(pool.push.receiver.tickets) == 0
+
+
+async def test_opaque_pages_are_pushed_with_their_keys_and_sizes(tmp_path: Path) -> None:
+    layout, page = Layout.of_opaque_pages("engine/tiny", 128), Tensor.zeros("uint8", (1, 1, 128))
+    tokens = tokens_of(b"chunk")
+    async with two_pools(tmp_path, layout=layout) as pools:
+        here, there = pools.here, pools.there
+        await here.execution.start((await here.session.run(ops.admit(SEQUENCE, tokens))).plan)
+        await here.execution.write_blocks(
+            SEQUENCE, [ShardBlocks(page, num_bytes=(5,))], keys=[b"key"]
+        )
+        async with PrefixMover(here.session, there.session) as mover:
+            assert (await mover.move(SEQUENCE, tokens)).num_bytes == layout.block_bytes()
+        for key, num_bytes in ((b"key", 5), (b"other", 0)):
+            (read,) = await there.execution.read_blocks(SEQUENCE, keys=[key])
+            assert read.num_bytes == (num_bytes,)
 
 
 async def test_what_is_cached_there_is_not_sent_again(pools: TwoPools) -> None:

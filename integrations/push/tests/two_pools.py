@@ -13,7 +13,7 @@ import grpc.aio
 
 from data_plane.blocks_from_outside import BlockRange
 from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, ops
+from kvplane import ControlClient, Layout, ops
 from kvplane.integrations.push import chunks, push_pb2
 from kvplane.integrations.push.client import PushClient
 from kvplane.integrations.push.plug_in import PushPlugIn
@@ -22,6 +22,7 @@ from kvplane.transport.connection import typed_errors
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers import planes_in_process
 from tests.helpers.planes_in_process import (
+    LAYOUT,
     NUM_BLOCKS,
     PROMPT,
     SEQUENCE,
@@ -80,7 +81,7 @@ class PushSide(Side):
 
 
 class TwoPools:
-    """``here`` has computed the prompt as the sequence ``SEQUENCE``."""
+    """``here`` has computed the prompt as the sequence ``SEQUENCE``, unless pages are opaque."""
 
     def __init__(self, control: ControlClient, here: PushSide, there: PushSide) -> None:
         self.control = control
@@ -128,15 +129,15 @@ async def side(
 
 @asynccontextmanager
 async def two_pools(
-    folder: Path, there_pushing: dict[str, str] = PUSHING
+    folder: Path, there_pushing: dict[str, str] = PUSHING, layout: Layout = LAYOUT
 ) -> AsyncIterator[TwoPools]:
     """``there_pushing``: settings of the plug-in of the data plane that does not send."""
-    layout = write_layout(folder)
+    path = write_layout(folder, layout)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(control_plane())
         planes = [
             await stack.enter_async_context(
-                data_plane(pushing, **settings_of(pool_id, server.address, layout))
+                data_plane(pushing, **settings_of(pool_id, server.address, path))
             )
             for pool_id, pushing in ((HERE, PUSHING), (THERE, there_pushing))
         ]
@@ -144,6 +145,7 @@ async def two_pools(
         here = await stack.enter_async_context(side(control, planes[0], HERE))
         there = await stack.enter_async_context(side(control, planes[1], THERE))
         pools = TwoPools(control, here, there)
-        prompt = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
-        await here.run(prompt, range(len(PROMPT)))
+        if not layout.is_opaque:
+            prompt = ops.admit(SEQUENCE, PROMPT, max_total_tokens=64)
+            await here.run(prompt, range(len(PROMPT)))
         yield pools

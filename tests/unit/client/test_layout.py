@@ -179,6 +179,42 @@ def test_latents_have_scales_of_keys_alone() -> None:
         replace(FP8, groups=(replace(LATENTS, value_scales=(0.5, 0.25)),))
 
 
+def test_opaque_pages_have_bytes_and_nothing_else() -> None:
+    layout = Layout.of_opaque_pages("vllm/tiny", 4096)
+    assert Layout.from_proto(layout.to_proto()) == layout
+    assert (layout.dtype, layout.kv_dtype, layout.block_size_tokens) == ("uint8", "uint8", 16)
+    assert layout.block_bytes() == Shard.whole(layout).block_bytes(layout) == 128 + 4096
+    assert (Shard.whole(layout).layers(layout), layout.latent_layers) == ((0,), frozenset())
+    assert layout.fingerprint != Layout.of_opaque_pages("vllm/tiny", 8192).fingerprint
+
+
+# Of opaque pages: the change of the layer group, and the field that is named.
+NOT_OPAQUE: list[tuple[dict[str, Any], str]] = [
+    ({"page_bytes": 0}, "page_bytes"),
+    ({"page_bytes": 96}, "page_bytes"),
+    ({"page_bytes": 64 * 1024 * 1024 + 64}, "page_bytes"),
+    ({"layers": (0, 1)}, "layers"),
+    ({"num_kv_heads": 1}, "num_kv_heads"),
+    ({"head_size": 64}, "head_size"),
+    ({"value_head_size": 64}, "value_head_size"),
+    ({"sliding_window_tokens": 16}, "sliding_window_tokens"),
+    ({"key_scales": (1.0,)}, "key_scales"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), NOT_OPAQUE, ids=[str(c) for c, _ in NOT_OPAQUE])
+def test_opaque_pages_are_refused_with(change: dict[str, Any], field: str) -> None:
+    layout = Layout.of_opaque_pages("vllm/tiny", 4096)
+    with refused(InvalidRequestError, f"layout.groups[0].{field}"):
+        replace(layout, groups=(replace(layout.groups[0], **change),))
+
+
+def test_opaque_pages_are_the_only_group() -> None:
+    layout = Layout.of_opaque_pages("vllm/tiny", 4096)
+    with refused(InvalidRequestError, "layout.groups"):
+        replace(layout, groups=(*layout.groups, FULL))
+
+
 @pytest.mark.parametrize(
     "change", [{"page_bytes": 4096}, {"cache_kind": "latent"}, {"value_head_size": 32}]
 )
@@ -191,7 +227,7 @@ def test_what_has_a_default_enters_the_fingerprint_only_if_it_is_another(
 
 Change = Callable[[pb.Layout], object]
 LATER = b"\xf8\x07\x01"  # field 127: 1
-KINDS = "keys_and_values or latent, the kinds"
+KINDS = "keys_and_values, latent or opaque, the kinds"
 
 
 def of_group(**fields: Any) -> Change:
@@ -203,7 +239,16 @@ def of_group(**fields: Any) -> Change:
 WRONG_MESSAGES: dict[str, tuple[Change, str, str | None]] = {
     "a page size": (of_group(page_bytes=4096), "layout.groups[0].page_bytes", None),
     "state": (of_group(cache_kind=pb.CACHE_KIND_STATE), "layout.groups[0].cache_kind", KINDS),
-    "opaque": (of_group(cache_kind=pb.CACHE_KIND_OPAQUE), "layout.groups[0].cache_kind", KINDS),
+    "opaque, and types of numbers": (
+        of_group(cache_kind=pb.CACHE_KIND_OPAQUE),
+        "layout.dtype",
+        "uint8",
+    ),
+    "bytes, and not opaque": (
+        lambda m: setattr(m, "kv_dtype", pb.ELEMENT_TYPE_UINT8),
+        "layout.kv_dtype",
+        "one of",
+    ),
     "a later kind": (of_group(cache_kind=99), "layout.groups[0].cache_kind", KINDS),
     "a later field": (lambda m: m.MergeFromString(LATER), "layout", "does not know"),
     "a later field of a group": (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import ELEMENT_BYTES
+from kvplane.layout import KV_BYTES
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.plan_author import (
     DEVICE,
@@ -61,9 +61,9 @@ def test_another_tenant_reads_zeros_before_it_has_written(rig: Rig, tier: Any) -
     assert rig.executor.counters.num_cleared_blocks == 2, "block 3 was nobody's"
 
 
-@pytest.mark.parametrize("kv_dtype", ELEMENT_BYTES)
+@pytest.mark.parametrize("kv_dtype", KV_BYTES)
 def test_numbers_of_any_type_are_cleared(kv_dtype: str) -> None:
-    dtype = "float32" if ELEMENT_BYTES[kv_dtype] == 1 else kv_dtype
+    dtype = "float32" if KV_BYTES[kv_dtype] == 1 else kv_dtype
     rig = left_by_ann(layout=replace(LAYOUT, dtype=dtype, kv_dtype=kv_dtype))
     rig.run(1, set_blocks(1, [(1, 2), (0, 2)]), session_id=2)
     assert not bool(read(rig, 2, 1, 2).any())

@@ -146,7 +146,7 @@ def test_the_program_refuses_to_start_without_a_layout_in_one_line() -> None:
     command = [sys.executable, "-m", "data_plane", "--log-level=error"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "give either --model or --layout" in result.stderr
+    assert "give --model, --layout or --opaque-page-bytes" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
