@@ -122,8 +122,8 @@ class DataPlaneSettings(
     metrics_port: int = 9102
     model: Path | None = setting(
         None,
-        help="Folder of the Hugging Face model whose KV the pool holds. Needs transformers, which"
-        " --layout does not.",
+        help="Folder of the Hugging Face model whose KV the pool holds. Needs the extra"
+        " transformers, which --layout does not.",
     )
     layout: Path | None = setting(
         None,

@@ -13,14 +13,16 @@ import sys
 import tarfile
 import venv
 import zipfile
+from contextlib import AsyncExitStack
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvplane.release import release
 from scripts.planes import run_planes
-from tests.helpers.planes_in_process import control_plane
+from tests.helpers.planes_in_process import control_plane, data_plane, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Compilers and pip share the machine with other tests.
@@ -98,6 +100,8 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "router",
         "transformers",
     } == set(metadata.get_all("Provides-Extra", []))
+    of_plane = [n for n in metadata.get_all("Requires-Dist", []) if 'extra == "data-plane"' in n]
+    assert not [n for n in of_plane if n.startswith("transformers")]  # engines pin another
 
 
 def test_a_source_distribution_holds_what_everything_is_built_from(
@@ -147,7 +151,9 @@ import asyncio, sys
 from importlib import import_module, metadata
 
 import kvplane
+from kvplane.prefixes import tokens_of
 from kvplane.release import release
+from kvplane.results import ShardBlocks
 
 for name in kvplane.__all__:
     getattr(kvplane, name)
@@ -160,6 +166,18 @@ async def ask():
     async with kvplane.ControlClient(sys.argv[1]) as client:
         return await client.get_server_info()
 
+async def keep(name, data):
+    async with kvplane.ControlClient(sys.argv[1]) as client, client.open_session("pins") as session:
+        async with session.open_execution() as execution:
+            tokens = tokens_of(name)
+            await execution.start((await session.run(kvplane.ops.admit(1, tokens))).plan)
+            page = kvplane.Tensor("uint8", (1, 1, len(data)), data)
+            await execution.write_blocks(1, [ShardBlocks(page)], keys=[name])
+            (kept,) = await execution.read_blocks(1, keys=[name])
+            return bytes(kept.blocks.data)
+
+assert asyncio.run(keep(b"chunk", bytes(range(64)))) == bytes(range(64))
+assert not {"torch", "numpy", "transformers"} & sys.modules.keys()
 print(metadata.version("protobuf"), metadata.version("grpcio"), asyncio.run(ask()).incarnation)
 """
 
@@ -168,8 +186,11 @@ print(metadata.version("protobuf"), metadata.version("grpcio"), asyncio.run(ask(
     ("protobuf", "grpcio"),
     [
         pytest.param("6.33.5", "1.72.1", id="floors"),
-        # Nightly: it installs all of it again.
+        # Nightly: each installs all of it again.
         pytest.param("7.34.0", "1.81.0", id="first-7", marks=pytest.mark.nightly),
+        pytest.param("6.33.5", "1.85.3", id="vllm-0.32", marks=pytest.mark.nightly),
+        pytest.param("6.33.6", "1.81.1", id="sglang-0.5.23", marks=pytest.mark.nightly),
+        pytest.param("6.33.6", "1.78.0", id="lmcache-0.5.6", marks=pytest.mark.nightly),
     ],
 )
 async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
@@ -180,7 +201,11 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
     pins = [f"protobuf=={protobuf}", f"grpcio=={grpcio}", f"grpcio-status=={grpcio}"]
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", str(wheel)]
     subprocess.run([*command, "--only-binary", ":all:", *pins], check=True, timeout=400)
-    async with control_plane(incarnation=7) as server:
+    pages: dict[str, Any] = {"opaque_page_bytes": 64, "model_id": "engine"}
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(control_plane(incarnation=7))
+        given = settings_of("pins", server.address, Path(), **pages) | {"layout": None}
+        await stack.enter_async_context(data_plane(**given))
         client = await asyncio.create_subprocess_exec(
             *(python, "-I", "-W", "error", "-c", ROUND_TRIP, server.address),
             cwd=tmp_path,
