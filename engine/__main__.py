@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 from kvplane.cli.extras import run_or_explain
-from kvplane.serving.event_loop import tune_grpc
+from kvplane.serving.event_loop import end_at_signals, tune_grpc
 
 
 def main() -> int:
     """Run the engine's command line; returns its exit code."""
+    end_at_signals(is_command=True)
     tune_grpc()
 
     def run() -> int:

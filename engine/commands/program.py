@@ -15,6 +15,7 @@ def run_program(name: str, run: Callable[[], int]) -> int:
     """Run a program; returns its exit code. Errors of kvplane are one line on stderr, and 1."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return run()
     except KvplaneError as error:

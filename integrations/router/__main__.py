@@ -6,11 +6,12 @@ import os
 import sys
 
 from kvplane.cli.extras import run_or_explain
-from kvplane.serving.event_loop import tune_grpc
+from kvplane.serving.event_loop import end_at_signals, tune_grpc
 
 
 def main() -> int:
     """Run the program; the exit code."""
+    end_at_signals()
     tune_grpc()
 
     def run_program() -> int:

@@ -16,13 +16,15 @@ def tune_grpc() -> None:
     os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 
-def end_at_signals() -> None:
-    """Make SIGTERM and SIGINT end the process with exit code 0 until the server handles them.
+def end_at_signals(*, is_command: bool = False) -> None:
+    """Make SIGTERM and SIGINT end the process until the program handles them: a server with exit
+    code 0, a command with 128 and the signal's number, because it has not done what it was asked.
+
     Without a handler, a container's first process would ignore SIGTERM; an exception that a handler
     raises could be swallowed by an import.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(number, lambda got, _: os._exit(128 + got if is_command else 0))
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -300,6 +300,29 @@ def test_the_program_logs_its_settings_serves_and_stops_when_told(tmp_path: Path
 
 
 @pytest.mark.parametrize("stopped_by", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [("kvplane.integrations.router", 0), ("kvplane", 128), ("engine", 128)],
+)
+def test_a_program_that_imports_its_packages_ends_with_its_exit_code(
+    program: str, code: int, stopped_by: signal.Signals
+) -> None:
+    # The signal comes from the program itself, when it imports the first package that it needs.
+    script = (
+        "import importlib.abc, os, runpy, sys\n"
+        "class Finder(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name in ('click', 'grpc'):\n"
+        f"            os.kill(os.getpid(), {int(stopped_by)})\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        f"runpy.run_module({program!r}, run_name='__main__')\n"
+    )
+    command = [sys.executable, "-c", script, "generate"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == (code and code + stopped_by), ended.stderr.decode()
+
+
+@pytest.mark.parametrize("stopped_by", [signal.SIGTERM, signal.SIGINT])
 def test_the_program_can_be_stopped_while_it_starts(stopped_by: signal.Signals) -> None:
     command = [sys.executable, "-m", "control_plane", "--bind", "127.0.0.1:0"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
