@@ -169,7 +169,9 @@ def test_an_image_builds_the_native_part_that_its_extra_needs(name: str) -> None
     needs = [need.partition("==")[0] for need in extras["optional-dependencies"][name]]
     native = "".join(f"{folders[need]} " for need in needs if need in folders)
     dockerfile = (ROOT / SERVICES[name]["build"]["dockerfile"]).read_text()
-    installed = {"control-plane": "control-plane,etcd"}.get(name, name)
+    # The image has what the plane's options need beside the plane: an election, a model's config.
+    beside = {"control-plane": ",etcd", "data-plane": ",transformers"}
+    installed = name + beside.get(name, "")
     assert f'\nRUN deploy/install.sh {native}".[{installed}]"\n' in dockerfile
     assert ("libxxhash-dev" in dockerfile) == ("kvplane-blocks" in needs)
 
