@@ -22,6 +22,7 @@ from kvplane.errors import NotPermittedError, QuotaExceededError
 LIFETIME_S: Final = 30.0
 MAX_TICKETS: Final = 1024
 MAX_TICKETS_PER_SESSION: Final = 64
+MAX_TICKETS_PER_CALLER: Final = 768
 _SECRET_BYTES: Final = 32
 NUM_RESERVED: Final = 1
 """Pushes beside those of one caller, which only others can have."""
@@ -56,14 +57,18 @@ class Tickets:
         """The secret that names the ticket from now on. Raises QuotaExceededError."""
         with self._lock:
             self._drop_expired()
-            of_session = sum(
-                other.lane.session_id == ticket.lane.session_id for _, other in self._open.values()
-            )
-            if len(self._open) >= MAX_TICKETS or of_session >= MAX_TICKETS_PER_SESSION:
+            lanes = [other.lane for _, other in self._open.values()]
+            of_session = sum(lane.session_id == ticket.lane.session_id for lane in lanes)
+            of_caller = sum(lane.caller == ticket.lane.caller for lane in lanes)
+            if (
+                len(lanes) >= MAX_TICKETS
+                or of_caller >= MAX_TICKETS_PER_CALLER
+                or of_session >= MAX_TICKETS_PER_SESSION
+            ):
                 raise QuotaExceededError(
-                    f"{of_session} tickets of the session and {len(self._open)} in all are not "
-                    f"used yet: use them, or wait until they expire, {LIFETIME_S:g} s after they "
-                    "were given",
+                    f"{of_session} tickets of the session, {of_caller} of the caller and "
+                    f"{len(lanes)} in all are not used yet: use them, or wait until they expire, "
+                    f"{LIFETIME_S:g} s after they were given",
                     retry_delay_s=LIFETIME_S,
                 )
             secret = secrets.token_bytes(_SECRET_BYTES)

@@ -17,8 +17,8 @@ class Clock:
         return self.now_s
 
 
-def ticket(session_id: int = 1) -> Ticket:
-    return Ticket(Lane("a", session_id), 1, 1, range(4), 4096)
+def ticket(session_id: int = 1, caller: str = "a") -> Ticket:
+    return Ticket(Lane(caller, session_id), 1, 1, range(4), 4096)
 
 
 def test_a_ticket_is_taken_once() -> None:
@@ -60,11 +60,14 @@ def test_tickets_that_are_not_used_are_bounded_and_make_room_when_they_expire() 
         given.give(ticket(1))
     with pytest.raises(QuotaExceededError, match="of the session"):
         given.give(ticket(1))
-    for session_id in range(2, tickets.MAX_TICKETS - tickets.MAX_TICKETS_PER_SESSION + 2):
+    for session_id in range(len(given), tickets.MAX_TICKETS_PER_CALLER):
         given.give(ticket(session_id))
-    assert len(given) == tickets.MAX_TICKETS
-    with pytest.raises(QuotaExceededError, match="in all"):
+    with pytest.raises(QuotaExceededError, match="768 of the caller"):
         given.give(ticket(-1))
+    for session_id in range(len(given), tickets.MAX_TICKETS):
+        given.give(ticket(session_id, "b"))
+    with pytest.raises(QuotaExceededError, match="1024 in all"):
+        given.give(ticket(-1, "b"))
     clock.now_s += tickets.LIFETIME_S
     given.give(ticket(1))
     assert len(given) == 1
