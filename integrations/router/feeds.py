@@ -52,9 +52,10 @@ class PoolFeeds:
 
     async def wait(self, timeout_s: float) -> None:
         """Return when all pools are caught up, or the time is over."""
-        waiting = asyncio.gather(*(event.wait() for event in self._caught_up.values()))
         try:
-            await asyncio.wait_for(waiting, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                for event in self._caught_up.values():
+                    await event.wait()
         except TimeoutError:
             missing = [pool for pool, done in self.caught_up.items() if not done]
             _LOGGER.warning("not followed yet pools=%s", ",".join(missing))
