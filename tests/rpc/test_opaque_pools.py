@@ -13,13 +13,15 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.execution.opaque_pages import MAX_KEY_BYTES
+from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Execution, Session, Tensor, ops
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.layout import Layout
+from kvplane.layout import MAX_PAGE_BYTES, Layout
 from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, PrefixLoader
 from kvplane.prefixes import tokens_of as named
 from kvplane.results import ShardBlocks
+from kvplane.serving.settings import parse
 from tests.helpers.planes_in_process import control_plane, data_plane, settings_of
 from tests.helpers.refusals import refused
 from tests.helpers.waiting import until
@@ -174,6 +176,14 @@ async def test_a_page_is_written_whole_or_not_at_all(chunks: Store) -> None:
     with refused(InvalidRequestError, "entries", match="whole"):
         await chunks.execution.write_blocks(1, [page_of(b"y")], entries=1)
     assert not chunks.execution.has_run
+
+
+def test_a_page_fits_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise nobody could write it."""
+    flags = [f"--opaque-page-bytes={MAX_PAGE_BYTES}", "--model-id=engine"]
+    with pytest.raises(SystemExit):
+        parse(DataPlaneSettings, "data_plane", flags, {})
+    assert "66060288" in capsys.readouterr().err
 
 
 async def test_chunks_survive_the_host_tier(chunks: Store) -> None:
