@@ -4,6 +4,7 @@ files, forgotten and followed as all blocks are, and computed with by nobody.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,12 +17,13 @@ from data_plane.execution.opaque_pages import MAX_KEY_BYTES
 from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Execution, Session, Tensor, ops
-from kvplane.errors import InvalidRequestError, LayoutMismatchError
+from kvplane.errors import InvalidRequestError, LayoutMismatchError, PoolFullError
 from kvplane.layout import MAX_PAGE_BYTES, Layout
-from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, PrefixLoader
+from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent, PrefixLoader
 from kvplane.prefixes import tokens_of as named
 from kvplane.results import ShardBlocks
 from kvplane.serving.settings import parse
+from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.planes_in_process import control_plane, data_plane, settings_of
 from tests.helpers.refusals import refused
 from tests.helpers.waiting import until
@@ -239,17 +241,49 @@ async def test_chunks_are_found_again_when_the_control_plane_restarts() -> None:
         second.core.check_integrity()
 
 
-async def test_chunks_are_followed_retained_and_evicted_as_prefixes_are(chunks: Store) -> None:
+async def test_chunks_are_retained_and_evicted_as_prefixes_are(chunks: Store) -> None:
     await chunks.put(CHUNKS)
     await chunks.control.retain_prefix(POOL, named(b"first"), time_to_live_s=60)
-    num_blocks = chunks.plane.executor.pools.num_blocks[1]
+    num_blocks = chunks.plane.executor.pools.num_blocks[pb.TIER_DEVICE]
     await chunks.put({f"more {i}".encode(): b"m" for i in range(2 * num_blocks)})
     assert await chunks.get(b"first") == CHUNKS[b"first"]
     assert await chunks.get(b"second") is None
+
+
+async def test_who_follows_the_index_learns_what_comes_and_goes(chunks: Store) -> None:
+    await chunks.put({b"before": b"1"})
+    events = chunks.control.watch_prefixes(POOL)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await until_caught_up(events) == {bytes(ops.pack_tokens(named(b"before")))}
+        await chunks.put({b"after": b"2"})
+        stored = await anext(events)
+        assert isinstance(stored, BlocksStored)
+        assert [bytes(x.token_ids) for x in stored.blocks] == [ops.pack_tokens(named(b"after"))]
+        await chunks.control.forget_prefixes(POOL, named(b"after"))
+        assert isinstance(await removed(events), BlocksRemoved)
+
+
+async def until_caught_up(events: AsyncIterator[PrefixEvent]) -> set[bytes]:
+    """The token ids of the blocks that are cached."""
     stored: set[bytes] = set()
-    async for event in chunks.control.watch_prefixes(POOL):
+    async for event in events:
+        if isinstance(event, CaughtUp):
+            break
         if isinstance(event, BlocksStored):
             stored |= {bytes(block.token_ids) for block in event.blocks}
-        elif isinstance(event, BlocksRemoved | CaughtUp):
-            break
-    assert ops.pack_tokens(named(b"first")) in stored
+    return stored
+
+
+async def removed(events: AsyncIterator[PrefixEvent]) -> PrefixEvent:
+    """The next event that is not a revision alone."""
+    async for event in events:
+        if not isinstance(event, CaughtUp):
+            return event
+    raise AssertionError
+
+
+async def test_chunks_count_for_a_tenants_quota() -> None:
+    async with control_plane(max_tenant_blocks=1) as server, store(server) as here:
+        await here.admit(b"first")
+        with pytest.raises(PoolFullError, match="quota"):
+            await here.admit(b"second")
