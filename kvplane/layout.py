@@ -37,7 +37,8 @@ KV_BYTES: Final = FLOAT_BYTES | FP8_BYTES
 BYTE: Final = "uint8"
 """The type of opaque pages."""
 ELEMENT_BYTES: Final = KV_BYTES | {BYTE: 1}
-MAX_PAGE_BYTES: Final = 64 * 1024 * 1024
+MAX_PAGE_BYTES: Final = 63 * 1024 * 1024
+"""Bytes of the largest opaque page: a message, of up to 64 MiB, has a page and its plan."""
 OPAQUE_HEADER_BYTES: Final = 128
 """Bytes before those of an opaque page, as ``data_plane/execution/opaque_pages.py`` says."""
 KEYS_AND_VALUES: Final = "keys_and_values"
@@ -271,7 +272,7 @@ class Layout:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the pool's blocks are opaque pages, over which no layer runs."""
+        """Return whether the pool's blocks are opaque pages, over which no layer runs."""
         return self.groups[0].cache_kind == OPAQUE
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from kvplane.errors import InvalidRequestError
+from kvplane.layout import MAX_PAGE_BYTES
 from kvplane.serving.config import (
     ANY_HOST,
     LayoutSettings,
@@ -18,10 +19,8 @@ from kvplane.serving.config import (
 )
 from kvplane.serving.settings import Settings, setting
 from kvplane.transport.tls import Tls
-from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 
 PROGRAM: Final = "data_plane"
-_MOST_PAGE_BYTES: Final = MAX_MESSAGE_BYTES - 2**20  # one message has a page and its plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ class DataPlaneSettings(
         " engine, in place of --model and --layout. A multiple of 64; needs --model-id.",
         unit="bytes",
         minimum=0,
-        maximum=_MOST_PAGE_BYTES,
+        maximum=MAX_PAGE_BYTES,
     )
     model_id: str = setting(
         "",

@@ -14,7 +14,6 @@ import pytest
 
 from control_plane.server.server import ControlPlaneServer
 from data_plane.execution.opaque_pages import MAX_KEY_BYTES
-from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Execution, Session, Tensor, ops
 from kvplane.errors import InvalidRequestError, LayoutMismatchError, PoolFullError
@@ -22,7 +21,6 @@ from kvplane.layout import MAX_PAGE_BYTES, Layout
 from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent, PrefixLoader
 from kvplane.prefixes import tokens_of as named
 from kvplane.results import ShardBlocks
-from kvplane.serving.settings import parse
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.planes_in_process import control_plane, data_plane, settings_of
 from tests.helpers.refusals import refused
@@ -90,8 +88,9 @@ def page_of(data: bytes) -> ShardBlocks:
 async def store(server: ControlPlaneServer, **settings: Any) -> AsyncIterator[Store]:
     """A data plane of opaque pages, registered with the control plane, and a session."""
     wanted: dict[str, Any] = {"opaque_page_bytes": PAGE_BYTES, "model_id": "engine/tiny"}
+    wanted |= settings
     async with AsyncExitStack() as stack:
-        given = settings_of(POOL, server.address, Path(), **wanted, **settings) | {"layout": None}
+        given = settings_of(POOL, server.address, Path(), **wanted) | {"layout": None}
         plane = await stack.enter_async_context(data_plane(**given))
         client = ControlClient(server.address, timeout_s=PATIENCE_S)
         control = await stack.enter_async_context(client)
@@ -180,12 +179,15 @@ async def test_a_page_is_written_whole_or_not_at_all(chunks: Store) -> None:
     assert not chunks.execution.has_run
 
 
-def test_a_page_fits_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_largest_page_fits_a_message() -> None:
     """Otherwise nobody could write it."""
-    flags = [f"--opaque-page-bytes={MAX_PAGE_BYTES}", "--model-id=engine"]
-    with pytest.raises(SystemExit):
-        parse(DataPlaneSettings, "data_plane", flags, {})
-    assert "66060288" in capsys.readouterr().err
+    few = {"opaque_page_bytes": MAX_PAGE_BYTES, "num_device_blocks": 1, "num_host_blocks": 0}
+    async with control_plane() as server, store(server, **few) as here:
+        sequence_id = await here.admit(b"large")
+        page = ShardBlocks(Tensor.zeros("uint8", (1, 1, MAX_PAGE_BYTES)))
+        await here.execution.write_blocks(sequence_id, [page], keys=[b"large"])
+        (read,) = await here.execution.read_blocks(sequence_id, keys=[b"large"])
+        assert read.num_bytes == (MAX_PAGE_BYTES,)
 
 
 async def test_chunks_survive_the_host_tier(chunks: Store) -> None:

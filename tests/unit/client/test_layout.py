@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import MAX_PAGE_BYTES, LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
@@ -192,7 +192,7 @@ def test_opaque_pages_have_bytes_and_nothing_else() -> None:
 NOT_OPAQUE: list[tuple[dict[str, Any], str]] = [
     ({"page_bytes": 0}, "page_bytes"),
     ({"page_bytes": 96}, "page_bytes"),
-    ({"page_bytes": 64 * 1024 * 1024 + 64}, "page_bytes"),
+    ({"page_bytes": MAX_PAGE_BYTES + 64}, "page_bytes"),
     ({"layers": (0, 1)}, "layers"),
     ({"num_kv_heads": 1}, "num_kv_heads"),
     ({"head_size": 64}, "head_size"),
