@@ -205,7 +205,7 @@ class FileTier:
         *,
         folder: Path,
         max_bytes: int,
-        num_uses: int = 2,
+        num_uses: int,
         disk: Disk | None = None,
     ) -> None:
         """``folder``: several data planes may share it. ``num_uses``: as of ``FileWriter``.

@@ -15,7 +15,7 @@ Read = Callable[[], Sequence[int]]
 
 
 CHARACTERS_PER_S: Final = 250_000
-"""About what a tokenizer reads: a text of 1 MB took 3.5 s."""
+"""Roughly what a tokenizer reads; it decides who may overtake, and nothing else."""
 
 
 class PromptReader:

@@ -59,7 +59,7 @@ void LayerGroup::evicted(Tier tier, SessionHandle handle, Span<Block> blocks, Ev
   }
   if (tier == kDevice) forgetter.evicted(blocks);
   // What a session takes back from itself is not saved: the host tier would be full of copies on
-  // their way, and in `make run` no sequence could be swapped out (19 are).
+  // their way, and in `make run` no block could be swapped out (19 are).
   if (tier == kDevice && why != Eviction::kOwn && stores[kHost].num_blocks)
     for (int64_t i = 0; i < blocks.size; ++i) plans.save(sessions[handle], blocks[i]);
 }

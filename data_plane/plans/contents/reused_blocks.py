@@ -55,9 +55,7 @@ class ReusedBlocks:
     thread-safe: the executor's lock guards it.
     """
 
-    def __init__(
-        self, tables: BlockTables, on_reuse: Callable[[], None], num_uses: int = 2
-    ) -> None:
+    def __init__(self, tables: BlockTables, on_reuse: Callable[[], None], num_uses: int) -> None:
         """``on_reuse`` is called when ``take`` may have more than before. ``num_uses``: 1 to note
         prompts as they are computed, 2 to note what was found.
         """
@@ -110,7 +108,7 @@ class ReusedBlocks:
             num = _num_leading(is_whole)
             each.num_looks += 1
             # The last block of a prompt may be filled later, or never.
-            is_enough = num >= max(1, len(is_present) - 1) if self._is_eager else False
+            is_enough = self._is_eager and num >= max(1, len(is_present) - 1)
             is_awaited = num < len(is_present) and is_present[num] and not is_enough
             if is_awaited and each.num_looks < _MOST_LOOKS:
                 self._noted.append(each)

@@ -36,7 +36,7 @@ class Rig:
         self.num_calls = 0
         self.tables = BlockTables(NUM_BLOCKS, BLOCK_SIZE)
         self.tables.generations[DEVICE][1:5] = 1
-        self.reused = ReusedBlocks(self.tables, self._call)
+        self.reused = ReusedBlocks(self.tables, self._call, num_uses=2)
         self.publish(*published)
 
     def publish(self, *blocks: tuple[int, int]) -> None:
