@@ -353,13 +353,13 @@ class Executor:
         order. Returns the data, and the blocks' tier, indices and generations.
 
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
-        on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size,
-        head_size] of the layout's kv_dtype (``BlockService`` says what it is where values are
-        smaller than keys), on the device for the device tier and on the CPU for the host tier.
-        Slots that were not written are 0 in it. Raises SequenceNotFoundError, InvalidRequestError,
-        SessionExpiredError, BlockNotWrittenError for a block of which no slot was written,
-        StaleGenerationError when a block has been allocated again, and PlanOutOfOrderError while
-        the latest plan's transfers have not all run.
+        on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]
+        of the layout's kv_dtype (``BlockService`` says what it is where values are smaller than
+        keys, and ``opaque_pages.pack`` what opaque pages are), on the device for the device tier
+        and on the CPU for the host tier. Slots that were not written are 0 in it. Raises
+        SequenceNotFoundError, InvalidRequestError, SessionExpiredError, BlockNotWrittenError for a
+        block of which no slot was written, StaleGenerationError when a block has been allocated
+        again, and PlanOutOfOrderError while the latest plan's transfers have not all run.
         """
         place = BlockRange(sequence_id, 0, len(entries), group, first_layer, num_layers)
         return self.blocks.read(session_id, place, entries)

@@ -36,7 +36,7 @@ class PageShape:
 
     @property
     def is_opaque(self) -> bool:
-        """Whether pages are bytes that only callers understand."""
+        """Return whether pages are bytes that only callers understand."""
         return self.group.cache_kind == OPAQUE
 
     def clear_slots(self, pages: torch.Tensor, block: int, num_kept: int) -> None:

@@ -51,7 +51,7 @@ class Layer:
     out: torch.Tensor | None
     """View of ``output`` if it is on the kernels' device, where they write it; otherwise None."""
     is_in_place: bool
-    """Whether kernels access a region, which the client reuses once it has the answer."""
+    """Says whether kernels access a region, which the client reuses once it has the answer."""
     answer: pb.RunLayerResponse
 
 
@@ -72,7 +72,7 @@ class ExecuteStream:
         self._executor = executor
         self._tenant = tenant
         self.begun: Begun | None = None
-        """What was begun here last."""
+        """Names what was begun here last."""
         self.named = b""
         """How packets of bound layers name that: see ``packets.named``."""
         self._regions: dict[int, Region] = {}

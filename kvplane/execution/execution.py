@@ -77,8 +77,8 @@ class Execution:
 
     @property
     def has_run(self) -> bool:
-        """Whether the plan started last has every shard's receipt: no layer is expected any more. A
-        plan that computes nothing, or had run before, has them when it is started.
+        """Return whether the plan started last has every shard's receipt: no layer is expected
+        then. A plan that computes nothing, or had run before, has them when it is started.
         """
         return all(each.receipt is not None for each in self._shards)
 

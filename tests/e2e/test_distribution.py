@@ -232,7 +232,7 @@ async def test_the_client_reaches_a_control_plane_beside_what_an_engine_pins(
 
 
 def source_distribution(folder: Path, out: Path) -> Path:
-    """Of what scikit-build-core builds in ``folder``."""
+    """Make the source distribution of what scikit-build-core builds in ``folder``."""
     program = (
         "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
     )

@@ -37,12 +37,12 @@ PUSHING = {"bind": "127.0.0.1:0", "to": "127.0.0.1"}
 
 
 def variables(**settings: str) -> dict[str, str]:
-    """Of the plug-in."""
+    """Return the plug-in's environment variables."""
     return {f"KVPLANE_PUSH_{name.upper()}": value for name, value in settings.items()}
 
 
 def settings_of(pool_id: str, control_plane: str, layout: Path, **settings: Any) -> dict[str, Any]:
-    """Of a data plane with the plug-in."""
+    """Return the settings of a data plane with the plug-in."""
     return planes_in_process.settings_of(
         pool_id, control_plane, layout, plug_ins="push", **settings
     )
@@ -89,7 +89,7 @@ class TwoPools:
         self.there = there
 
     async def chunks(self) -> list[push_pb2.PushBlocksRequest]:
-        """What ``here`` would send: the ticket's place is empty, and a chunk for each block."""
+        """Return what ``here`` would send: an opening without a ticket, then a chunk a block."""
         opening = push_pb2.OpenPush(
             layout_fingerprint=self.here.plane.executor.layout.fingerprint,
             shard=self.here.plane.executor.shard.to_proto(),
