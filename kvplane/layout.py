@@ -261,9 +261,9 @@ class Layout:
     def of_opaque_pages(
         cls, model_id: str, page_bytes: int, *, block_size_tokens: int = 16
     ) -> Layout:
-        """Return the layout of a pool whose blocks hold up to ``page_bytes`` bytes each that only
-        the caller understands. ``model_id`` says whose: equal ids promise that equal bytes mean the
-        same. Raises InvalidRequestError.
+        """Return the layout of a pool of opaque blocks: each holds up to ``page_bytes`` bytes,
+        which only callers understand. Callers with equal ``model_id`` understand each other's.
+        Raises InvalidRequestError for an id or a number of bytes that is out of range.
         """
         group = LayerGroup(
             OPAQUE, (0,), num_kv_heads=0, head_size=0, cache_kind=OPAQUE, page_bytes=page_bytes

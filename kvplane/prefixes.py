@@ -54,8 +54,8 @@ _MAX_TRIES: Final = 3
 
 
 def tokens_of(name: bytes) -> list[int]:
-    """Return the 16 token ids that stand for a name: the prompt of one block of 16 tokens, for what
-    is found by a name and not by tokens, such as an engine's own hash.
+    """Turn a name, such as an engine's own hash, into 16 token ids: a prompt of one block, by which
+    a block can be stored and found under that name.
 
     Names of up to ``MAX_NAME_BYTES`` bytes are kept exactly, so that no two have the same ids. A
     longer one is replaced by its SHA-256, whose ids no shorter name has.

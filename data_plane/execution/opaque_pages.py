@@ -51,8 +51,9 @@ def pack(
 
 
 def unpack(blocks: torch.Tensor, keys: Sequence[bytes]) -> tuple[torch.Tensor, list[int]]:
-    """Return the pages of stored ``blocks``, as ``pack`` takes them, and how many bytes each holds.
-    ``keys``: for each block, or empty; a block that has another key gives 0 bytes.
+    """Do the inverse of ``pack``. Returns the pages, and how many leading bytes of each page hold
+    something. ``keys``: one for each block, and a page whose own key differs is returned as 0
+    bytes; an empty list compares nothing.
 
     Raises InvalidRequestError naming keys.
     """

@@ -20,8 +20,8 @@ CHARACTERS_PER_S: Final = 250_000
 
 class PromptReader:
     """Reads prompts in its own thread, in the order in which they would be ready if each were read
-    by itself. A long text takes seconds to tokenize: shorter ones overtake it for as long, and no
-    longer, so that others wait for at most one such text and it does not wait for ever.
+    by itself. A short text overtakes a long one that came before it, unless the long one came so
+    early that it could be ready by now. So neither waits for ever.
     """
 
     def __init__(self) -> None:
