@@ -231,10 +231,11 @@ class Executor:
             return self._sessions.open(verified).id
 
     def open_pins(self, session_id: int, grant: pb.SignedPayload) -> plan_pb2.PinGrant:
-        """Verify the grant to read what a session has pinned. Raises NotPermittedError for another
-        session's, and as ``open`` does.
+        """Verify the grant to read what an open session has pinned. Raises NotPermittedError for
+        another session's, and as ``open`` does.
         """
         with self._command.lock, self._command("open_pins"):
+            self._sessions.get(session_id)  # which must not have ended
             verified = self._verifier.pin_grant(grant)
             if verified.session.session_id != session_id:
                 raise NotPermittedError("is another session's", field="pin_grant.session")

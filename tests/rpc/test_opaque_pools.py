@@ -5,114 +5,34 @@ files, forgotten and followed as all blocks are, and computed with by nobody.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from control_plane.server.server import ControlPlaneServer
 from data_plane.execution.opaque_pages import MAX_KEY_BYTES
-from data_plane.server.server import DataPlaneServer
-from kvplane import ControlClient, Execution, Session, Tensor, ops
+from kvplane import Tensor, ops
 from kvplane.errors import InvalidRequestError, LayoutMismatchError, PoolFullError
 from kvplane.execution.execution import shards_of
-from kvplane.layout import MAX_PAGE_BYTES, Layout
+from kvplane.layout import MAX_PAGE_BYTES, OPAQUE_HEADER_BYTES, Layout
 from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent, PrefixLoader
 from kvplane.prefixes import tokens_of as named
-from kvplane.results import Pinned, ShardBlocks
+from kvplane.results import ShardBlocks
 from kvplane.wire.v1 import types_pb2 as pb
-from tests.helpers.planes_in_process import control_plane, data_plane, settings_of
+from tests.helpers.chunk_store import (
+    CHUNKS,
+    PAGE_BYTES,
+    PATIENCE_S,
+    POOL,
+    Store,
+    page_of,
+    store,
+)
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.refusals import refused
 from tests.helpers.waiting import until
-
-POOL = "chunks"
-PAGE_BYTES = 256
-PATIENCE_S = 30.0
-CHUNKS = {b"first": b"one" * 50, b"second": b"two" * 85 + b"!", b"third": b""}
-"""By name, the bytes of three chunks: some of a page, all of one, and none."""
-
-
-class Store:
-    """A session that keeps chunks of bytes by their names."""
-
-    def __init__(
-        self, control: ControlClient, session: Session, execution: Execution, plane: DataPlaneServer
-    ) -> None:
-        self.control, self.session, self.execution, self.plane = control, session, execution, plane
-        self._last_id = 0
-
-    async def admit(self, name: bytes) -> int:
-        """Admit the name's block and start its plan; returns the sequence's id."""
-        self._last_id += 1
-        step = await self.session.run(ops.admit(self._last_id, named(name)))
-        await self.execution.start(step.plan)
-        return self._last_id
-
-    async def free(self, *sequence_ids: int) -> None:
-        await self.execution.start((await self.session.run(ops.free(sequence_ids))).plan)
-        await self.session.submit_receipts()
-
-    async def put(self, chunks: Mapping[bytes, bytes]) -> None:
-        """Store chunks: a step and a write, whose receipt goes with the next step."""
-        ids = range(self._last_id + 1, self._last_id + 1 + len(chunks))
-        self._last_id = ids[-1]
-        admissions = zip(ids, chunks, strict=True)
-        step = await self.session.step(
-            [ops.admit(i, named(name), ends_with_plan=True) for i, name in admissions]
-        )
-        step.raise_for_status()
-        assert step.plan is not None
-        await self.execution.write_pages(step.plan, ids, [*chunks.values()], keys=[*chunks])
-        await self.session.submit_receipts()
-
-    async def pin(self, *names: bytes) -> Pinned:
-        """Pin chunks by their names."""
-        self._last_id += len(names)
-        pins = range(self._last_id - len(names) + 1, self._last_id + 1)
-        step = await self.session.run(ops.pin(pins, [*map(named, names)]))
-        assert step.plan is None
-        return step.results[0].pinned
-
-    async def get(self, name: bytes, *, key: bytes | None = None) -> bytes | None:
-        """The bytes of a chunk; None if it is not there. ``key``: asked for in the name's place."""
-        pinned = await self.pin(name)
-        if not pinned.num_blocks[0]:
-            return None
-        page = bytearray(b"\xee" * PAGE_BYTES)
-        (num_bytes,) = await self.execution.read_pages(
-            pinned, [memoryview(page)], keys=[name if key is None else key]
-        )
-        await self.session.step([ops.unpin(self._last_id)])
-        return bytes(page[:num_bytes])
-
-    async def num_cached(self, name: bytes) -> int:
-        (match,) = await self.control.find_prefix(named(name), pool_ids=[POOL])
-        return match.num_cached_tokens
-
-
-def page_of(data: bytes) -> ShardBlocks:
-    page = Tensor("uint8", (1, 1, PAGE_BYTES), data.ljust(PAGE_BYTES, b"\xee"))
-    return ShardBlocks(page, num_bytes=(len(data),))
-
-
-@asynccontextmanager
-async def store(
-    server: ControlPlaneServer, *, shared_memory: bool = True, **settings: Any
-) -> AsyncIterator[Store]:
-    """A data plane of opaque pages, registered with the control plane, and a session."""
-    wanted: dict[str, Any] = {"opaque_page_bytes": PAGE_BYTES, "model_id": "engine/tiny"}
-    wanted |= settings
-    async with AsyncExitStack() as stack:
-        given = settings_of(POOL, server.address, Path(), **wanted) | {"layout": None}
-        plane = await stack.enter_async_context(data_plane(**given))
-        client = ControlClient(server.address, timeout_s=PATIENCE_S, shared_memory=shared_memory)
-        control = await stack.enter_async_context(client)
-        await control.wait_ready(POOL, timeout_s=60)
-        session = await stack.enter_async_context(control.open_session(POOL))
-        execution = await stack.enter_async_context(session.open_execution())
-        yield Store(control, session, execution, plane)
 
 
 @pytest.fixture
@@ -139,6 +59,16 @@ async def test_what_was_stored_is_read_by_its_name_and_key(either: Store) -> Non
     assert await chunks.get(b"first", key=b"second") == b""  # as of another salt or adapter
     assert await chunks.get(b"first", key=b"") == b""
     assert (chunks.session.layout.is_opaque, chunks.execution.layers) == (True, [])
+
+
+async def test_nothing_of_another_chunk_is_behind_a_shorter_one(chunks: Store) -> None:
+    """Files and pushes carry the memory as it is."""
+    tier = chunks.plane.executor.pools.device_tier
+    for i in range(len(tier)):
+        await chunks.put({f"{i}".encode(): b"\xff" * PAGE_BYTES})
+    await chunks.put({b"short": b"s"})
+    (block,) = (tier[:, 0, OPAQUE_HEADER_BYTES] == ord("s")).nonzero()
+    assert not tier[block, 0, OPAQUE_HEADER_BYTES + 1 :].any()
 
 
 async def test_an_engine_of_other_pages_is_refused_when_it_opens_a_session(chunks: Store) -> None:

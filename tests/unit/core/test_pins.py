@@ -153,9 +153,12 @@ def test_no_pin_takes_blocks_from_those_who_wait_and_what_is_unpinned_goes_to_th
 def test_a_tenant_s_quota_counts_what_its_pins_hold() -> None:
     world = World(max_tenant_blocks=4)
     engine = world.engine()
+    engine.cache(OTHER)
     engine.cache(PROMPT)
     pin(engine, PROMPT, PROMPT)  # each block counts once
     assert not fill(engine, 2)
+    (result,) = engine.step(ops.pin(7, [OTHER])).results
+    assert result.failures[0].shortage.reason == session_pb2.SHORTAGE_REASON_QUOTA
     assert fill(engine, 1)
     world.core.check_integrity()
 
