@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Final
 
 from kvplane.clients.control_client import ControlClient
@@ -52,23 +53,21 @@ async def _publish(config: EventsSettings) -> None:
         )
 
 
+@dataclass
 class Bridge:
     """Publishes what is cached in a namespace of a pool. A feed of it begins with CLEARED and a
     snapshot: a new feed is all that somebody needs who has just subscribed, or missed something.
     """
 
-    def __init__(
-        self, config: EventsSettings, control: ControlClient, publisher: Publisher
-    ) -> None:
-        self._config = config
-        self._control = control
-        self._publisher = publisher
-        self._feed: asyncio.Timeout | None = None  # None until its snapshot is published
+    config: EventsSettings
+    control: ControlClient
+    publisher: Publisher
+    _feed: asyncio.Timeout | None = None  # None until its snapshot is published
 
     async def begin_again_when_wanted(self) -> None:
         """Begin feeds again, at most one each second, until cancelled."""
         while True:
-            await self._publisher.wants_snapshot.wait()
+            await self.publisher.wants_snapshot.wait()
             if self._feed is not None:
                 self._feed.reschedule(0)
                 self._feed = None
@@ -83,18 +82,18 @@ class Bridge:
             except TimeoutError:
                 continue
             except KvplaneError as error:
-                _LOGGER.warning("pool=%s is not followed: %s", self._config.pool, error.reason)
+                _LOGGER.warning("pool=%s is not followed: %s", self.config.pool, error.reason)
             finally:
                 self._feed = None
             await asyncio.sleep(_AGAIN_S)
 
     async def _publish(self, feed: asyncio.Timeout) -> None:
         """Publish a feed until it breaks, or ``feed`` is over."""
-        config, publish = self._config, self._publisher.publish
+        config, publish = self.config, self.publisher.publish
         changes: list[Event] = []
         snapshot: dict[tuple[bytes, int], StoredBlock] = {}
         in_snapshot = True
-        watch = self._control.watch_prefixes(config.pool, config.namespace, timeout_s=_PATIENCE_S)
+        watch = self.control.watch_prefixes(config.pool, config.namespace, timeout_s=_PATIENCE_S)
         async with aclosing(watch) as events:
             async for event in events:
                 match event:
@@ -121,6 +120,6 @@ class Bridge:
         ordered = parents_first(blocks)
         for i in range(0, len(ordered), _MOST_BLOCKS):
             part = ordered[i : i + _MOST_BLOCKS]
-            await self._publisher.publish(stored(part, self._config.media))
+            await self.publisher.publish(stored(part, self.config.media))
             await asyncio.sleep(0)  # for replays, and for signals
-        _LOGGER.info("follows pool=%s blocks=%d", self._config.pool, len(ordered))
+        _LOGGER.info("follows pool=%s blocks=%d", self.config.pool, len(ordered))

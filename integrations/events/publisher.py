@@ -51,6 +51,7 @@ class Publisher:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
+        socket.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             if endpoint:
                 socket.bind(endpoint)

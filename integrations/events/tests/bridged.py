@@ -1,9 +1,10 @@
-"""A bridge as a process, and a consumer of it with vLLM's decoder and Dynamo's rules."""
+"""A pool with a bridge, and a consumer of its events that has vLLM's classes and Dynamo's rules."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,27 +12,24 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvplane import ControlClient
-from kvplane.prefixes import BlocksStored, CaughtUp
+from kvplane import ControlClient, ops
 from tests.e2e.engine_planes import free_port
+from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step
 from tests.helpers.programs import Program
-from tests.helpers.waiting import wait_until
+from tests.helpers.waiting import until
 
 PATIENCE_S = 60.0
-END = b"\xff" * 8
-MEDIA = {1: "GPU", 2: "CPU"}
+BLOCK = LAYOUT.block_size_tokens
 
-# The classes of vllm/distributed/kv_events.py, of release 0.33. Until June 2026 events too had
-# array_like=True.
+# The classes of vllm/distributed/kv_events.py in release 0.33, where IS_ARRAY is False; until June
+# 2026 it was True.
 KV_EVENTS = """
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[Any]
     data_parallel_rank: int | None = None
-
 class KVCacheEvent(msgspec.Struct, array_like=IS_ARRAY, omit_defaults=True, gc=False, tag=True):
     pass
-
 class BlockStored(KVCacheEvent):
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -44,41 +42,84 @@ class BlockStored(KVCacheEvent):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
-
 class BlockRemoved(KVCacheEvent):
     block_hashes: list[bytes | int]
     medium: str | None
     group_idx: int | None = None
-
 class AllBlocksCleared(KVCacheEvent):
     pass
-
 class KVEventBatch(EventBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 """
 
-Held = dict[tuple[int, str], tuple[int | None, tuple[int, ...]]]
-"""The hash before a block, and its tokens, by the block's hash and medium."""
+
+def prompt(seed: int, num_blocks: int = 4) -> list[int]:
+    return [1000 * seed + i for i in range(num_blocks * BLOCK + 1)]
 
 
-def number_of(block_hash: bytes) -> int:
-    return int.from_bytes(block_hash[:8], "big")
+class Pool:
+    """A pool of 16 blocks, and a bridge."""
+
+    def __init__(self, planes: Planes, control: ControlClient, folder: Path) -> None:
+        self.planes, self.control = planes, control
+        self.port, self.replay_port, self.log = free_port(), free_port(), folder / "events.log"
+        self.log.touch()
+
+    def start_bridge(self, *flags: str) -> None:
+        bind, replay = (f"tcp://127.0.0.1:{port}" for port in (self.port, self.replay_port))
+        flags += ("--bind", bind, "--replay", replay, "--control-plane", self.planes.address)
+        program = ("kvplane.integrations.events", "--pool", POOL, *flags)
+        self.bridge = Program(*program, out=self.log)
+
+    def kill_bridge(self) -> None:
+        self.bridge.kill()
+        self.bridge.wait()
+
+    async def logged(self, text: str, num_times: int = 1) -> None:
+        """Wait until the bridge has logged a text so many times."""
+        await until(lambda: self.log.read_text().count(text) >= num_times, PATIENCE_S)
+
+    async def cache(self, *prompts: list[int]) -> None:
+        """Compute prompts one after another."""
+        await self.control.wait_ready(POOL)
+        async with self.control.open_session(POOL) as session, session.open_execution() as run:
+            for i, tokens in enumerate(prompts, 1):
+                await run_step(session, run, ops.admit(i, tokens))
+                await run_step(session, run, ops.free([i]))
+
+    async def num_cached(self, *prompts: list[int]) -> list[int]:
+        """Return how many tokens of each prompt the control plane finds."""
+        found = [await self.control.find_prefix(each, pool_ids=[POOL]) for each in prompts]
+        return [match.num_cached_tokens for (match,) in found]
+
+
+@asynccontextmanager
+async def bridged_pool(folder: Path) -> AsyncIterator[Pool]:
+    """Start planes; the test starts the bridge."""
+    settings = {"num_device_blocks": 16, "num_host_blocks": 0}
+    async with Planes(folder, data=settings) as planes, ControlClient(planes.address) as control:
+        pool = Pool(planes, control, folder)
+        try:
+            yield pool
+        finally:
+            pool.kill_bridge()
 
 
 class Consumer:
-    """What a router knows by a bridge's events. ``is_array``: the format of events."""
+    """What a router knows by events. ``is_array``: the format of these."""
 
-    def __init__(self, port: int, *, is_array: bool = False) -> None:
+    def __init__(self, port: int, topic: bytes = b"", *, is_array: bool = False) -> None:
         names: dict[str, Any] = {"msgspec": msgspec, "Any": Any, "IS_ARRAY": is_array}
         exec(compile(KV_EVENTS, "kv_events.py", "exec", dont_inherit=True), names)
         self._decoder = msgspec.msgpack.Decoder(names["KVEventBatch"])
         self._context = zmq.asyncio.Context()
         self._events = self._context.socket(zmq.SUB)
-        self._events.subscribe("")
+        self._events.subscribe(topic)
         self._events.connect(f"tcp://127.0.0.1:{port}")
-        self.held: Held = {}
+        self._blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.media: set[str] = set()
         self.kinds: list[str] = []
-        self.seq = -1
+        self._seq = -1
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,95 +127,55 @@ class Consumer:
     async def __aexit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
 
-    async def until(self, held: Held) -> None:
-        """Take events until what is held is this."""
+    async def until(self, num_cached: list[int], *prompts: list[int]) -> None:
+        """Take events until so many tokens of these prompts are known to be cached."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.held != held:
+            while [self.num_cached(each) for each in prompts] != num_cached:
                 await self.take()
 
     async def take(self) -> None:
         """Apply the next batch, unless its number has been passed: Dynamo drops it then."""
-        topic, seq, payload = await self._events.recv_multipart()
-        assert (topic, len(seq)) == (b"", 8)
-        if int.from_bytes(seq, "big") > self.seq:
-            self.seq = int.from_bytes(seq, "big")
+        _, seq, payload = await self._events.recv_multipart()
+        if int.from_bytes(seq, "big") > self._seq:
+            self._seq = int.from_bytes(seq, "big")
             self.apply(payload)
 
     def apply(self, payload: bytes) -> None:
         batch = self._decoder.decode(payload)
-        assert abs(batch.ts - time.time()) < PATIENCE_S
         assert batch.data_parallel_rank == 0
         for event in batch.events:
             self.kinds.append(type(event).__name__)
             if self.kinds[-1] == "AllBlocksCleared":
-                self.held.clear()
-            elif self.kinds[-1] == "BlockRemoved":
-                for block_hash in event.block_hashes:
-                    del self.held[block_hash, event.medium]
-            else:
-                self._store(event)
+                self._blocks.clear()
+                continue
+            self.media.add(event.medium)
+            parent, size = getattr(event, "parent_block_hash", None), BLOCK
+            assert parent is None or parent in self._blocks, "parents come first"
+            for i, block_hash in enumerate(event.block_hashes):
+                if self.kinds[-1] == "BlockRemoved":
+                    self._blocks.pop(block_hash, None)
+                else:
+                    tokens = tuple(event.token_ids[i * size : (i + 1) * size])
+                    self._blocks[block_hash] = parent, tokens
+                    parent = block_hash
 
-    def _store(self, event: Any) -> None:
-        parent, size = event.parent_block_hash, event.block_size
-        assert parent is None or any(parent == known for known, _ in self.held), "parents first"
-        assert (event.lora_id, event.lora_name) == (None, None)
-        assert len(event.token_ids) == size * len(event.block_hashes)
-        for i, block_hash in enumerate(event.block_hashes):
-            tokens = tuple(event.token_ids[i * size : (i + 1) * size])
-            self.held[block_hash, event.medium] = parent, tokens
-            parent = block_hash
+    def num_cached(self, tokens: list[int]) -> int:
+        """Return how many leading tokens are known to be cached."""
+        following = {link: block_hash for block_hash, link in self._blocks.items()}
+        at, num = None, 0
+        while at := following.get((at, tuple(tokens[num : num + BLOCK]))):
+            num += BLOCK
+        return num
 
-    async def replay(self, port: int, first: int) -> list[tuple[int, bytes]]:
-        """Ask for the batches from a number on, as Dynamo does; their numbers and payloads."""
-        socket = self._context.socket(zmq.DEALER)
+
+async def replay(port: int, first: int) -> list[tuple[int, bytes]]:
+    """Ask for the batches from a number on, as Dynamo does; their numbers and payloads."""
+    batches = []
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.connect(f"tcp://127.0.0.1:{port}")
         await socket.send_multipart([b"", first.to_bytes(8, "big")])
-        batches = []
         async with asyncio.timeout(PATIENCE_S):
-            while True:
-                empty, seq, payload = await socket.recv_multipart()
-                assert empty == b""
-                if not payload:
-                    assert seq == END
-                    return batches
-                batches.append((int.from_bytes(seq, "big"), payload))
-
-
-class Bridge:
-    """``python -m kvplane.integrations.events`` on ports of its own. It has to be started."""
-
-    def __init__(self, folder: Path, control_plane: str, *flags: str) -> None:
-        self.port, self.replay_port, self.log = free_port(), free_port(), folder / "events.log"
-        self._flags = (
-            *("--bind", f"tcp://127.0.0.1:{self.port}"),
-            *("--replay", f"tcp://127.0.0.1:{self.replay_port}"),
-            *("--control-plane", control_plane, *flags),
-        )
-
-    def start(self) -> None:
-        self.process = Program("kvplane.integrations.events", *self._flags, out=self.log)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def wait_to_log(self, text: str) -> None:
-        wait_until(lambda: text in self.log.read_text())
-
-
-async def cached(control: ControlClient, pool: str) -> Held:
-    """Return what the control plane says is cached."""
-    held: Held = {}
-    async for event in control.watch_prefixes(pool):
-        if isinstance(event, BlocksStored):
-            for block in event.blocks:
-                parent = number_of(block.parent_hash) if any(block.parent_hash) else None
-                key = number_of(block.block_hash), MEDIA[block.tier]
-                held[key] = parent, tuple(block.token_ids)
-        if isinstance(event, CaughtUp):
-            return held
-    raise AssertionError
+            while (batch := await socket.recv_multipart()) != [b"", b"\xff" * 8, b""]:
+                assert batch[0] == b""
+                batches.append((int.from_bytes(batch[1], "big"), batch[2]))
+    return batches
