@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from bridged import BLOCK, Consumer, Pool, bridged_pool, prompt, replay
 
+from kvplane.integrations.events import program
 from kvplane.integrations.events import publisher as sockets
 from kvplane.integrations.events.config import EventsSettings
 from kvplane.integrations.events.program import Bridge
@@ -162,12 +163,15 @@ def test_events_are_of_one_tier_and_name_it() -> None:
     assert named == [([one, two], "GPU"), ([three], "CPU")]
 
 
-async def test_what_is_removed_while_the_snapshot_comes_is_not_told() -> None:
+async def test_what_is_removed_while_the_snapshot_comes_is_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(program, "_MOST_BLOCKS", 1)
     told: list[Any] = []
 
     async def feed(*_: object, **__: object) -> AsyncIterator[PrefixEvent]:
         yield IndexCleared()
-        yield BlocksStored((block(1, 0), block(2, 1)))
+        yield BlocksStored((block(3, 1), block(1, 0), block(2, 1)))
         yield BlocksRemoved(((bytes([2] * 16), 1), (bytes([9] * 16), 1)))
         yield CaughtUp(5)
         yield BlocksRemoved(((bytes([1] * 16), 1),))
@@ -179,7 +183,7 @@ async def test_what_is_removed_while_the_snapshot_comes_is_not_told() -> None:
     bridge: Any = Bridge(EventsSettings(pool="p"), control, publisher)  # type: ignore[arg-type]
     async with asyncio.timeout(None) as whole:
         await bridge._publish(whole)
-    assert told == [[CLEARED], stored([block(1, 0)], {1: "GPU"})]
+    assert told == [[CLEARED], *(stored([each], MEDIA) for each in (block(1, 0), block(3, 1)))]
 
 
 @pytest.mark.parametrize(("name", "most"), [("NUM_KEPT", 2), ("KEPT_BYTES", 140)])
