@@ -35,11 +35,13 @@ def token_ids(value: bytes, *, at_least: int = 0, field: str) -> None:
         raise InvalidRequestError("must not hold negative values", field=field)
 
 
-def token_columns(num_tokens: Sequence[int], token_ids: bytes) -> None:
-    """Check that ``num_tokens`` are not negative and add up to the tokens in ``token_ids``."""
+def token_columns(num_tokens: Sequence[int], token_ids: bytes, *, at_least: int = 0) -> None:
+    """Check that ``num_tokens`` are ``at_least`` as much and add up to the tokens in
+    ``token_ids``.
+    """
     for i, num in enumerate(num_tokens):
-        if num < 0:
-            raise InvalidRequestError("must be at least 0", field=f"num_tokens[{i}]")
+        if num < at_least:
+            raise InvalidRequestError(f"must be at least {at_least}", field=f"num_tokens[{i}]")
     if sum(num_tokens) * 4 != len(token_ids):
         raise InvalidRequestError(
             f"must hold {sum(num_tokens)} tokens of 4 bytes, the sum of num_tokens, but holds "

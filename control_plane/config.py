@@ -49,6 +49,9 @@ class CoreConfig:
         unit="entries",
         minimum=1,
     )
+    max_pinned_blocks: int = setting(
+        4096, help="Cached blocks that a session may pin at one time.", unit="blocks", minimum=1
+    )
     max_sessions: int = setting(1024, help="Sessions open at one time.", unit="sessions", minimum=1)
     max_blocks: int = setting(
         2**23,
@@ -64,8 +67,8 @@ class CoreConfig:
     )
     max_tenant_blocks: int = setting(
         0,
-        help="Device blocks of a pool that tables of a tenant's sessions refer to, each counted"
-        " once; 0 means no quota.",
+        help="Device blocks of a pool that tables and pins of a tenant's sessions refer to, each"
+        " counted once; 0 means no quota.",
         unit="blocks",
         minimum=0,
     )

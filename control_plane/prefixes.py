@@ -162,7 +162,7 @@ def forget(pool: Pool, request: pb.ForgetPrefixesRequest, tenant: str) -> pb.For
         num_forgotten, num_in_use = native.forget_roots(roots, request.force)
     if num_in_use and not request.force:
         raise BlockInUseError(
-            f"sequences refer to {num_in_use} of the blocks: free them first, or force it",
+            f"sequences or pins refer to {num_in_use} of the blocks: end these first, or force it",
             field="token_ids" if scope == pb.FORGET_SCOPE_PREFIX else "scope",
         )
     pool.shards.forget_files(

@@ -146,7 +146,7 @@ def write_bytes(
     if executor.device.type != "cpu":
         with device_errors():
             here = upload([here], executor.device)[0]
-    return executor.blocks.write(session_id, blocks, here, plan_number)
+    return executor.blocks.write(session_id, [blocks], here, plan_number)
 
 
 class PlugIn(Protocol):

@@ -9,7 +9,7 @@ fit its elements.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal, Protocol
 
 from kvplane.errors import InvalidRequestError
@@ -53,13 +53,15 @@ def admit(
     skip_prefix_lookup: bool = False,
     fork_sequence_ids: Numbers = (),
     wait: bool = False,
+    ends_with_plan: bool = False,
 ) -> Operation:
     """Start a sequence.
 
     ``num_compute_tokens``: uncached tokens that this step's plan computes, None for all.
     ``max_total_tokens``: the most that the sequence will ever have, prompt included; 0 means the
     prompt alone. ``fork_sequence_ids``: further sequences of the same prompt, started with it.
-    ``wait``: whether to wait in the queue when there is no room now.
+    ``wait``: whether to wait in the queue when there is no room now. ``ends_with_plan``: whether
+    the sequence ends by itself once the step's plan has its receipt or is aborted.
     """
     for field, number in (
         ("num_compute_tokens", num_compute_tokens or 0),
@@ -76,6 +78,7 @@ def admit(
             skip_prefix_lookup=skip_prefix_lookup,
             fork_sequence_ids=pack_each(INT64, fork_sequence_ids, "fork_sequence_ids"),
             wait=wait,
+            ends_with_plan=ends_with_plan,
         )
     )
 
@@ -153,6 +156,28 @@ def swap(sequence_ids: Numbers, tier: Literal["device", "host"]) -> Operation:
         raise InvalidRequestError('must be "device" or "host"', field="tier")
     column = pack_each(INT64, sequence_ids, "sequence_ids")
     return pb.Operation(swap=pb.Swap(sequence_ids=column, tier=_TIERS[tier]))
+
+
+def pin(pin_ids: Numbers, prompts: Sequence[Tokens]) -> Operation:
+    """Hold the cached blocks of prompts for reading, in either tier, with no sequence and no plan.
+    ``pin_ids``: the caller's id of each prompt's pin.
+
+    Each prompt is looked up by itself; where nothing is cached no pin begins. A pin ends with
+    ``unpin``, with its session, and by itself after as long as a lease.
+    """
+    tokens = [pack_tokens(each) for each in prompts]
+    return pb.Operation(
+        pin=pb.Pin(
+            pin_ids=pack_each(INT64, pin_ids, "pin_ids"),
+            num_tokens=columns.pack(INT32, [columns.count(INT32, each) for each in tokens]),
+            token_ids=b"".join(tokens),
+        )
+    )
+
+
+def unpin(pin_ids: Numbers) -> Operation:
+    """End pins. Those that have ended are passed over."""
+    return pb.Operation(unpin=pb.Unpin(pin_ids=pack_each(INT64, pin_ids, "pin_ids")))
 
 
 def deferred_tokens(

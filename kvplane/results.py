@@ -118,6 +118,24 @@ class AdmitResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """Cached blocks that the pins of one step hold. ``num_blocks``: of each pin, the leading whole
+    blocks of its prompt; 0 where nothing is cached. ``grant``: to present to data planes; None when
+    nothing was found.
+    """
+
+    num_blocks: array[int]
+    grant: Signed | None
+
+    def entries(self, item: int) -> range:
+        """Return the entries of the pin's blocks, by which data planes read them. ``item``: the
+        index of the pin in the operation.
+        """
+        first = sum(self.num_blocks[:item])
+        return range(first, first + self.num_blocks[item])
+
+
+@dataclass(frozen=True, slots=True)
 class ItemFailure:
     """An item of an operation that was not done. ``error``: why, PoolFullError if it may be done
     later, NeverFitsError if the pool can never hold it. ``queue_position``: of an admission that
@@ -183,6 +201,13 @@ class OperationResult:
     def num_swapped_blocks(self) -> int:
         """Number of blocks that ``ops.swap`` copies to the other tier."""
         return self._message.num_swapped_blocks
+
+    @property
+    def pinned(self) -> Pinned:
+        """What ``ops.pin`` has found and holds."""
+        grant = self._message.pin_grant if self._message.HasField("pin_grant") else None
+        num_blocks = columns.read(INT32, self._message.num_pinned_blocks, "num_pinned_blocks")
+        return Pinned(num_blocks, grant)
 
 
 def total_of(counters: Mapping[str, int], name: str) -> int:

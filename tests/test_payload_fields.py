@@ -29,7 +29,10 @@ FIELDS: dict[int, dict[str, str]] = {
             "1:int32 2:SessionRef 3:int64 4:string 5:fixed64[] 6:string 7:bytes 8:int32 9:string"
         ),
         "Receipt": "1:int32 2:SessionRef 3:string 4:int32 5:fixed64 6:int64 7:bytes",
-        "PinGrant": "1:int32 2:SessionRef 3:string 4:fixed64[] 5:Blocks[]",
+        "PinGrant": (
+            "1:int32 2:SessionRef 3:string 4:fixed64[] "
+            "6:uint32[] 7:Tier[] 8:sfixed32[] 9:sfixed64[]"
+        ),
         # On registration streams, after Hello and Welcome.
         "RegisterRequest": "1:Hello 2:BlockReport 3:Heartbeat 4:FenceDone 5:FilesForgotten",
         "RegisterResponse": (

@@ -183,6 +183,11 @@ class Pool:
             for group, of_group in enumerate(num_blocks)
         ]
 
+    @property
+    def lease_s(self) -> float:
+        """How long a session's lease runs, and a pin of it."""
+        return self._config.lease_s
+
     def _settings(self, group: int) -> dict[str, Any]:
         """Return the settings of a core that continues the generations of the present one,
         including those of blocks that a smaller shard lacks: a shard that kept running must never
@@ -197,6 +202,7 @@ class Pool:
             "window_tokens": self.layout.groups[group].sliding_window_tokens,
             "max_sequences": config.max_sequences,
             "max_table_entries": config.max_table_entries,
+            "max_pinned_blocks": config.max_pinned_blocks,
             "max_owner_blocks": config.max_tenant_blocks,
         }
 

@@ -81,7 +81,8 @@ class Session:
 
     ``queued``: its entry in the queue. ``wanted``: for each family whose growth is blocked, what
     it waits for. ``revoked``: sequences that were cut, which the engine may not know yet.
-    ``news``: for the next answer, None when there are none. ``is_drafted``: whether changes made
+    ``ending``: plans with the sequences that end with them, in order. ``news``: for the next
+    answer, None when there are none. ``is_drafted``: whether changes made
     outside of its steps wait for its next plan.
     """
 
@@ -90,6 +91,7 @@ class Session:
         "_voided",
         "client_name",
         "done",
+        "ending",
         "epochs",
         "expected",
         "expires_at_s",
@@ -168,6 +170,7 @@ class Session:
         self.queued: QueuedAdmission | None = None
         self.wanted: dict[int, Wanted] = {}
         self.revoked: OrderedDict[int, None] = OrderedDict()
+        self.ending: deque[tuple[int, int]] = deque()
         self.news: cpb.News | None = None
         self.is_drafted = False
 
@@ -177,8 +180,10 @@ class Session:
         return self.native.resync_due(self.handle)
 
     def num_held(self) -> int:
-        """Count the blocks in the session's tables, of all layer groups and both tiers."""
-        return sum(group.num_blocks_held(self.handle) for group in self.pool.groups)
+        """Count the blocks of the session's tables and pins, of all layer groups and both tiers."""
+        groups = self.pool.groups
+        num_pinned = len(groups) * self.native.num_pinned(self.handle)
+        return num_pinned + sum(group.num_blocks_held(self.handle) for group in groups)
 
     def may_forget(self, sequence_id: int) -> bool:
         """Return whether the id is that of a queued admission, or of a sequence that was cut."""

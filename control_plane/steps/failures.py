@@ -130,7 +130,7 @@ def error_of(session: Session, operation: Refusable, failure: Failure) -> Kvplan
             return InvalidRequestError("must be one or more distinct ids", field=ids)
         case _native.EXISTS:
             return SequenceExistsError(
-                f"sequence {a} is live already: free it, or take another id", field=ids
+                f"{operation.noun} {a} is live already: end it, or take another id", field=ids
             )
         case _native.BAD_ID:
             return InvalidRequestError("must be from 1 to 2^63 - 1", field=ids)
@@ -152,6 +152,12 @@ def error_of(session: Session, operation: Refusable, failure: Failure) -> Kvplan
             return QuotaExceededError(
                 f"the session's block tables have {b} entries, and may have {a}, {c} more are "
                 "needed: free sequences first",
+                field=ids,
+            )
+        case _native.TOO_MANY_PINNED:
+            return QuotaExceededError(
+                f"the session has {b} blocks pinned, and may have {a}, {c} more are needed: unpin "
+                "some first",
                 field=ids,
             )
     return _position_error(operation, failure)

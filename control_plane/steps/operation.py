@@ -24,6 +24,8 @@ class Refusable:
     name = ""
     is_one_item = False
     """Says whether it succeeds or fails as a whole; otherwise each sequence is an item."""
+    noun = "sequence"
+    """What the ids are of, in errors."""
     id_field = "sequence_ids"
     """Name of the field that holds the ids of the sequences."""
     parent_field = "sequence_ids"
@@ -52,11 +54,11 @@ class Operation(Refusable, ABC):
 
     def num_items(self, message: Any) -> int:
         """Return how many items the operation's answer has."""
-        return 1 if self.is_one_item else columns.count(INT64, message.sequence_ids)
+        return 1 if self.is_one_item else columns.count(INT64, getattr(message, self.id_field))
 
     def num_changes(self, message: Any) -> int:
         """Return how many sequences it changes, at least 1, for a step's limit. Reads no column."""
-        return max(1, len(message.sequence_ids) // _ID_BYTES)
+        return max(1, len(getattr(message, self.id_field)) // _ID_BYTES)
 
     @abstractmethod
     def run(self, step: Any, message: Any, result: cpb.OperationResult) -> Slices[Failures]:

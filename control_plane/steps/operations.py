@@ -35,7 +35,8 @@ from control_plane.steps.operation import (
     Operation,
     Refusable,
 )
-from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of
+from control_plane.steps.plans import sign_pin_grant
+from control_plane.steps.slices import SLICE_BLOCKS, SLICE_TOKENS, parts_of, ranges_of
 from kvplane.errors import (
     InvalidRequestError,
     KvplaneError,
@@ -48,6 +49,12 @@ from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
+_NUM_COMPUTE: Final = "num_compute_tokens"
+# What is computed by more than one plan, or by a later one.
+_NOT_WITH_END: Final = (_NUM_COMPUTE, "fork_sequence_ids", "wait")
+PINNED_COLUMNS: Final = ("groups", "tiers", "indices", "generations")
+"""The columns of pinned blocks in a ``PinGrant``, in the core's order."""
+_PIN_TOKENS: Final = 64  # that are looked up in the time that a pin takes besides its tokens
 _ALL: Final = -1
 _ID_BYTES: Final = 8
 _TOKEN_BYTES: Final = 4
@@ -139,9 +146,12 @@ class Admit(OneSlice):
         checks.token_bytes(token_ids, at_least=1, field="token_ids")
         checks.count(message.max_total_tokens, field="max_total_tokens")
         checks.count(message.num_compute_tokens, field="num_compute_tokens")
-        for field in ("ends_with_plan", "checkpoint_position"):
-            if getattr(message, field):
-                raise InvalidRequestError("is not served by this release", field=field)
+        if message.checkpoint_position:
+            raise InvalidRequestError("is not served by this release", field="checkpoint_position")
+        if message.ends_with_plan:
+            for field in _NOT_WITH_END:
+                if message.HasField(field) if field == _NUM_COMPUTE else getattr(message, field):
+                    raise InvalidRequestError("must not be given with ends_with_plan", field=field)
         num_compute = message.num_compute_tokens if message.HasField("num_compute_tokens") else _ALL
         step.num_taken_tokens += len(token_ids) // _TOKEN_BYTES
         admission, session = step.admission, step.session
@@ -170,6 +180,8 @@ class Admit(OneSlice):
             return step.refuse(result, done, must_wait)
         if not step.check_as:
             admission.admitted(session, message, done[0])
+            if message.ends_with_plan:
+                session.ending.append((session.numbers.last, message.sequence_id))
         admitted = result.admit
         admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
         return None
@@ -498,6 +510,71 @@ def _swap(step: Step, message: cpb.Swap, headroom: int) -> Slices[int | Failure]
     return done
 
 
+class Pin(Operation):
+    """Holds the cached blocks of prompts for reading. A pin ends by itself after as long as a
+    lease: its blocks may then be evicted, and data planes notice when they are.
+    """
+
+    name = "pin"
+    noun = "pin"
+    id_field = "pin_ids"
+
+    def may_plan(self, message: cpb.Pin) -> bool:
+        return False
+
+    def run(self, step: Step, message: cpb.Pin, result: cpb.OperationResult) -> Slices[Failures]:
+        pin_ids, counts, token_ids = message.pin_ids, message.num_tokens, message.token_ids
+        num_pins = len(columns.read(INT64, pin_ids, "pin_ids"))
+        num_tokens = columns.read(INT32, counts, "num_tokens", length=num_pins)
+        checks.token_columns(num_tokens, token_ids, at_least=1)
+        checks.token_ids(token_ids, field="token_ids")
+        pool, headroom = step.pool, step.admission.asking_headroom()
+        num_blocks, failures = bytearray(), list[Failure]()
+        blocks = tuple(bytearray() for _ in PINNED_COLUMNS)
+        for items, tokens in ranges_of(num_tokens):
+            if step.num_taken_tokens >= SLICE_TOKENS:
+                step.num_taken_tokens = 0
+                yield
+            done, refused, pinned = step.native.pin(
+                step.handle,
+                pin_ids[8 * items.start : 8 * items.stop],
+                counts[4 * items.start : 4 * items.stop],
+                token_ids[4 * tokens.start : 4 * tokens.stop],
+                headroom,
+                pool.now_s + pool.lease_s,
+                step.check_as,
+            )
+            step.num_taken_tokens += len(tokens) + _PIN_TOKENS * len(items)
+            num_blocks += done
+            failures += [(items.start + each[0], *each[1:]) for each in refused or ()]
+            for column, part in zip(blocks, pinned, strict=True):
+                column += part
+        if step.check_as:
+            return failures or None
+        result.num_pinned_blocks = bytes(num_blocks)
+        if blocks[0]:
+            named = zip(PINNED_COLUMNS, map(bytes, blocks), strict=True)
+            result.pin_grant.CopyFrom(sign_pin_grant(step.session, dict(named)))
+        return failures or None
+
+
+class Unpin(OneSlice):
+    """Ends pins. Those that have ended already are passed over."""
+
+    name = "unpin"
+    noun = "pin"
+    id_field = "pin_ids"
+
+    def may_plan(self, message: cpb.Unpin) -> bool:
+        return False
+
+    def do(self, step: Step, message: cpb.Unpin, result: cpb.OperationResult) -> Failures:
+        columns.read(INT64, message.pin_ids, "pin_ids")
+        if not step.check_as:
+            step.native.unpin(step.handle, message.pin_ids)
+        return None
+
+
 class _DeferredTokens(Refusable):
     """Tokens of slots that appends scheduled without them. They are no operation, but their items
     are refused as an operation's are.
@@ -527,11 +604,13 @@ OPERATIONS: Final[dict[str, Operation]] = {
         Free(),
         Truncate(),
         Swap(),
+        Pin(),
+        Unpin(),
     )
 }
 """Each operation that the control plane serves, by its field in ``kvplane.v1.Operation``. One more
 is a message there, a class here, a builder in ``kvplane.ops``, and in tests a row of ``ROWS``
-(``test_operations_table``) and a function of ``_MAKERS`` (``test_checked_walk``).
+(``test_operations_table``).
 """
 DEFERRED_TOKENS: Final = _DeferredTokens()
 _UNKNOWN: Final = _Unknown()
@@ -560,10 +639,18 @@ def read_operations(operations: Sequence[cpb.Operation], most: int) -> list[Name
     return named
 
 
+def may_plan(session: Session, operations: Sequence[Named]) -> bool:
+    """Return whether a step of these operations may make a plan. Tables of sequences that ended
+    with their plans are dropped by the next one, and need none for that.
+    """
+    if session.resync_due or session.is_drafted:
+        return True
+    return any(operation.may_plan(message) for operation, message in operations)
+
+
 def check_no_plan(session: Session, operations: Sequence[Named]) -> None:
     """Raise TooManyPlansInFlightError if an operation may need a plan: none may be made."""
-    may_plan = any(operation.may_plan(message) for operation, message in operations)
-    if session.resync_due or session.is_drafted or may_plan:
+    if may_plan(session, operations):
         raise TooManyPlansInFlightError(
             f"{len(session.plans)} plans wait for their receipts: run them, and submit receipts "
             "with add_receipt or submit_receipts"

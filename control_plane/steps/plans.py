@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from control_plane.pools.publications import owner_of
 from control_plane.sessions.session import PlanRecord, Session
 from control_plane.steps.answers import SignedPlan
@@ -36,6 +38,20 @@ def finish_plan(session: Session, number: int, traceparent: str = "") -> Slices[
         digest = signing.digest(payload)
     session.plans[number] = PlanRecord(digest, session.pool.now_s)
     return SignedPlan(payload, signing.sign_digest(session.pool.key, signing.PLAN, digest))
+
+
+def sign_pin_grant(session: Session, blocks: Mapping[str, bytes]) -> tpb.SignedPayload:
+    """Return a grant to read the blocks, columns of ``PinGrant``, signed with the pool's key."""
+    pool = session.pool
+    payload = plan_pb2.PinGrant(
+        version=session.payload_version,
+        session=session.ref,
+        pool_id=pool.id,
+        shard_epochs=session.epochs,
+        **blocks,
+    ).SerializeToString(deterministic=True)
+    signature = signing.sign(pool.key, signing.PIN_GRANT, payload)
+    return tpb.SignedPayload(type=signing.PIN_GRANT, payload=payload, signature=signature)
 
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:

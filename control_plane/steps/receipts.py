@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import Session
-from control_plane.steps.slices import SLICE_BLOCKS, SLICE_RECEIPTS
+from control_plane.steps.slices import SLICE_BLOCKS, SLICE_RECEIPTS, SLICE_SEQUENCES
 from kvplane.errors import (
     BadSignatureError,
     InvalidRequestError,
@@ -21,14 +22,18 @@ from kvplane.errors import (
     StaleIncarnationError,
 )
 from kvplane.slices import Slices
-from kvplane.wire import signing
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT64
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as tpb
 
 
-def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Slices[None]:
-    """Verify all receipts of a request, then apply the plans that every shard has run.
+def take_receipts(
+    session: Session, admission: PoolAdmission, payloads: Sequence[tpb.SignedPayload]
+) -> Slices[None]:
+    """Verify all receipts of a request, then apply the plans that every shard has run, and end the
+    sequences that were to end with them.
 
     Receipts of plans receipted or aborted before are skipped. Raises BadSignatureError,
     InvalidRequestError, ProtocolMismatchError, StaleEpochError or StaleIncarnationError naming
@@ -58,6 +63,29 @@ def take_receipts(session: Session, payloads: Sequence[tpb.SignedPayload]) -> Sl
         session.drop_plans([number for number in session.plans if number <= done])
         while session.native.receipted(session.handle, done, SLICE_BLOCKS):
             yield
+        yield from end_with_plans(session, admission, done)
+
+
+def end_with_plans(session: Session, admission: PoolAdmission, last: int) -> Slices[None]:
+    """End the sequences that were to end with plans up to ``last``, which have run or were aborted.
+    The session's next plan drops their tables. A sequence that has ended already, or whose id is of
+    a later one by now, is passed over.
+    """
+    num_ended, native, ending = 0, session.native, session.ending
+    while ending and ending[0][0] <= last:
+        number, sequence_id = ending.popleft()
+        if not native.has_sequence(session.handle, sequence_id):
+            session.revoked.pop(sequence_id, None)
+            continue
+        (_, admitted_by, *_) = native.states(session.handle, columns.pack(INT64, [sequence_id]))
+        if columns.read(INT64, admitted_by, "admitted_by")[0] != number:
+            continue
+        native.finish_sequence(session.handle, sequence_id)
+        num_ended += 1
+        if num_ended % SLICE_SEQUENCES == 0:
+            yield
+    if num_ended:
+        admission.apply(session)
 
 
 def _checked(session: Session, signed: tpb.SignedPayload, at: str) -> tuple[int, int]:

@@ -19,9 +19,9 @@ from control_plane.steps.abort import abort_plans
 from control_plane.steps.answers import SignedPlan, StepAnswer, step_answer
 from control_plane.steps.deferred_tokens import take_deferred_tokens
 from control_plane.steps.operation import Named
-from control_plane.steps.operations import Step, check_no_plan, read_operations
+from control_plane.steps.operations import Step, check_no_plan, may_plan, read_operations
 from control_plane.steps.plans import finish_plan
-from control_plane.steps.receipts import take_receipts
+from control_plane.steps.receipts import end_with_plans, take_receipts
 from control_plane.steps.slices import SLICE_SEQUENCES, SLICE_TOKENS
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.slices import Slices
@@ -71,7 +71,7 @@ class Requests:
             raise
         slices: Slices[Any]
         if earlier is not None:
-            slices = self._take_again(session, request)
+            slices = self._take_again(session, admission, request)
         else:
             numbers.use()
             slices = self._kinds[type(request)](session, admission, request)
@@ -115,10 +115,12 @@ class Requests:
         numbers.remember(request, StepAnswer(answer.encoded, answer.step_at))
         return answer
 
-    def _take_again(self, session: Session, request: Request) -> Slices[None]:
+    def _take_again(
+        self, session: Session, admission: PoolAdmission, request: Request
+    ) -> Slices[None]:
         # A receipt is true whenever it arrives. One that is refused does not change the answer.
         try:
-            yield from take_receipts(session, self._bounded(request.receipts))
+            yield from take_receipts(session, admission, self._bounded(request.receipts))
         except KvplaneError as error:
             _LOGGER.info("a repeated request brought a receipt that was refused: %s", error.reason)
 
@@ -126,7 +128,7 @@ class Requests:
         self, session: Session, admission: PoolAdmission, request: cpb.StepRequest
     ) -> Slices[_Step]:
         if request.receipts:
-            yield from take_receipts(session, self._bounded(request.receipts))
+            yield from take_receipts(session, admission, self._bounded(request.receipts))
         if request.HasField("deferred_tokens"):
             take_deferred_tokens(session, request.deferred_tokens, self._config.max_operations)
         if not request.operations:
@@ -141,15 +143,18 @@ class Requests:
             if step.num_taken_tokens >= SLICE_TOKENS:
                 step.num_taken_tokens = 0
                 yield
-        plan = yield from finish_plan(session, request.number, request.traceparent)
+        plan = None
+        if may_plan(session, operations):
+            plan = yield from finish_plan(session, request.number, request.traceparent)
         return operations, result, plan
 
     def _abort_plans(
         self, session: Session, admission: PoolAdmission, request: cpb.AbortPlansRequest
     ) -> Slices[cpb.AbortPlansResponse]:
         statistics = session.pool.statistics
-        yield from take_receipts(session, self._bounded(request.receipts))
+        yield from take_receipts(session, admission, self._bounded(request.receipts))
         yield from abort_plans(session, request)
+        yield from end_with_plans(session, admission, session.last_plan)
         if request.whole_tables:
             statistics.num_resyncs += 1
         else:

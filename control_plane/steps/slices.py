@@ -7,7 +7,7 @@ how much of each kind that is, by measurement.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvplane.errors import InvalidRequestError
@@ -67,23 +67,31 @@ def parts_of(message: cpb.Append, token_ids: bytes) -> Iterator[tuple[int, cpb.A
     sequence_ids, first_positions = message.sequence_ids, message.first_positions
     num_slots, lookahead = message.num_slots, message.num_lookahead_slots
     given_column = message.num_tokens
-    first = first_token = token = 0
-    for item, given in enumerate(num_tokens, 1):
-        token += given
-        if token - first_token < SLICE_TOKENS and item < num:
-            continue
-        ids, counts = slice(first * 8, item * 8), slice(first * 4, item * 4)
+    for items, tokens in ranges_of(num_tokens):
+        ids, counts = slice(items.start * 8, items.stop * 8), slice(items.start * 4, items.stop * 4)
         yield (
-            first,
+            items.start,
             cpb.Append(
                 sequence_ids=sequence_ids[ids],
                 first_positions=first_positions[counts],
                 num_slots=num_slots[counts],
                 num_tokens=given_column[counts],
-                token_ids=token_ids[first_token * 4 : token * 4],
+                token_ids=token_ids[tokens.start * 4 : tokens.stop * 4],
                 num_lookahead_slots=lookahead[counts],
             ),
         )
+
+
+def ranges_of(num_tokens: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Divide items into parts of about ``SLICE_TOKENS``: the items of each, and their tokens.
+    ``num_tokens``: of each item, none negative.
+    """
+    first = first_token = token = 0
+    for item, given in enumerate(num_tokens, 1):
+        token += given
+        if token - first_token < SLICE_TOKENS and item < len(num_tokens):
+            continue
+        yield range(first, item), range(first_token, token)
         first, first_token = item, token
 
 

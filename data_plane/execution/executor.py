@@ -230,6 +230,16 @@ class Executor:
                 raise NotPermittedError("the grant is another tenant's", field="grant.tenant")
             return self._sessions.open(verified).id
 
+    def open_pins(self, session_id: int, grant: pb.SignedPayload) -> plan_pb2.PinGrant:
+        """Verify the grant to read what a session has pinned. Raises NotPermittedError for another
+        session's, and as ``open`` does.
+        """
+        with self._command.lock, self._command("open_pins"):
+            verified = self._verifier.pin_grant(grant)
+            if verified.session.session_id != session_id:
+                raise NotPermittedError("is another session's", field="pin_grant.session")
+            return verified
+
     def is_open(self, session_id: int) -> bool:
         """Return whether the session was opened here and has not ended."""
         return session_id in self._sessions
@@ -355,7 +365,7 @@ class Executor:
         ``num_layers``: of this shard's layers of the group, from the model's layer ``first_layer``
         on; 0 for all. The data is [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size]
         of the layout's kv_dtype (``BlockService`` says what it is where values are smaller than
-        keys, and ``opaque_pages.pack`` what opaque pages are), on the device for the device tier
+        keys, and ``opaque_pages`` what opaque pages are), on the device for the device tier
         and on the CPU for the host tier. Slots that were not written are 0 in it. Raises
         SequenceNotFoundError, InvalidRequestError, SessionExpiredError, BlockNotWrittenError for a
         block of which no slot was written, StaleGenerationError when a block has been allocated
@@ -384,8 +394,9 @@ class Executor:
         receipt once nothing is missing. Errors name the table entries as ``entries``. Raises as
         ``layer`` does.
         """
-        place = BlockRange(sequence_id, first_block, 0, group, first_layer, num_layers)
-        return self.blocks.write(session_id, place, blocks, plan_number)
+        num_blocks = blocks.shape[1] if blocks.dim() > 1 else 0
+        place = BlockRange(sequence_id, first_block, num_blocks, group, first_layer, num_layers)
+        return self.blocks.write(session_id, [place], blocks, plan_number)
 
     def check_integrity(self) -> None:
         """Check that tables, counts, generations and publications agree. Raises InternalError."""

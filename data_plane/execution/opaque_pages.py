@@ -24,52 +24,72 @@ MAX_KEY_BYTES: Final = 64
 _KEY_AT: Final = 8
 
 
-def pack(
-    pages: torch.Tensor, page_bytes: int, num_bytes: Sequence[int], keys: Sequence[bytes]
-) -> torch.Tensor:
-    """Return blocks as they are stored, uint8 [1, num_blocks, header and page], of ``pages`` uint8
-    [1, num_blocks, page_bytes]. ``num_bytes`` and ``keys``: for each block, or empty.
-
-    Raises InvalidRequestError naming blocks, num_bytes or keys.
+class Pages:
+    """Pages to be written: uint8 [1, num_blocks, page_bytes], on any device, each with the number
+    of its leading bytes that hold something, and a key. ``num_bytes`` and ``keys``: for each page,
+    or empty. Raises InvalidRequestError naming blocks, num_bytes or keys.
     """
-    wanted = f"[1, num_blocks, {page_bytes}]"
-    check_tensor("blocks", pages, wanted, (1, None, page_bytes), (torch.uint8,), pages.device)
-    num_blocks = pages.shape[1]
-    _check_keys(keys, num_blocks)
-    for i, num in enumerate(num_bytes):
-        require(0 <= num <= page_bytes, f"must be 0 to {page_bytes}, is {num}", f"num_bytes[{i}]")
-    header = np.zeros((num_blocks, OPAQUE_HEADER_BYTES), np.uint8)
-    sizes = header[:, :_KEY_AT].view("<i4")
-    sizes[:, 0] = page_bytes if not len(num_bytes) else num_bytes
-    for i, key in enumerate(keys):
-        sizes[i, 1] = len(key)
-        header[i, _KEY_AT : _KEY_AT + len(key)] = np.frombuffer(key, np.uint8)
-    blocks = torch.cat((torch.from_numpy(header).to(pages.device)[None], pages), dim=2)
-    for i, num in enumerate(num_bytes):
-        blocks[0, i, OPAQUE_HEADER_BYTES + num :] = 0
-    return blocks
+
+    def __init__(
+        self,
+        pages: torch.Tensor,
+        page_bytes: int,
+        num_bytes: Sequence[int],
+        keys: Sequence[bytes],
+    ) -> None:
+        wanted = f"[1, num_blocks, {page_bytes}]"
+        check_tensor("blocks", pages, wanted, (1, None, page_bytes), (torch.uint8,), pages.device)
+        num_blocks = pages.shape[1]
+        check_keys(keys, num_blocks)
+        for i, num in enumerate(num_bytes):
+            wanted = f"must be 0 to {page_bytes}, is {num}"
+            require(0 <= num <= page_bytes, wanted, f"num_bytes[{i}]")
+        headers = np.zeros((num_blocks, OPAQUE_HEADER_BYTES), np.uint8)
+        sizes = headers[:, :_KEY_AT].view("<i4")
+        sizes[:, 0] = num_bytes if len(num_bytes) else page_bytes
+        for i, key in enumerate(keys):
+            sizes[i, 1] = len(key)
+            headers[i, _KEY_AT : _KEY_AT + len(key)] = np.frombuffer(key, np.uint8)
+        self._num_bytes: list[int] = sizes[:, 0].tolist()
+        self._headers = torch.from_numpy(headers)
+        self._pages = pages[0]
+
+    def write(self, first: int, rows: Sequence[torch.Tensor]) -> None:
+        """Write the pages from ``first`` on to the memory of blocks, ``rows``. What a page does not
+        hold is 0.
+        """
+        for i, row in enumerate(rows, first):
+            end = OPAQUE_HEADER_BYTES + self._num_bytes[i]
+            row[:OPAQUE_HEADER_BYTES].copy_(self._headers[i])
+            row[OPAQUE_HEADER_BYTES:end].copy_(self._pages[i, : self._num_bytes[i]])
+            row[end:].zero_()
 
 
-def unpack(blocks: torch.Tensor, keys: Sequence[bytes]) -> tuple[torch.Tensor, list[int]]:
-    """Do the inverse of ``pack``. Returns the pages, and how many leading bytes of each page hold
-    something. ``keys``: one for each block, and a page whose own key differs is returned as 0
-    bytes; an empty list compares nothing.
-
-    Raises InvalidRequestError naming keys.
+def read(
+    rows: Sequence[torch.Tensor], keys: Sequence[bytes], out: Sequence[torch.Tensor]
+) -> list[int]:
+    """Copy the pages in the memory of blocks, ``rows``, to ``out``, uint8 [page_bytes] each.
+    Returns how many leading bytes of each hold something; the others are 0. ``keys``: checked ones
+    for each page, of which one whose own key differs is read as 0 bytes; empty to compare nothing.
     """
-    _check_keys(keys, blocks.shape[1])
-    header = blocks[0, :, :OPAQUE_HEADER_BYTES].cpu().contiguous().numpy()
-    sizes = header[:, :_KEY_AT].view("<i4")
-    pages = blocks[:, :, OPAQUE_HEADER_BYTES:]
-    num_bytes = np.clip(sizes[:, 0], 0, pages.shape[2]).tolist()
-    for i, key in enumerate(keys):
-        if header[i, _KEY_AT : _KEY_AT + sizes[i, 1]].tobytes() != key:
-            num_bytes[i] = 0
-            pages[0, i] = 0
-    return pages, num_bytes
+    headers = torch.stack([row[:OPAQUE_HEADER_BYTES] for row in rows]).cpu().numpy()
+    sizes = headers[:, :_KEY_AT].view("<i4")
+    num_bytes = []
+    for i, (row, page) in enumerate(zip(rows, out, strict=True)):
+        num, key_bytes = sizes[i].tolist()
+        if keys and headers[i, _KEY_AT : _KEY_AT + key_bytes].tobytes() != keys[i]:
+            num = 0
+        num = min(max(num, 0), len(page))
+        page[:num].copy_(row[OPAQUE_HEADER_BYTES : OPAQUE_HEADER_BYTES + num])
+        page[num:].zero_()
+        num_bytes.append(num)
+    return num_bytes
 
 
-def _check_keys(keys: Sequence[bytes], num_blocks: int) -> None:
+def check_keys(keys: Sequence[bytes], num_blocks: int) -> None:
+    """Raise InvalidRequestError unless there are no keys, or one of at most ``MAX_KEY_BYTES`` for
+    each block.
+    """
     require(len(keys) in (0, num_blocks), f"must be one for each of {num_blocks} entries", "keys")
     for i, key in enumerate(keys):
         wanted = f"must be at most {MAX_KEY_BYTES} bytes, is {len(key)}"

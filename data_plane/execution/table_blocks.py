@@ -11,18 +11,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from data_plane.execution import opaque_pages
 from data_plane.execution.commands import Commands
 from data_plane.execution.layers import layer_range
 from data_plane.execution.plan_runner import PlanRunner
 from data_plane.execution.shards.shard_kernels import ShardKernels
 from data_plane.kernels.arguments import require
+from data_plane.plans.batches.attention_batch import AttentionBatch
 from data_plane.plans.contents.reused_blocks import ReusedBlocks, ReusedPrefix
+from data_plane.plans.plan_columns import Mask
 from data_plane.plans.sessions import RunningPlan, Sessions
 from data_plane.plans.tables.block_tables import BlockTables, Table, taken_away
 from data_plane.tier_keys import check_group, tier_key_of, tier_of
-from kvplane.errors import InvalidRequestError, PlanOutOfOrderError, StaleGenerationError
+from kvplane.errors import (
+    BlockNotWrittenError,
+    InvalidRequestError,
+    PlanOutOfOrderError,
+    StaleGenerationError,
+)
 from kvplane.layout import Layout
 from kvplane.shard import Shard
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64, UINT8
+from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
 _DEVICE = tier_key_of(0, pb.TIER_DEVICE)
@@ -39,6 +50,25 @@ class BlockRange(NamedTuple):
     group: int = 0
     first_layer: int = 0
     num_layers: int = 0
+
+
+class _Found(NamedTuple):
+    """Blocks of one tier that a request reads: ``places`` in its answer, and how many leading slots
+    of each may be read.
+    """
+
+    places: NDArray[np.int64]
+    part: Table
+    num_slots: NDArray[np.int64]
+
+
+class _Write(NamedTuple):
+    """A range of blocks to write, and the tokens of the span that they hold."""
+
+    batch: AttentionBatch
+    span: int
+    blocks: BlockRange
+    tokens: range
 
 
 class TableBlocks:
@@ -79,19 +109,122 @@ class TableBlocks:
         not written.
         """
         with self._command.lock, self._command("read_blocks"):
-            return self._read(session_id, blocks, entries, only_written=only_written)
+            layers = self._layers_of(blocks)
+            found, refs = self._of_table(session_id, blocks, entries, only_written=only_written)
+            _, part, num_slots = found
+            return self._compute.read(part.tier_key, part.blocks, layers, num_slots), refs
 
-    def _read(
+    def read_pinned(
+        self, grant: plan_pb2.PinGrant, blocks: BlockRange, entries: Sequence[int]
+    ) -> torch.Tensor:
+        """Read pinned blocks, as ``Executor.read_blocks`` does those of a table. ``grant``: that of
+        ``Executor.open_pins``. ``entries``: of its blocks of the group, counted from 0.
+
+        A grant that outlives its pin is as good as long as its blocks hold what they held: raises
+        StaleGenerationError when one of them has been allocated again, and InvalidRequestError.
+        """
+        with self._command.lock, self._command("read_pinned"):
+            layers = self._layers_of(blocks)
+            found = self._of_pins(grant, blocks.group, entries)
+            parts = [
+                self._compute.read(each.part.tier_key, each.part.blocks, layers, each.num_slots)
+                for each in found
+            ]
+            if len(found) == 1:
+                return parts[0]
+            joined = parts[0].new_empty((len(layers), len(entries), *parts[0].shape[2:]))
+            for each, part in zip(found, parts, strict=True):
+                joined[:, torch.from_numpy(each.places)] = part.to(joined.device)
+            return joined
+
+    def read_pages(
+        self,
+        source: int | plan_pb2.PinGrant,
+        blocks: BlockRange,
+        entries: Sequence[int],
+        keys: Sequence[bytes],
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, list[int], pb.Blocks | None]:
+        """Read opaque pages, of a table of the session ``source`` or of a grant. Returns them as
+        ``opaque_pages.read`` does, in ``out`` unless that is None, and for a table its blocks.
+        """
+        opaque_pages.check_keys(keys, len(entries))
+        with self._command.lock, self._command("read_pages"):
+            refs = None
+            if isinstance(source, int):
+                of_table, refs = self._of_table(source, blocks, entries, only_written=False)
+                found = [of_table]
+            else:
+                found = self._of_pins(source, blocks.group, entries)
+            if out is None:
+                page_bytes = self._layout.groups[blocks.group].page_bytes
+                out = torch.empty((1, len(entries), page_bytes), dtype=torch.uint8)
+            num_bytes = [0] * len(entries)
+            for places, part, _ in found:
+                with self._compute.rows(part.tier_key, part.blocks) as rows:
+                    at = places.tolist()
+                    of_rows = [keys[i] for i in at] if len(keys) else []
+                    done = opaque_pages.read(rows, of_rows, [out[0, i] for i in at])
+                for i, num in zip(at, done, strict=True):
+                    num_bytes[i] = num
+            return out, num_bytes, refs
+
+    def _layers_of(self, blocks: BlockRange) -> range:
+        check_group(blocks.group, self._layout, "group")
+        held = self._shard.group_layers(self._layout, blocks.group)
+        return layer_range(held, blocks.first_layer, blocks.num_layers)
+
+    def _of_pins(
+        self, grant: plan_pb2.PinGrant, group: int, entries: Sequence[int]
+    ) -> list[_Found]:
+        """Return what a grant's entries of a group are, by tier. Raises as ``read_pinned``."""
+        check_group(group, self._layout, "group")
+        groups = np.asarray(columns.read(UINT8, grant.groups, "pin_grant.groups"))
+        given = (
+            np.asarray(columns.read(kind, column, "pin_grant.blocks", length=len(groups)))
+            for kind, column in (
+                (UINT8, grant.tiers),
+                (INT32, grant.indices),
+                (INT64, grant.generations),
+            )
+        )
+        tiers, blocks, generations = (column[groups == group] for column in given)
+        places = _check_places(entries, len(blocks), "the grant has", blocks < 0)
+        found = []
+        for tier in np.unique(tiers[places]).tolist():
+            at = np.flatnonzero(tiers[places] == tier)
+            chosen = places[at]
+            part = Table(tier_key_of(group, tier), blocks[chosen], generations[chosen])
+            self._check_present(part, at)
+            found.append(_Found(at, part, np.full(len(at), self._tables.block_size_tokens)))
+        return found
+
+    def _check_present(self, part: Table, places: NDArray[np.int64]) -> None:
+        """Check that blocks still hold what was published in them. ``places``: in the request."""
+        present = self._tables.generations[part.tier_key][part.blocks] == part.generations
+        if not present.all():
+            raise StaleGenerationError(
+                "the block has been allocated again since its pin ended: look the prompt up again",
+                field=f"entries[{places[int(present.argmin())]}]",
+            )
+        is_whole = (
+            self._tables.num_written[part.tier_key][part.blocks] == self._tables.block_size_tokens
+        )
+        if not is_whole.all():
+            raise BlockNotWrittenError(
+                "the block is not whole", field=f"entries[{places[int(is_whole.argmin())]}]"
+            )
+
+    def _of_table(
         self, session_id: int, blocks: BlockRange, entries: Sequence[int], *, only_written: bool
-    ) -> tuple[torch.Tensor, pb.Blocks]:
+    ) -> tuple[_Found, pb.Blocks]:
         latest = self._sessions.get(session_id).latest
         if latest is not None:
             latest.check_transferred()
-        check_group(blocks.group, self._layout, "group")
+        layers = self._layers_of(blocks)
+        held = self._shard.group_layers(self._layout, blocks.group)
         table = self._tables.get(session_id, blocks.sequence_id, "sequence_id", blocks.group)
         places = _check_entries(table, entries)
-        held = self._shard.group_layers(self._layout, blocks.group)
-        layers = layer_range(held, blocks.first_layer, blocks.num_layers)
         part = table.at(places)
         if self._tables.first_stale([part]) is not None:
             raise StaleGenerationError(taken_away(blocks.sequence_id), field="sequence_id")
@@ -106,34 +239,87 @@ class TableBlocks:
             indices=part.blocks.astype("<i4").tobytes(),
             generations=part.generations.astype("<i8").tobytes(),
         )
-        return self._compute.read(part.tier_key, part.blocks, layers, counts), refs
+        return _Found(np.arange(len(places)), part, counts), refs
 
     def write(
-        self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
+        self,
+        session_id: int,
+        blocks: Sequence[BlockRange],
+        data: torch.Tensor,
+        plan_number: int | None,
     ) -> pb.SignedPayload | None:
-        """Write blocks as ``Executor.write_blocks``; the number of blocks is that of ``data``."""
+        """Write blocks as ``Executor.write_blocks``: those of one range after those of another, all
+        in the same layers.
+        """
         with self._command.lock, self._command("write_blocks"):
-            return self._write(session_id, blocks, data, plan_number)
+            layers = self._layers_of(blocks[0])
+            self._compute.check_blocks(blocks[0].group, layers, data)
+
+            def write_one(at: int, write: _Write) -> None:
+                given = data[:, at : at + write.blocks.num_blocks]
+                first, tokens = write.blocks.first_block, write.tokens
+                self._compute.write_span(write.batch, write.span, layers, first, given, tokens)
+
+            return self._write(session_id, blocks, plan_number, write_one)
+
+    def write_pages(
+        self,
+        session_id: int,
+        blocks: Sequence[BlockRange],
+        pages: torch.Tensor,
+        num_bytes: Sequence[int],
+        keys: Sequence[bytes],
+        plan_number: int | None,
+    ) -> pb.SignedPayload | None:
+        """Write opaque pages as ``write`` does blocks. ``pages``, ``num_bytes`` and ``keys``: as of
+        ``opaque_pages.Pages``.
+        """
+        with self._command.lock, self._command("write_pages"):
+            group = check_group(blocks[0].group, self._layout, "group")
+            page_bytes = self._layout.groups[group].page_bytes
+            given = opaque_pages.Pages(pages, page_bytes, num_bytes, keys)
+
+            def write_one(at: int, write: _Write) -> None:
+                first = int(write.batch.first_positions[write.span]) + write.tokens.start
+                skipped = first // self._tables.block_size_tokens - write.blocks.first_block
+                with self._compute.span_rows(write.batch, write.span, write.tokens) as rows:
+                    given.write(at + skipped, rows)
+
+            return self._write(session_id, blocks, plan_number, write_one)
 
     def _write(
-        self, session_id: int, blocks: BlockRange, data: torch.Tensor, plan_number: int | None
+        self,
+        session_id: int,
+        blocks: Sequence[BlockRange],
+        plan_number: int | None,
+        write_one: Callable[[int, _Write], None],
     ) -> pb.SignedPayload | None:
+        """Check all ranges, and then write each. ``write_one`` is given the index of a range's
+        first block.
+        """
         session, run = self._plans.latest(session_id, plan_number)
         if run.pass_index is not None:
             raise PlanOutOfOrderError(
                 "the plan is computed in passes: send its layers", field="plan.number"
             )
-        batch = self._plans.batch(run, check_group(blocks.group, self._layout, "group"))
-        span = batch.span_of(blocks.sequence_id)
-        held = self._shard.group_layers(self._layout, blocks.group)
-        layers = layer_range(held, blocks.first_layer, blocks.num_layers)
-        tokens = self._compute.check_blocks(batch, span, layers, blocks.first_block, data)
+        group, layers = blocks[0].group, self._layers_of(blocks[0])
+        batch = self._plans.batch(run, group)
+        held = self._shard.group_layers(self._layout, group)
         of_shard = [self._layers.index(held[layer]) for layer in layers]
-        run.progress.check_no_gap(of_shard, span, tokens.start)
+        writes, num_blocks = list[_Write](), 0
+        for each in blocks:
+            span = batch.span_of(each.sequence_id, f"sequence_ids[{num_blocks}]")
+            num_blocks += each.num_blocks
+            tokens = self._compute.tokens_of(batch, span, each.first_block, each.num_blocks)
+            run.progress.check_no_gap(of_shard, span, tokens.start)
+            writes.append(_Write(batch, span, each, tokens))
         if not run.is_complete:
             self._plans.write_checks.check_may_write(session, run)
-            self._compute.write_span(batch, span, layers, blocks.first_block, data, tokens)
-            run.progress.extend(of_shard, span, tokens.stop)
+            at = 0
+            for write in writes:
+                write_one(at, write)
+                run.progress.extend(of_shard, write.span, write.tokens.stop)
+                at += write.blocks.num_blocks
         return self._plans.receipt(session, run)
 
     def of_span(self, session_id: int, sequence_id: int, plan_number: int) -> range:
@@ -205,15 +391,26 @@ def _check_entries(table: Table, entries: Sequence[int]) -> NDArray[np.int64]:
     """Return ``entries`` as an array. Raises InvalidRequestError when it is empty or names entries
     that the table does not have.
     """
+    is_trimmed = np.arange(len(table.blocks)) < table.num_trimmed
+    return _check_places(entries, len(table.blocks), "the table has", is_trimmed)
+
+
+def _check_places(
+    entries: Sequence[int], length: int, has: str, is_trimmed: Mask
+) -> NDArray[np.int64]:
+    """Return ``entries`` as an array. Raises InvalidRequestError when it is empty, or names entries
+    that there are not or that ``is_trimmed`` has.
+    """
     require(len(entries) > 0, "must have at least one entry", "entries")
     places = np.asarray(entries, np.int64)
-    length = len(table.blocks)
-    missing = np.flatnonzero((places < table.num_trimmed) | (places >= length))
-    if len(missing):
+    is_there = (places >= 0) & (places < length)
+    is_there[is_there] = ~is_trimmed[places[is_there]]
+    if not is_there.all():
+        first = int(is_there.argmin())
         raise InvalidRequestError(
-            f"there is no entry {places[missing[0]]}: the table has {length} entries, of which the "
-            f"first {table.num_trimmed} were trimmed",
-            field=f"entries[{missing[0]}]",
+            f"there is no entry {places[first]}: {has} {length} entries, of which "
+            f"{int(is_trimmed.sum())} lie behind the attention window",
+            field=f"entries[{first}]",
         )
     return places
 

@@ -25,7 +25,7 @@ from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION, OLDEST_PAYLOAD_VERSION
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as pb
 
-Payload = TypeVar("Payload", plan_pb2.Plan, plan_pb2.SessionGrant)
+Payload = TypeVar("Payload", plan_pb2.Plan, plan_pb2.SessionGrant, plan_pb2.PinGrant)
 
 _MAX_EPOCH: Final = 2**64 - 1
 
@@ -77,6 +77,10 @@ class Verifier:
     def grant(self, signed: pb.SignedPayload) -> plan_pb2.SessionGrant:
         """Verify a session's grant and return it parsed. Raises as ``plan`` does."""
         return self._read(signed, signing.GRANT, plan_pb2.SessionGrant, "grant")[0]
+
+    def pin_grant(self, signed: pb.SignedPayload) -> plan_pb2.PinGrant:
+        """Verify a grant to read pinned blocks and return it parsed. Raises as ``plan`` does."""
+        return self._read(signed, signing.PIN_GRANT, plan_pb2.PinGrant, "pin_grant")[0]
 
     def plan(self, signed: pb.SignedPayload) -> tuple[plan_pb2.Plan, bytes]:
         """Verify a plan for this pool, epoch and incarnation. Returns it and its payload's digest.
@@ -163,7 +167,9 @@ class Verifier:
         if message.pool_id == self.pool_id and len(message.shard_epochs) == self.num_shards:
             self._check_run(message, field)
 
-    def _check_run(self, message: plan_pb2.Plan | plan_pb2.SessionGrant, field: str) -> None:
+    def _check_run(
+        self, message: plan_pb2.Plan | plan_pb2.SessionGrant | plan_pb2.PinGrant, field: str
+    ) -> None:
         epoch = message.shard_epochs[self.shard_index]
         if epoch != self.epoch:
             raise StaleEpochError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from google.protobuf.message import Message
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.layers import layer_index
@@ -14,8 +15,9 @@ from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.backends.bound_layers import BoundLayer
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
+from data_plane.server.block_requests import BlockRequests
 from data_plane.server.calls import refuse_fields
-from data_plane.server.local.region import Region, overlap
+from data_plane.server.local.region import Region, no_region, overlap
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -75,6 +77,7 @@ class ExecuteStream:
         """Names what was begun here last."""
         self.named = b""
         """How packets of bound layers name that: see ``packets.named``."""
+        self._blocks = BlockRequests(executor)
         self._regions: dict[int, Region] = {}
         self._share: Share = _share_nothing
 
@@ -101,9 +104,17 @@ class ExecuteStream:
             response = pb.ExecuteResponse(output=layer.answer)
             _complete(response.output, output, receipt)
             return response
+        if kind == "read":
+            self._check_open(request.read)
+            read = self._blocks.read(self.session_id, request.read, self._shared)
+            return pb.ExecuteResponse(read=read)
+        if kind == "write":
+            self._check_open(request.write)
+            written = self._blocks.write(self.session_id, request.write, self._shared)
+            return pb.ExecuteResponse(written=written)
         raise InvalidRequestError(
-            "must be open, plan or layer: other messages are unknown to this data plane, or not "
-            "served here",
+            "must be open, plan, layer, read or write: other messages are unknown to this data "
+            "plane, or not served here",
             field="message",
         )
 
@@ -183,12 +194,15 @@ class ExecuteStream:
 
     def _start_on_stream(self, request: pb.StartPlanRequest) -> pb.StartPlanResponse:
         self.begun = None
+        self._check_open(request, "plan.")
+        return self._start(request.plan, _pass_of(request))
+
+    def _check_open(self, request: Message, prefix: str = "") -> None:
         if not self.session_id:
             raise InvalidRequestError(
                 "the stream is not open: send an open message first", field="open"
             )
-        refuse_fields(request, ["grant"], "the stream was opened with a grant", "plan.")
-        return self._start(request.plan, _pass_of(request))
+        refuse_fields(request, ["grant"], "the stream was opened with a grant", prefix)
 
     def _start(
         self, plan: tpb.SignedPayload, of_pass: int | None, *, swaps: bool | None = None
@@ -284,11 +298,7 @@ class ExecuteStream:
 
     def _shared(self, place: tpb.MemoryRange, field: str) -> Region:
         if not self._regions:
-            raise InvalidRequestError(
-                "names shared memory, but no region was agreed with this client: send the elements "
-                "as data",
-                field=field,
-            )
+            return no_region(place, field)
         region = self._regions.get(place.region_id)
         if region is None:
             raise InvalidRequestError(

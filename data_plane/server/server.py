@@ -153,9 +153,7 @@ class DataPlaneServer(PlaneServer):
         executions = ExecutionService(
             calls, self.executor, rejected=self.metrics.rpc.rejected, local=self.local
         )
-        blocks = BlockService(
-            calls, self.executor, max_message_bytes=MAX_MESSAGE_BYTES, files=self.files
-        )
+        blocks = BlockService(calls, self.executor, files=self.files)
         about = ServerService(self._describe)
         super().__init__(
             config,

@@ -17,9 +17,10 @@ from weakref import WeakSet
 from kvplane import ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
+from kvplane.execution.pages import read_pages, write_pages
 from kvplane.execution.shard_execution import ShardExecution, answered_tensor
 from kvplane.layout import Layout
-from kvplane.results import ShardBlocks, Signed
+from kvplane.results import Pinned, ShardBlocks, Signed
 from kvplane.shard import QueryHeads, Shard
 from kvplane.tensor import Tensor, join_heads
 from kvplane.transport.connection import Connection
@@ -173,7 +174,7 @@ class Execution:
 
     async def read_blocks(
         self,
-        sequence_id: int,
+        source: int | Pinned,
         entries: ops.Numbers = 0,
         *,
         group: int = 0,
@@ -182,21 +183,17 @@ class Execution:
         keys: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[ShardBlocks]:
-        """Read these entries of a sequence's table, from each shard.
+        """Read these entries of a sequence's table, or of what is pinned, from each shard.
 
+        ``source``: the sequence's id, or what ``ops.pin`` found: see ``Pinned.entries``.
         ``num_layers``: layers read, from the model's layer ``first_layer`` on; 0 means all that
         each shard holds. ``keys``: of opaque pages, for each entry the caller's own key; an entry
-        that was written with another is read as 0 bytes. Raises SequenceNotFoundError, and
-        BlockNotWrittenError for an entry in which nothing was written.
+        that was written with another is read as 0 bytes. Raises SequenceNotFoundError,
+        BlockNotWrittenError for an entry in which nothing was written, and StaleGenerationError for
+        one whose pin has ended and whose block was allocated again.
         """
-        request = pb.ReadBlocksRequest(
-            sequence_id=sequence_id,
-            entries=ops.pack_each(INT32, entries, "entries"),
-            group=group,
-            first_layer=first_layer,
-            num_layers=num_layers,
-            keys=keys,
-        )
+        request = _read_request(source, entries, keys)
+        request.group, request.first_layer, request.num_layers = group, first_layer, num_layers
         answers = await all_of([each.read_blocks(request, timeout_s) for each in self._shards])
         return [
             ShardBlocks(
@@ -254,6 +251,82 @@ class Execution:
         ]
         await all_of(writes)
 
+    async def read_pages(
+        self,
+        source: int | Pinned,
+        into: Sequence[memoryview],
+        entries: ops.Numbers | None = None,
+        *,
+        keys: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """Read opaque pages into buffers, each of ``page_bytes``, through shared memory on the data
+        plane's machine. ``source``, ``keys``: as of ``read_blocks``. ``entries``: None for those
+        from the first on.
+
+        Returns how many leading bytes of each page hold something; only these are copied. The
+        buffers are not kept. Raises as ``read_blocks``.
+        """
+        shard, page_bytes = self._of_pages()
+        rooms = [memoryview(room).cast("B") for room in into]
+        for i, room in enumerate(rooms):
+            if len(room) < page_bytes or room.readonly:
+                raise InvalidRequestError(
+                    f"must be a writable buffer of {page_bytes} bytes", field=f"into[{i}]"
+                )
+        request = _read_request(source, range(len(rooms)) if entries is None else entries, keys)
+        if count(INT32, request.entries) != len(rooms):
+            raise InvalidRequestError(f"must be {len(rooms)}, one for each buffer", field="entries")
+        return await read_pages(shard, request, rooms, page_bytes, timeout_s)
+
+    async def write_pages(
+        self,
+        plan: Signed,
+        sequence_ids: ops.Numbers,
+        pages: Sequence[bytes | memoryview],
+        entries: ops.Numbers = 0,
+        *,
+        keys: Sequence[bytes] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        """Start a plan and write opaque pages of it, through shared memory on the data plane's
+        machine. No ``start`` is needed. Safe to repeat.
+
+        ``sequence_ids``, ``entries``: for each page, its sequence and its place in the table; those
+        of a sequence follow one another. ``pages``: of at most ``page_bytes`` each. ``keys``: as of
+        ``write_blocks``.
+        """
+        shard, page_bytes = self._of_pages()
+        parts = [memoryview(page).cast("B") for page in pages]
+        for i, page in enumerate(parts):
+            if len(page) > page_bytes:
+                raise InvalidRequestError(
+                    f"must be at most {page_bytes} bytes, is {len(page)}", field=f"pages[{i}]"
+                )
+        request = pb.WriteBlocksRequest(
+            plan=cast(SignedPayload, plan),
+            sequence_ids=ops.pack_each(INT64, sequence_ids, "sequence_ids", len(parts)),
+            entries=ops.pack_each(INT32, entries, "entries", len(parts)),
+            keys=keys,
+        )
+        for field, num in (
+            ("sequence_ids", count(INT64, request.sequence_ids)),
+            ("entries", count(INT32, request.entries)),
+            ("keys", len(keys) or len(parts)),
+        ):
+            if num != len(parts):
+                raise InvalidRequestError(f"must be {len(parts)}, one for each page", field=field)
+        await write_pages(shard, request, parts, page_bytes, timeout_s)
+
+    def _of_pages(self) -> tuple[ShardExecution, int]:
+        """Return the shard of a pool of opaque pages, and their size. Raises InvalidRequestError
+        for another pool.
+        """
+        page_bytes = self._layout.groups[0].page_bytes if self._layout is not None else 0
+        if self._only is None or not page_bytes:
+            raise InvalidRequestError("is not one of opaque pages, as far as known", field="layout")
+        return self._only, page_bytes
+
     async def load_files(
         self, sequence_id: int, tokens: ops.Tokens, *, timeout_s: float | None = None
     ) -> int:
@@ -271,6 +344,19 @@ class Execution:
     async def close(self) -> None:
         """End the streams to the shards. Another execution can continue the plan."""
         await all_of([each.close() for each in self._shards])
+
+
+def _read_request(
+    source: int | Pinned, entries: ops.Numbers, keys: Sequence[bytes]
+) -> pb.ReadBlocksRequest:
+    """Return a request for entries of a table or of pins."""
+    column = ops.pack_each(INT32, entries, "entries")
+    if isinstance(source, int):
+        return pb.ReadBlocksRequest(sequence_id=source, entries=column, keys=keys)
+    if source.grant is None:
+        raise InvalidRequestError("holds nothing: no prompt was found", field="source")
+    grant = cast(SignedPayload, source.grant)
+    return pb.ReadBlocksRequest(pin_grant=grant, entries=column, keys=keys)
 
 
 def shards_of(execution: Execution) -> Sequence[ShardExecution]:

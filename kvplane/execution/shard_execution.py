@@ -272,11 +272,50 @@ class ShardExecution:
 
     async def write_blocks(self, request: pb.WriteBlocksRequest, timeout_s: float | None) -> None:
         """Write blocks of the plan started last, and take its receipt with the last of them."""
-        request.grant.CopyFrom(self._grant)
         request.plan.CopyFrom(self._started_plan().request.plan.plan)
-        self._note_receipt(
-            await self._connection.call(self._blocks.WriteBlocks, request, timeout_s)
+        self._note_receipt(await self.send_blocks(request, timeout_s))
+
+    async def send_blocks(
+        self, request: pb.WriteBlocksRequest, timeout_s: float | None
+    ) -> pb.WriteBlocksResponse:
+        """Send a request to write blocks of the plan that it has, with the execution's grant."""
+        request.grant.CopyFrom(self._grant)
+        response: pb.WriteBlocksResponse = await self._connection.call(
+            self._blocks.WriteBlocks, request, timeout_s
         )
+        return response
+
+    async def in_turn(self, deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until the deadline, with an open stream and no other call of this execution. What
+        lasts until then is cancelled.
+        """
+        async with deadline.guard(), self._lock:
+            await _tried(deadline, self._open)
+            return await _tried(deadline, attempt)
+
+    async def ask_region(
+        self, local: LocalConnection, request: pb.ExecuteRequest
+    ) -> pb.ExecuteResponse:
+        """Send a request whose tensors are in the region and return its answer, in a turn. Raises
+        its error.
+        """
+        if self._begun is not None:
+            by = self._begun.by
+            began = await (self._stream.receive() if by is None else by.receive_soon())
+            self._check_begun(_parse(began) if isinstance(began, bytes) else began)
+        local.send(request.SerializeToString())
+        answer = _parse(await local.receive_soon())
+        if answer.HasField("error"):
+            raise from_wire(answer.error)
+        return answer
+
+    def deadline(self, timeout_s: float | None) -> Deadline:
+        """Return the deadline of a call that begins now. Raises InvalidRequestError."""
+        return self._connection.deadline(timeout_s)
+
+    def take_receipt(self, answer: pb.WriteBlocksResponse, plan: SignedPayload) -> None:
+        """Pass the receipt of a plan on once, if the answer has one."""
+        self._take_receipt(answer, _number_of(plan))
 
     async def find_files(self, token_ids: bytes, timeout_s: float | None) -> int:
         """Count the leading full blocks of a prompt that the shard has in files."""
@@ -497,12 +536,14 @@ class ShardExecution:
             raise InternalError("a layer was answered as another one")
 
     def _note_receipt(self, answer: _Receipted) -> None:
-        """Keep the receipt, if the answer has one."""
-        if not answer.HasField("receipt"):
-            return
-        self.receipt = answer.receipt
-        number = self._started_plan().number
-        if self._take is not None and number != self._last_taken:
+        """Keep the receipt of the plan started last, if the answer has one."""
+        if answer.HasField("receipt"):
+            self.receipt = answer.receipt
+            self._take_receipt(answer, self._started_plan().number)
+
+    def _take_receipt(self, answer: _Receipted, number: int) -> None:
+        """Pass the receipt of a plan on once, if the answer has one."""
+        if self._take is not None and answer.HasField("receipt") and number != self._last_taken:
             self._last_taken = number
             self._take(answer.receipt)
 

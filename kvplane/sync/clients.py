@@ -115,6 +115,8 @@ class Execution(Portal[execution.Execution]):
     key_shape = immediate(execution.Execution.key_shape)
     read_blocks = blocking(execution.Execution.read_blocks)
     write_blocks = blocking(execution.Execution.write_blocks)
+    read_pages = blocking(execution.Execution.read_pages)
+    write_pages = blocking(execution.Execution.write_pages)
     load_files = blocking(execution.Execution.load_files)
     close = blocking(execution.Execution.close)
 

@@ -26,7 +26,7 @@ from kvplane.v1 import local_pb2 as kvplane_dot_v1_dot_local__pb2
 from kvplane.v1 import types_pb2 as kvplane_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvplane/v1/execution.proto\x12\nkvplane.v1\x1a\x16kvplane/v1/local.proto\x1a\x16kvplane/v1/types.proto\"\xfd\x01\n\x0e\x45xecuteRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.OpenExecutionH\x00\x12,\n\x04plan\x18\x02 \x01(\x0b\x32\x1c.kvplane.v1.StartPlanRequestH\x00\x12,\n\x05layer\x18\x03 \x01(\x0b\x32\x1b.kvplane.v1.RunLayerRequestH\x00\x12)\n\x04join\x18\x04 \x01(\x0b\x32\x19.kvplane.v1.JoinExecutionH\x00\x12.\n\x05share\x18\x05 \x01(\x0b\x32\x1d.kvplane.v1.ShareDeviceMemoryH\x00\x42\t\n\x07message\"\x80\x02\n\x0f\x45xecuteResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.kvplane.v1.ExecutionOpenedH\x00\x12\x30\n\x07started\x18\x02 \x01(\x0b\x32\x1d.kvplane.v1.StartPlanResponseH\x00\x12.\n\x06output\x18\x03 \x01(\x0b\x32\x1c.kvplane.v1.RunLayerResponseH\x00\x12-\n\x06joined\x18\x04 \x01(\x0b\x32\x1b.kvplane.v1.ExecutionJoinedH\x00\x12\"\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x11.kvplane.v1.ErrorH\x00\x42\t\n\x07message\"J\n\rOpenExecution\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x0f\n\x07host_id\x18\x02 \x01(\t\"H\n\x0f\x45xecutionOpened\x12\x0e\n\x06layers\x18\x01 \x03(\x05\x12%\n\x05local\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.LocalOffer\"\x8d\x01\n\x10StartPlanRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x17\n\npass_index\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\r\n\x0b_pass_index\"\xb1\x01\n\x11StartPlanResponse\x12\x13\n\x0bplan_number\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12*\n\x07receipt\x18\x04 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x19\n\x11num_copied_blocks\x18\x05 \x01(\x05\x12\x1a\n\x12num_swapped_blocks\x18\x06 \x01(\x05\"\xef\x02\n\x0fRunLayerRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\r\n\x05layer\x18\x03 \x01(\x05\x12!\n\x05query\x18\x04 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12\x1f\n\x03key\x18\x05 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12!\n\x05value\x18\x06 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12-\n\x07options\x18\x07 \x01(\x0b\x32\x1c.kvplane.v1.AttentionOptions\x12\'\n\x06output\x18\x08 \x01(\x0b\x32\x17.kvplane.v1.MemoryRange\x12\x13\n\x0bplan_number\x18\t \x01(\x03\x12\x17\n\npass_index\x18\n \x01(\x05H\x00\x88\x01\x01\x42\r\n\x0b_pass_index\"q\n\x10RunLayerResponse\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\"\n\x06output\x18\x02 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12*\n\x07receipt\x18\x03 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\"}\n\x10\x41ttentionOptions\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x1d\n\x15sliding_window_tokens\x18\x02 \x01(\x05\x12\x14\n\x0c\x61libi_slopes\x18\x03 \x03(\x02\x12\x16\n\x0elogit_soft_cap\x18\x04 \x01(\x02\x12\r\n\x05sinks\x18\x05 \x03(\x02\"\x80\x02\n\x11ReadBlocksRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12,\n\tpin_grant\x18\x03 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\r\n\x05group\x18\x04 \x01(\x05\x12\x0f\n\x07\x65ntries\x18\x05 \x03(\x0f\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\x05\x12\x12\n\nnum_layers\x18\x07 \x01(\x05\x12\'\n\x06output\x18\x08 \x01(\x0b\x32\x17.kvplane.v1.MemoryRange\x12\x0c\n\x04keys\x18\t \x03(\x0c\"\x8a\x01\n\x12ReadBlocksResponse\x12\"\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12!\n\x05table\x18\x02 \x01(\x0b\x32\x12.kvplane.v1.Blocks\x12\x11\n\tnum_bytes\x18\x03 \x03(\x0f\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\x0c\"\xa7\x02\n\x12WriteBlocksRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\r\n\x05group\x18\x03 \x01(\x05\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x10\x12\x0f\n\x07\x65ntries\x18\x05 \x03(\x0f\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\x05\x12\x12\n\nnum_layers\x18\x07 \x01(\x05\x12\"\n\x06\x62locks\x18\x08 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12\x11\n\tnum_bytes\x18\t \x03(\x0f\x12\x0c\n\x04keys\x18\n \x03(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x0b \x01(\x0c\"A\n\x13WriteBlocksResponse\x12*\n\x07receipt\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\"\x92\x01\n\x15LoadFileBlocksRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x03\x12\x11\n\ttoken_ids\x18\x04 \x03(\x0f\"X\n\x16LoadFileBlocksResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x05\x12*\n\x07receipt\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload2\x94\x03\n\x10\x45xecutionService\x12\x46\n\x07\x45xecute\x12\x1a.kvplane.v1.ExecuteRequest\x1a\x1b.kvplane.v1.ExecuteResponse(\x01\x30\x01\x12L\n\x0fReshapeAndCache\x12\x1b.kvplane.v1.RunLayerRequest\x1a\x1c.kvplane.v1.RunLayerResponse\x12K\n\x0ePagedAttention\x12\x1b.kvplane.v1.RunLayerRequest\x1a\x1c.kvplane.v1.RunLayerResponse\x12I\n\nCopyBlocks\x12\x1c.kvplane.v1.StartPlanRequest\x1a\x1d.kvplane.v1.StartPlanResponse\x12I\n\nSwapBlocks\x12\x1c.kvplane.v1.StartPlanRequest\x1a\x1d.kvplane.v1.StartPlanResponse\x1a\x07\xc2\xd7\x18\x03\n\x01\x01\x32\x8d\x02\n\x0c\x42lockService\x12K\n\nReadBlocks\x12\x1d.kvplane.v1.ReadBlocksRequest\x1a\x1e.kvplane.v1.ReadBlocksResponse\x12N\n\x0bWriteBlocks\x12\x1e.kvplane.v1.WriteBlocksRequest\x1a\x1f.kvplane.v1.WriteBlocksResponse\x12W\n\x0eLoadFileBlocks\x12!.kvplane.v1.LoadFileBlocksRequest\x1a\".kvplane.v1.LoadFileBlocksResponse\x1a\x07\xc2\xd7\x18\x03\n\x01\x01\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvplane/v1/execution.proto\x12\nkvplane.v1\x1a\x16kvplane/v1/local.proto\x1a\x16kvplane/v1/types.proto\"\xdd\x02\n\x0e\x45xecuteRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.OpenExecutionH\x00\x12,\n\x04plan\x18\x02 \x01(\x0b\x32\x1c.kvplane.v1.StartPlanRequestH\x00\x12,\n\x05layer\x18\x03 \x01(\x0b\x32\x1b.kvplane.v1.RunLayerRequestH\x00\x12)\n\x04join\x18\x04 \x01(\x0b\x32\x19.kvplane.v1.JoinExecutionH\x00\x12.\n\x05share\x18\x05 \x01(\x0b\x32\x1d.kvplane.v1.ShareDeviceMemoryH\x00\x12-\n\x04read\x18\x06 \x01(\x0b\x32\x1d.kvplane.v1.ReadBlocksRequestH\x00\x12/\n\x05write\x18\x07 \x01(\x0b\x32\x1e.kvplane.v1.WriteBlocksRequestH\x00\x42\t\n\x07message\"\xe4\x02\n\x0f\x45xecuteResponse\x12-\n\x06opened\x18\x01 \x01(\x0b\x32\x1b.kvplane.v1.ExecutionOpenedH\x00\x12\x30\n\x07started\x18\x02 \x01(\x0b\x32\x1d.kvplane.v1.StartPlanResponseH\x00\x12.\n\x06output\x18\x03 \x01(\x0b\x32\x1c.kvplane.v1.RunLayerResponseH\x00\x12-\n\x06joined\x18\x04 \x01(\x0b\x32\x1b.kvplane.v1.ExecutionJoinedH\x00\x12\"\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x11.kvplane.v1.ErrorH\x00\x12.\n\x04read\x18\x06 \x01(\x0b\x32\x1e.kvplane.v1.ReadBlocksResponseH\x00\x12\x32\n\x07written\x18\x07 \x01(\x0b\x32\x1f.kvplane.v1.WriteBlocksResponseH\x00\x42\t\n\x07message\"J\n\rOpenExecution\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x0f\n\x07host_id\x18\x02 \x01(\t\"H\n\x0f\x45xecutionOpened\x12\x0e\n\x06layers\x18\x01 \x03(\x05\x12%\n\x05local\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.LocalOffer\"\x8d\x01\n\x10StartPlanRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x17\n\npass_index\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\r\n\x0b_pass_index\"\xb1\x01\n\x11StartPlanResponse\x12\x13\n\x0bplan_number\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12*\n\x07receipt\x18\x04 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x19\n\x11num_copied_blocks\x18\x05 \x01(\x05\x12\x1a\n\x12num_swapped_blocks\x18\x06 \x01(\x05\"\xef\x02\n\x0fRunLayerRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\r\n\x05layer\x18\x03 \x01(\x05\x12!\n\x05query\x18\x04 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12\x1f\n\x03key\x18\x05 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12!\n\x05value\x18\x06 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12-\n\x07options\x18\x07 \x01(\x0b\x32\x1c.kvplane.v1.AttentionOptions\x12\'\n\x06output\x18\x08 \x01(\x0b\x32\x17.kvplane.v1.MemoryRange\x12\x13\n\x0bplan_number\x18\t \x01(\x03\x12\x17\n\npass_index\x18\n \x01(\x05H\x00\x88\x01\x01\x42\r\n\x0b_pass_index\"q\n\x10RunLayerResponse\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\"\n\x06output\x18\x02 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12*\n\x07receipt\x18\x03 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\"}\n\x10\x41ttentionOptions\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x1d\n\x15sliding_window_tokens\x18\x02 \x01(\x05\x12\x14\n\x0c\x61libi_slopes\x18\x03 \x03(\x02\x12\x16\n\x0elogit_soft_cap\x18\x04 \x01(\x02\x12\r\n\x05sinks\x18\x05 \x03(\x02\"\x80\x02\n\x11ReadBlocksRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x02 \x01(\x03\x12,\n\tpin_grant\x18\x03 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\r\n\x05group\x18\x04 \x01(\x05\x12\x0f\n\x07\x65ntries\x18\x05 \x03(\x0f\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\x05\x12\x12\n\nnum_layers\x18\x07 \x01(\x05\x12\'\n\x06output\x18\x08 \x01(\x0b\x32\x17.kvplane.v1.MemoryRange\x12\x0c\n\x04keys\x18\t \x03(\x0c\"\x8a\x01\n\x12ReadBlocksResponse\x12\"\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12!\n\x05table\x18\x02 \x01(\x0b\x32\x12.kvplane.v1.Blocks\x12\x11\n\tnum_bytes\x18\x03 \x03(\x0f\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\x0c\"\xa7\x02\n\x12WriteBlocksRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\r\n\x05group\x18\x03 \x01(\x05\x12\x14\n\x0csequence_ids\x18\x04 \x03(\x10\x12\x0f\n\x07\x65ntries\x18\x05 \x03(\x0f\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\x05\x12\x12\n\nnum_layers\x18\x07 \x01(\x05\x12\"\n\x06\x62locks\x18\x08 \x01(\x0b\x32\x12.kvplane.v1.Tensor\x12\x11\n\tnum_bytes\x18\t \x03(\x0f\x12\x0c\n\x04keys\x18\n \x03(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x0b \x01(\x0c\"A\n\x13WriteBlocksResponse\x12*\n\x07receipt\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\"\x92\x01\n\x15LoadFileBlocksRequest\x12(\n\x05grant\x18\x01 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\'\n\x04plan\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x03\x12\x11\n\ttoken_ids\x18\x04 \x03(\x0f\"X\n\x16LoadFileBlocksResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x05\x12*\n\x07receipt\x18\x02 \x01(\x0b\x32\x19.kvplane.v1.SignedPayload2\x94\x03\n\x10\x45xecutionService\x12\x46\n\x07\x45xecute\x12\x1a.kvplane.v1.ExecuteRequest\x1a\x1b.kvplane.v1.ExecuteResponse(\x01\x30\x01\x12L\n\x0fReshapeAndCache\x12\x1b.kvplane.v1.RunLayerRequest\x1a\x1c.kvplane.v1.RunLayerResponse\x12K\n\x0ePagedAttention\x12\x1b.kvplane.v1.RunLayerRequest\x1a\x1c.kvplane.v1.RunLayerResponse\x12I\n\nCopyBlocks\x12\x1c.kvplane.v1.StartPlanRequest\x1a\x1d.kvplane.v1.StartPlanResponse\x12I\n\nSwapBlocks\x12\x1c.kvplane.v1.StartPlanRequest\x1a\x1d.kvplane.v1.StartPlanResponse\x1a\x07\xc2\xd7\x18\x03\n\x01\x01\x32\x8d\x02\n\x0c\x42lockService\x12K\n\nReadBlocks\x12\x1d.kvplane.v1.ReadBlocksRequest\x1a\x1e.kvplane.v1.ReadBlocksResponse\x12N\n\x0bWriteBlocks\x12\x1e.kvplane.v1.WriteBlocksRequest\x1a\x1f.kvplane.v1.WriteBlocksResponse\x12W\n\x0eLoadFileBlocks\x12!.kvplane.v1.LoadFileBlocksRequest\x1a\".kvplane.v1.LoadFileBlocksResponse\x1a\x07\xc2\xd7\x18\x03\n\x01\x01\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,37 +39,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKSERVICE']._loaded_options = None
   _globals['_BLOCKSERVICE']._serialized_options = b'\302\327\030\003\n\001\001'
   _globals['_EXECUTEREQUEST']._serialized_start=91
-  _globals['_EXECUTEREQUEST']._serialized_end=344
-  _globals['_EXECUTERESPONSE']._serialized_start=347
-  _globals['_EXECUTERESPONSE']._serialized_end=603
-  _globals['_OPENEXECUTION']._serialized_start=605
-  _globals['_OPENEXECUTION']._serialized_end=679
-  _globals['_EXECUTIONOPENED']._serialized_start=681
-  _globals['_EXECUTIONOPENED']._serialized_end=753
-  _globals['_STARTPLANREQUEST']._serialized_start=756
-  _globals['_STARTPLANREQUEST']._serialized_end=897
-  _globals['_STARTPLANRESPONSE']._serialized_start=900
-  _globals['_STARTPLANRESPONSE']._serialized_end=1077
-  _globals['_RUNLAYERREQUEST']._serialized_start=1080
-  _globals['_RUNLAYERREQUEST']._serialized_end=1447
-  _globals['_RUNLAYERRESPONSE']._serialized_start=1449
-  _globals['_RUNLAYERRESPONSE']._serialized_end=1562
-  _globals['_ATTENTIONOPTIONS']._serialized_start=1564
-  _globals['_ATTENTIONOPTIONS']._serialized_end=1689
-  _globals['_READBLOCKSREQUEST']._serialized_start=1692
-  _globals['_READBLOCKSREQUEST']._serialized_end=1948
-  _globals['_READBLOCKSRESPONSE']._serialized_start=1951
-  _globals['_READBLOCKSRESPONSE']._serialized_end=2089
-  _globals['_WRITEBLOCKSREQUEST']._serialized_start=2092
-  _globals['_WRITEBLOCKSREQUEST']._serialized_end=2387
-  _globals['_WRITEBLOCKSRESPONSE']._serialized_start=2389
-  _globals['_WRITEBLOCKSRESPONSE']._serialized_end=2454
-  _globals['_LOADFILEBLOCKSREQUEST']._serialized_start=2457
-  _globals['_LOADFILEBLOCKSREQUEST']._serialized_end=2603
-  _globals['_LOADFILEBLOCKSRESPONSE']._serialized_start=2605
-  _globals['_LOADFILEBLOCKSRESPONSE']._serialized_end=2693
-  _globals['_EXECUTIONSERVICE']._serialized_start=2696
-  _globals['_EXECUTIONSERVICE']._serialized_end=3100
-  _globals['_BLOCKSERVICE']._serialized_start=3103
-  _globals['_BLOCKSERVICE']._serialized_end=3372
+  _globals['_EXECUTEREQUEST']._serialized_end=440
+  _globals['_EXECUTERESPONSE']._serialized_start=443
+  _globals['_EXECUTERESPONSE']._serialized_end=799
+  _globals['_OPENEXECUTION']._serialized_start=801
+  _globals['_OPENEXECUTION']._serialized_end=875
+  _globals['_EXECUTIONOPENED']._serialized_start=877
+  _globals['_EXECUTIONOPENED']._serialized_end=949
+  _globals['_STARTPLANREQUEST']._serialized_start=952
+  _globals['_STARTPLANREQUEST']._serialized_end=1093
+  _globals['_STARTPLANRESPONSE']._serialized_start=1096
+  _globals['_STARTPLANRESPONSE']._serialized_end=1273
+  _globals['_RUNLAYERREQUEST']._serialized_start=1276
+  _globals['_RUNLAYERREQUEST']._serialized_end=1643
+  _globals['_RUNLAYERRESPONSE']._serialized_start=1645
+  _globals['_RUNLAYERRESPONSE']._serialized_end=1758
+  _globals['_ATTENTIONOPTIONS']._serialized_start=1760
+  _globals['_ATTENTIONOPTIONS']._serialized_end=1885
+  _globals['_READBLOCKSREQUEST']._serialized_start=1888
+  _globals['_READBLOCKSREQUEST']._serialized_end=2144
+  _globals['_READBLOCKSRESPONSE']._serialized_start=2147
+  _globals['_READBLOCKSRESPONSE']._serialized_end=2285
+  _globals['_WRITEBLOCKSREQUEST']._serialized_start=2288
+  _globals['_WRITEBLOCKSREQUEST']._serialized_end=2583
+  _globals['_WRITEBLOCKSRESPONSE']._serialized_start=2585
+  _globals['_WRITEBLOCKSRESPONSE']._serialized_end=2650
+  _globals['_LOADFILEBLOCKSREQUEST']._serialized_start=2653
+  _globals['_LOADFILEBLOCKSREQUEST']._serialized_end=2799
+  _globals['_LOADFILEBLOCKSRESPONSE']._serialized_start=2801
+  _globals['_LOADFILEBLOCKSRESPONSE']._serialized_end=2889
+  _globals['_EXECUTIONSERVICE']._serialized_start=2892
+  _globals['_EXECUTIONSERVICE']._serialized_end=3296
+  _globals['_BLOCKSERVICE']._serialized_start=3299
+  _globals['_BLOCKSERVICE']._serialized_end=3568
 # @@protoc_insertion_point(module_scope)

@@ -9,32 +9,40 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("open", "plan", "layer", "join", "share")
+    __slots__ = ("open", "plan", "layer", "join", "share", "read", "write")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
     open: OpenExecution
     plan: StartPlanRequest
     layer: RunLayerRequest
     join: _local_pb2.JoinExecution
     share: _local_pb2.ShareDeviceMemory
-    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[StartPlanRequest, _Mapping]] = ..., layer: _Optional[_Union[RunLayerRequest, _Mapping]] = ..., join: _Optional[_Union[_local_pb2.JoinExecution, _Mapping]] = ..., share: _Optional[_Union[_local_pb2.ShareDeviceMemory, _Mapping]] = ...) -> None: ...
+    read: ReadBlocksRequest
+    write: WriteBlocksRequest
+    def __init__(self, open: _Optional[_Union[OpenExecution, _Mapping]] = ..., plan: _Optional[_Union[StartPlanRequest, _Mapping]] = ..., layer: _Optional[_Union[RunLayerRequest, _Mapping]] = ..., join: _Optional[_Union[_local_pb2.JoinExecution, _Mapping]] = ..., share: _Optional[_Union[_local_pb2.ShareDeviceMemory, _Mapping]] = ..., read: _Optional[_Union[ReadBlocksRequest, _Mapping]] = ..., write: _Optional[_Union[WriteBlocksRequest, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("opened", "started", "output", "joined", "error")
+    __slots__ = ("opened", "started", "output", "joined", "error", "read", "written")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     JOINED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
     opened: ExecutionOpened
     started: StartPlanResponse
     output: RunLayerResponse
     joined: _local_pb2.ExecutionJoined
     error: _types_pb2.Error
-    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[StartPlanResponse, _Mapping]] = ..., output: _Optional[_Union[RunLayerResponse, _Mapping]] = ..., joined: _Optional[_Union[_local_pb2.ExecutionJoined, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+    read: ReadBlocksResponse
+    written: WriteBlocksResponse
+    def __init__(self, opened: _Optional[_Union[ExecutionOpened, _Mapping]] = ..., started: _Optional[_Union[StartPlanResponse, _Mapping]] = ..., output: _Optional[_Union[RunLayerResponse, _Mapping]] = ..., joined: _Optional[_Union[_local_pb2.ExecutionJoined, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., read: _Optional[_Union[ReadBlocksResponse, _Mapping]] = ..., written: _Optional[_Union[WriteBlocksResponse, _Mapping]] = ...) -> None: ...
 
 class OpenExecution(_message.Message):
     __slots__ = ("grant", "host_id")

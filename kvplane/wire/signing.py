@@ -20,6 +20,7 @@ KEY_BYTES: Final = 32
 PLAN: Final = "kvplane.plane.v1.Plan"
 RECEIPT: Final = "kvplane.plane.v1.Receipt"
 GRANT: Final = "kvplane.plane.v1.SessionGrant"
+PIN_GRANT: Final = "kvplane.plane.v1.PinGrant"
 
 _BLOCK_BYTES: Final = 64
 _NUM_KEYS: Final = 64

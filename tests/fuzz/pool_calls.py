@@ -78,6 +78,22 @@ def free(world: World, session: Session) -> None:
     world.pool.free(session.handle, world.some_ids(session, num))
 
 
+def pin(world: World, session: Session) -> None:
+    """Prompts that may be cached; or a check."""
+    data = world.data
+    prompts = [world.prompt() or world.tokens(3) for _ in range(data.ConsumeIntInRange(0, 3))]
+    counts = b"".join((len(each) // 4).to_bytes(4, "little") for each in prompts)
+    check_as = session.number if data.ConsumeIntInRange(0, 7) == 7 else 0
+    headroom, until_s = world.number(3), world.now_s + data.ConsumeIntInRange(1, 4)
+    pins = world.ids(len(prompts))
+    world.pool.pin(session.handle, pins, counts, b"".join(prompts), headroom, until_s, check_as)
+    assert world.pool.num_pinned(session.handle) >= 0
+
+
+def unpin(world: World, session: Session) -> None:
+    world.pool.unpin(session.handle, world.ids(world.data.ConsumeIntInRange(0, 4)))
+
+
 def swap(world: World, session: Session) -> None:
     """All at once, or the first part of it."""
     ids = world.some_ids(session, world.data.PickValueInList([1, 1, 1, 2, 3]))
@@ -88,7 +104,9 @@ def swap(world: World, session: Session) -> None:
 
 
 def cut(world: World, session: Session) -> None:
-    world.pool.cut(session.handle, world.some_id(session))
+    """Or one that was to end with its plan."""
+    end = world.pool.cut if world.data.ConsumeBool() else world.pool.finish_sequence
+    end(session.handle, world.some_id(session))
 
 
 def reserve(world: World, session: Session) -> None:
@@ -200,6 +218,6 @@ def fence(world: World, _: Session) -> None:
 
 STEP_CALLS: tuple[Call, ...] = (
     admit, compute, compute, compute, compute, append, append, truncate, fork, free, swap, swap,
-    cut, reserve, next_step, next_step, prepare, check, deferred, receipted, receipted, abort,
-    end, end_some, fence,
+    pin, pin, unpin, cut, reserve, next_step, next_step, prepare, check, deferred, receipted,
+    receipted, abort, end, end_some, fence,
 )  # fmt: skip

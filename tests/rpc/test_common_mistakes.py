@@ -110,7 +110,7 @@ async def no_tokens(who: Newcomer) -> None:
 
 @mistake(
     SequenceExistsError,
-    "operations[0].admit.sequence_id: sequence 1 is live already: free it, or take another id",
+    "operations[0].admit.sequence_id: sequence 1 is live already: end it, or take another id",
 )
 async def an_id_twice(who: Newcomer) -> None:
     await who.run(ops.admit(1, [1, 2]))

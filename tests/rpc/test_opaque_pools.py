@@ -17,10 +17,11 @@ from data_plane.execution.opaque_pages import MAX_KEY_BYTES
 from data_plane.server.server import DataPlaneServer
 from kvplane import ControlClient, Execution, Session, Tensor, ops
 from kvplane.errors import InvalidRequestError, LayoutMismatchError, PoolFullError
+from kvplane.execution.execution import shards_of
 from kvplane.layout import MAX_PAGE_BYTES, Layout
 from kvplane.prefixes import BlocksRemoved, BlocksStored, CaughtUp, PrefixEvent, PrefixLoader
 from kvplane.prefixes import tokens_of as named
-from kvplane.results import ShardBlocks
+from kvplane.results import Pinned, ShardBlocks
 from kvplane.wire.v1 import types_pb2 as pb
 from tests.helpers.planes_in_process import control_plane, data_plane, settings_of
 from tests.helpers.refusals import refused
@@ -54,25 +55,37 @@ class Store:
         await self.session.submit_receipts()
 
     async def put(self, chunks: Mapping[bytes, bytes]) -> None:
-        for name, data in chunks.items():
-            sequence_id = await self.admit(name)
-            await self.execution.write_blocks(sequence_id, [page_of(data)], keys=[name])
-            await self.free(sequence_id)
+        """Store chunks: a step and a write, whose receipt goes with the next step."""
+        ids = range(self._last_id + 1, self._last_id + 1 + len(chunks))
+        self._last_id = ids[-1]
+        admissions = zip(ids, chunks, strict=True)
+        step = await self.session.step(
+            [ops.admit(i, named(name), ends_with_plan=True) for i, name in admissions]
+        )
+        step.raise_for_status()
+        assert step.plan is not None
+        await self.execution.write_pages(step.plan, ids, [*chunks.values()], keys=[*chunks])
+        await self.session.submit_receipts()
+
+    async def pin(self, *names: bytes) -> Pinned:
+        """Pin chunks by their names."""
+        self._last_id += len(names)
+        pins = range(self._last_id - len(names) + 1, self._last_id + 1)
+        step = await self.session.run(ops.pin(pins, [*map(named, names)]))
+        assert step.plan is None
+        return step.results[0].pinned
 
     async def get(self, name: bytes, *, key: bytes | None = None) -> bytes | None:
         """The bytes of a chunk; None if it is not there. ``key``: asked for in the name's place."""
-        if not await self.num_cached(name):
+        pinned = await self.pin(name)
+        if not pinned.num_blocks[0]:
             return None
-        self._last_id += 1
-        tokens = [*named(name), 0]  # nothing of the cached block is computed again
-        step = await self.session.run(ops.admit(self._last_id, tokens, num_compute_tokens=0))
-        await self.execution.start(step.plan)
-        keys = [name if key is None else key]
-        (found,) = await self.execution.read_blocks(self._last_id, keys=keys)
-        await self.free(self._last_id)
-        (num_bytes,) = found.num_bytes
-        assert not any(bytes(found.blocks.data)[num_bytes:])
-        return bytes(found.blocks.data)[:num_bytes]
+        page = bytearray(b"\xee" * PAGE_BYTES)
+        (num_bytes,) = await self.execution.read_pages(
+            pinned, [memoryview(page)], keys=[name if key is None else key]
+        )
+        await self.session.step([ops.unpin(self._last_id)])
+        return bytes(page[:num_bytes])
 
     async def num_cached(self, name: bytes) -> int:
         (match,) = await self.control.find_prefix(named(name), pool_ids=[POOL])
@@ -85,14 +98,16 @@ def page_of(data: bytes) -> ShardBlocks:
 
 
 @asynccontextmanager
-async def store(server: ControlPlaneServer, **settings: Any) -> AsyncIterator[Store]:
+async def store(
+    server: ControlPlaneServer, *, shared_memory: bool = True, **settings: Any
+) -> AsyncIterator[Store]:
     """A data plane of opaque pages, registered with the control plane, and a session."""
     wanted: dict[str, Any] = {"opaque_page_bytes": PAGE_BYTES, "model_id": "engine/tiny"}
     wanted |= settings
     async with AsyncExitStack() as stack:
         given = settings_of(POOL, server.address, Path(), **wanted) | {"layout": None}
         plane = await stack.enter_async_context(data_plane(**given))
-        client = ControlClient(server.address, timeout_s=PATIENCE_S)
+        client = ControlClient(server.address, timeout_s=PATIENCE_S, shared_memory=shared_memory)
         control = await stack.enter_async_context(client)
         await control.wait_ready(POOL, timeout_s=60)
         session = await stack.enter_async_context(control.open_session(POOL))
@@ -106,7 +121,17 @@ async def chunks() -> AsyncIterator[Store]:
         yield here
 
 
-async def test_what_was_stored_is_read_by_its_name_and_key(chunks: Store) -> None:
+@pytest.fixture(params=["shared memory", "gRPC"])
+async def either(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """As ``chunks``, with pages through shared memory or in messages."""
+    shared = request.param == "shared memory"
+    async with control_plane() as server, store(server, shared_memory=shared) as here:
+        assert (shards_of(here.execution)[0].local is not None) == shared
+        yield here
+
+
+async def test_what_was_stored_is_read_by_its_name_and_key(either: Store) -> None:
+    chunks = either
     assert await chunks.get(b"first") is None
     await chunks.put(CHUNKS)
     for name, data in CHUNKS.items():
@@ -247,7 +272,8 @@ async def test_chunks_are_retained_and_evicted_as_prefixes_are(chunks: Store) ->
     await chunks.put(CHUNKS)
     await chunks.control.retain_prefix(POOL, named(b"first"), time_to_live_s=60)
     num_blocks = chunks.plane.executor.pools.num_blocks[pb.TIER_DEVICE]
-    await chunks.put({f"more {i}".encode(): b"m" for i in range(2 * num_blocks)})
+    for i in range(2 * num_blocks):
+        await chunks.put({f"more {i}".encode(): b"m"})
     assert await chunks.get(b"first") == CHUNKS[b"first"]
     assert await chunks.get(b"second") is None
 

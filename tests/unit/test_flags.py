@@ -39,7 +39,7 @@ def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str
 @pytest.mark.parametrize(
     ("programs", "most"),
     [
-        ((ControlPlaneSettings,), 35),
+        ((ControlPlaneSettings,), 36),
         # 45 beside --opaque-page-bytes, --model-id and --file-tier-after.
         ((DataPlaneSettings,), 48),
         # 50 beside --grace-s, --max-connections, and the four of /metrics on a port of its own.

@@ -29,6 +29,7 @@ void bind_codes(pybind11::module_& module) {
       {"OTHER_TOKENS", Code::kOtherTokens},
       {"BEYOND_SLOTS", Code::kBeyondSlots},
       {"TOO_MANY_ENTRIES", Code::kTooManyEntries},
+      {"TOO_MANY_PINNED", Code::kTooManyPinned},
   };
   const struct {
     const char* name;

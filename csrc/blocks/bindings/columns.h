@@ -124,6 +124,7 @@ inline PoolConfig make_config(uint32_t block_size_tokens, const py::kwargs& sett
   read_setting("window_tokens", config.window_tokens);
   read_setting("max_sequences", config.max_sequences);
   read_setting("max_table_entries", config.max_table_entries);
+  read_setting("max_pinned_blocks", config.max_pinned_blocks);
   read_setting("max_owner_blocks", config.max_owner_blocks);
   read_setting("seed", config.seed);
   if (num_known != settings.size()) throw py::type_error("there is no such setting");

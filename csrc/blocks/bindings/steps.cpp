@@ -183,6 +183,38 @@ void bind_steps(PoolClass& pool) {
       },
       "handle"_a, "sequence_ids"_a, "check_as"_a = 0);
   pool.def(
+      "pin",
+      [](Pool& self, SessionHandle handle, const py::bytes& pin_ids, const py::bytes& num_tokens,
+         const py::bytes& token_ids, int64_t headroom, double expires_at_s,
+         int64_t check_as) -> py::tuple {
+        PinColumns columns;
+        columns.pin_ids = read<int64_t>(pin_ids, "pin_ids");
+        columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.pin_ids.size);
+        columns.token_ids = read<int32_t>(token_ids, "token_ids");
+        check_tokens(columns.num_tokens, columns.token_ids, 1);
+        if (headroom < 0) throw py::value_error("headroom must not be negative");
+        columns.headroom = headroom;
+        columns.expires_at_s = expires_at_s;
+        const Pinned pinned = in_step(self, handle, check_as, [&](bool only_check) {
+          return self.pin(handle, columns, only_check);
+        });
+        return py::make_tuple(pack(pinned.items.values), as_list(pinned.items.failures),
+                              py::make_tuple(pack(pinned.groups), pack(pinned.tiers),
+                                             pack(pinned.indices), pack(pinned.generations)));
+      },
+      "handle"_a, "pin_ids"_a, "num_tokens"_a, "token_ids"_a, "headroom"_a, "expires_at_s"_a,
+      "check_as"_a = 0);
+  pool.def(
+      "unpin",
+      [](Pool& self, SessionHandle handle, const py::bytes& pin_ids) {
+        self.unpin(checked(self, handle), read<int64_t>(pin_ids, "pin_ids"));
+      },
+      "handle"_a, "pin_ids"_a);
+  pool.def(
+      "num_pinned",
+      [](const Pool& self, SessionHandle handle) { return session_of(self, handle).num_pinned; },
+      "handle"_a);
+  pool.def(
       "swap",
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids, Tier destination,
          int64_t headroom, int64_t max_blocks, int64_t check_as) -> py::object {
@@ -205,6 +237,13 @@ void bind_steps(PoolClass& pool) {
       [](Pool& self, SessionHandle handle, int64_t sequence_id) {
         sequence_of(self.first(), handle, sequence_id);
         return self.cut(handle, sequence_id);
+      },
+      "handle"_a, "sequence_id"_a);
+  pool.def(
+      "finish_sequence",
+      [](Pool& self, SessionHandle handle, int64_t sequence_id) {
+        sequence_of(self.first(), handle, sequence_id);
+        self.finish_sequence(handle, sequence_id);
       },
       "handle"_a, "sequence_id"_a);
   pool.def(

@@ -34,6 +34,7 @@ enum class Code : int32_t {
   kOtherTokens = 22,
   kBeyondSlots = 23,
   kTooManyEntries = 24,
+  kTooManyPinned = 25,
 };
 
 // The most positions of a sequence: columns of positions have 32 bits.
@@ -98,6 +99,25 @@ struct Admitted {
   int64_t num_cached_tokens = 0;
   int64_t num_blocks = 0;
   int64_t num_scheduled_tokens = 0;
+};
+
+// A prompt for each pin.
+struct PinColumns {
+  Span<int64_t> pin_ids;
+  Span<int32_t> num_tokens;
+  Span<int32_t> token_ids;
+  int64_t headroom = 0;
+  double expires_at_s = 0;
+};
+
+// For each pin, how many leading blocks it holds; and these blocks, pin after pin and in each of
+// them group after group.
+struct Pinned {
+  ItemResults items;
+  std::vector<uint8_t> groups;
+  std::vector<uint8_t> tiers;
+  std::vector<int32_t> indices;  // -1 behind the attention window
+  std::vector<int64_t> generations;
 };
 
 struct AppendColumns {

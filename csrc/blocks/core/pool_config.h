@@ -15,7 +15,8 @@ struct PoolConfig {
   int64_t window_tokens = 0;
   int64_t max_sequences = 65536;
   int64_t max_table_entries = 4194304;
-  // Device blocks that tables of an owner's sessions may refer to; 0: any number.
+  int64_t max_pinned_blocks = 4096;  // of a session, at one time
+  // Device blocks that tables and pins of an owner's sessions may refer to; 0: any number.
   int64_t max_owner_blocks = 0;
   uint64_t seed = 0;
 };

@@ -24,7 +24,7 @@ TOO_LONG            a: the id, b: its positions, c: what was given
 TRIMMED             a: the id, b: the first position still held, c: what was given
 OTHER_TOKENS        a: the id, b: the position
 BEYOND_SLOTS        a: the id, b: its slots
-TOO_MANY_ENTRIES    a: the most, b: now, c: more
+TOO_MANY_ENTRIES, TOO_MANY_PINNED   a: the most, b: now, c: more
 """
 
 _Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
@@ -54,6 +54,7 @@ TRIMMED: Final = 21
 OTHER_TOKENS: Final = 22
 BEYOND_SLOTS: Final = 23
 TOO_MANY_ENTRIES: Final = 24
+TOO_MANY_PINNED: Final = 25
 
 FAMILY_STARTED: Final = 1
 """It holds device blocks from now on: it was admitted, or swapped in."""
@@ -75,6 +76,7 @@ class _Settings(TypedDict, total=False):
     window_tokens: int
     max_sequences: int
     max_table_entries: int
+    max_pinned_blocks: int
     max_owner_blocks: int
     """Device blocks that tables of an owner's sessions may refer to; 0: any number."""
     seed: int
@@ -201,6 +203,21 @@ class Pool:
     def free(
         self, handle: int, sequence_ids: bytes, check_as: int = 0
     ) -> tuple[bytes, list[_Failure] | None]: ...
+    def pin(
+        self,
+        handle: int,
+        pin_ids: bytes,
+        num_tokens: bytes,
+        token_ids: bytes,
+        headroom: int,
+        expires_at_s: float,
+        check_as: int = 0,
+    ) -> tuple[bytes, list[_Failure] | None, tuple[bytes, bytes, bytes, bytes]]:
+        """Return the blocks that each pin holds, the refused items, and columns of all blocks:
+        groups, tiers, indices, generations.
+        """
+    def unpin(self, handle: int, pin_ids: bytes) -> None: ...
+    def num_pinned(self, handle: int) -> int: ...
     def swap(
         self,
         handle: int,
@@ -216,6 +233,7 @@ class Pool:
         """
     def swap_some(self, handle: int, max_blocks: int) -> int | _Failure | None: ...
     def cut(self, handle: int, sequence_id: int) -> int: ...
+    def finish_sequence(self, handle: int, sequence_id: int) -> None: ...
     def reserve(self, handle: int, sequence_id: int, num_blocks: int) -> bool: ...
     def prepare(self, handle: int, max_blocks: int) -> bool:
         """Write about ``max_blocks`` of tables, after an abort and before ``finish``. Returns

@@ -28,6 +28,7 @@ LayerGroup::LayerGroup(PoolConfig config_given)
       announcements(index, stores[kDevice]),
       sessions(config.seed),
       tables(*this, stores, announcements),
+      pins(*this, index, stores, tables),
       plans(*this, index, stores, retention, sequences, tables),
       publisher(*this, index, stores[kDevice], sessions, sequences, tables, announcements, plans),
       families(sequences),
@@ -46,6 +47,7 @@ LayerGroup::LayerGroup(PoolConfig config_given)
 void LayerGroup::set_time(double time_s) {
   now_s = time_s;
   retention.expire(now_s);
+  pins.expire(sessions);
 }
 
 void LayerGroup::evicted(Tier tier, SessionHandle handle, Span<Block> blocks, Eviction why) {
@@ -75,6 +77,7 @@ SessionHandle LayerGroup::open_session(std::string_view root, uint32_t owner) {
 void LayerGroup::end_session(SessionHandle handle) {
   Session& session = sessions[handle];
   plans.end_session(session);
+  pins.end_all(session);
   session.sequences.for_each([&](int64_t id, uint32_t i) { session.ending.emplace_back(id, i); });
   session.families.clear();
   session.changed_families.clear();
@@ -152,6 +155,7 @@ void LayerGroup::check() const {
   uses.held.resize(tables.num_owners());
   for (const Session& session : sessions) {
     plans.check(session, uses);
+    pins.check(session);
     swaps.check(session, uses);
     growth.check(session);
     publisher.check(session);

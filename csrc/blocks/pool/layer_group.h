@@ -16,6 +16,7 @@
 #include "steps/append.h"
 #include "steps/families.h"
 #include "steps/forget.h"
+#include "steps/pins.h"
 #include "steps/plans.h"
 #include "steps/publish.h"
 #include "steps/sequences.h"
@@ -62,6 +63,7 @@ struct LayerGroup : Shared {
   Sessions sessions;
   SequenceStore sequences;
   Tables tables;
+  Pins pins;
   PlanLog plans;
   Publisher publisher;
   Families families;

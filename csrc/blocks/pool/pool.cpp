@@ -96,6 +96,13 @@ int64_t Pool::cut(SessionHandle handle, int64_t sequence_id) {
   return num;
 }
 
+void Pool::finish_sequence(SessionHandle handle, int64_t sequence_id) {
+  for (LayerGroup* group : groups_) {
+    Session& session = group->sessions[handle];
+    group->lifecycle.finish(session, *session.sequences.find(sequence_id));
+  }
+}
+
 bool Pool::reserve(SessionHandle handle, int64_t sequence_id, int64_t num_blocks) {
   for (const LayerGroup* group : groups_) {
     const Session& session = group->sessions[handle];

@@ -55,6 +55,8 @@ class Pool {
                        bool only_check);
   ItemResults fork(SessionHandle handle, Span<int64_t> parents, Span<int64_t> ids, bool only_check);
   ItemResults free(SessionHandle handle, Span<int64_t> ids, bool only_check);
+  Pinned pin(SessionHandle handle, const PinColumns& columns, bool only_check);
+  void unpin(SessionHandle handle, Span<int64_t> pin_ids);
   // How many blocks a swap has moved, or why it was refused; nothing while some work is left.
   using Swapped = std::optional<std::variant<int64_t, Failure>>;
   // Handles about `max_blocks` blocks, and `swap_some` as many more, which must be called before
@@ -72,6 +74,8 @@ class Pool {
 
   // Outside of a step
   int64_t cut(SessionHandle handle, int64_t sequence_id);
+  // The same of a sequence that was to end with a plan, which has run or was aborted.
+  void finish_sequence(SessionHandle handle, int64_t sequence_id);
   // Allocates blocks ahead for a sequence; the next plan has its table. It grows by as many in all
   // groups: a table has an entry for each block of tokens in each of them.
   bool reserve(SessionHandle handle, int64_t sequence_id, int64_t num_blocks);

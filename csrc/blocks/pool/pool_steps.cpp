@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "pool/pool.h"
+#include "pool/prefix_search.h"
 #include "pool/proportion.h"
 
 namespace kvplane::blocks {
@@ -291,6 +292,60 @@ ItemResults Pool::free(SessionHandle handle, Span<int64_t> ids, bool only_check)
         const uint32_t index = *session.sequences.find(ids[item]);
         num_released += static_cast<int32_t>(group.lifecycle.end(session, index, session.number));
       });
+}
+
+Pinned Pool::pin(SessionHandle handle, const PinColumns& columns, bool only_check) {
+  const Proportion proportion(groups(), kDevice);
+  const int64_t block_size = first().config.block_size_tokens;
+  Pinned pinned;
+  pinned.items.values.resize(static_cast<size_t>(columns.pin_ids.size));
+  const int32_t* next = columns.token_ids.data;
+  for (int64_t item = 0; item < columns.pin_ids.size; next += columns.num_tokens[item], ++item) {
+    const int64_t id = columns.pin_ids[item];
+    const Span<int32_t> tokens{next, columns.num_tokens[item]};
+    const Session& session = first().sessions[handle];
+    Failure failure = first().pins.check_id(session, id, item);
+    std::vector<std::vector<EntryId>> paths;
+    if (failure.code == Code::kOk) {
+      PrefixSearch search(groups(), first(), first().index.root_name(session.root), tokens, {},
+                          false);
+      search.search_some(std::numeric_limits<int64_t>::max());
+      paths = search.found_in_groups();
+    }
+    for (size_t g = 0; g < paths.size() && failure.code == Code::kOk; ++g) {
+      const LayerGroup& group = *groups_[g];
+      const int64_t headroom = proportion.of_group(group, columns.headroom);
+      failure = group.pins.check_room(group.sessions[handle], paths[g], headroom, item);
+      if (is_later(failure.code)) failure = in_proportion(groups(), group, failure);
+    }
+    if (failure.code != Code::kOk) {
+      pinned.items.failures.push_back(failure);
+      continue;
+    }
+    const auto num = static_cast<int64_t>(paths[0].size());
+    pinned.items.values[static_cast<size_t>(item)] = static_cast<int32_t>(num);
+    for (size_t g = 0; g < paths.size() && !only_check; ++g) {
+      LayerGroup& group = *groups_[g];
+      group.counters.num_lookup_tokens += tokens.size;
+      group.counters.num_hit_tokens += num * block_size;
+      if (!num) continue;
+      const Pin& pin = group.pins.pin(group.sessions[handle], id, paths[g], columns.expires_at_s);
+      for (const PinnedBlock& each : pin.blocks) {
+        const bool is_there = each.block != kNoBlock;
+        pinned.groups.push_back(static_cast<uint8_t>(g));
+        pinned.tiers.push_back(each.tier);
+        pinned.indices.push_back(is_there ? static_cast<int32_t>(each.block) : -1);
+        pinned.generations.push_back(is_there ? group.stores[each.tier].generation(each.block) : 0);
+      }
+    }
+  }
+  return pinned;
+}
+
+void Pool::unpin(SessionHandle handle, Span<int64_t> pin_ids) {
+  for (LayerGroup* group : groups_)
+    for (int64_t i = 0; i < pin_ids.size; ++i)
+      group->pins.unpin(group->sessions[handle], pin_ids[i]);
 }
 
 Pool::Swapped Pool::swap(SessionHandle handle, Span<int64_t> ids, Tier destination,

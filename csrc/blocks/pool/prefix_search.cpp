@@ -59,6 +59,19 @@ bool PrefixSearch::extend(const LayerGroup& group, Path& path, int64_t& left) co
 }
 
 std::vector<EntryId> PrefixSearch::found() const {
+  size_t g = 0;
+  while (groups_[static_cast<int64_t>(g)] != &primary_) ++g;
+  return leading(g, num_agreed());
+}
+
+std::vector<std::vector<EntryId>> PrefixSearch::found_in_groups() const {
+  const int64_t num = num_agreed();
+  std::vector<std::vector<EntryId>> all;
+  for (size_t g = 0; g < paths_.size(); ++g) all.push_back(leading(g, num));
+  return all;
+}
+
+int64_t PrefixSearch::num_agreed() const {
   int64_t most = num_blocks_;
   for (int64_t num_agreed = 0; num_agreed < groups_.size;) {
     num_agreed = 0;
@@ -68,12 +81,13 @@ std::vector<EntryId> PrefixSearch::found() const {
       most = num;
     }
   }
+  return most;
+}
+
+std::vector<EntryId> PrefixSearch::leading(size_t group, int64_t num) const {
   std::vector<EntryId> entries;
-  entries.reserve(static_cast<size_t>(most));
-  for (int64_t g = 0; g < groups_.size; ++g)
-    if (groups_[g] == &primary_)
-      for (int64_t i = 0; i < most; ++i)
-        entries.push_back(paths_[static_cast<size_t>(g)][static_cast<size_t>(i)].first);
+  entries.reserve(static_cast<size_t>(num));
+  for (size_t i = 0; i < static_cast<size_t>(num); ++i) entries.push_back(paths_[group][i].first);
   return entries;
 }
 

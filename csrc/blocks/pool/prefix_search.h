@@ -24,6 +24,8 @@ class PrefixSearch {
   // The entries of the longest prefix of which every group has the blocks that it needs. Holds
   // until the index changes, once none are left.
   std::vector<EntryId> found() const;
+  // The same for each group.
+  std::vector<std::vector<EntryId>> found_in_groups() const;
   const LayerGroup& primary() const { return primary_; }
 
  private:
@@ -31,6 +33,8 @@ class PrefixSearch {
 
   void drop_stale(const LayerGroup& group, Path& path) const;
   bool extend(const LayerGroup& group, Path& path, int64_t& left) const;
+  int64_t num_agreed() const;
+  std::vector<EntryId> leading(size_t group, int64_t num) const;
   int64_t num_covered(const LayerGroup& group, const Path& path, int64_t most) const;
 
   Groups groups_;

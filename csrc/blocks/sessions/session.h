@@ -84,6 +84,21 @@ struct Family {
   bool has_changed = false;  // since the last event
 };
 
+// A cached block that a pin holds, and the entry whose prefix it has; kNoBlock behind the attention
+// window.
+struct PinnedBlock {
+  EntryId entry;
+  uint32_t uid;
+  Tier tier;
+  Block block;
+};
+
+// Leading blocks of a prompt, which a session holds for reading.
+struct Pin {
+  std::vector<PinnedBlock> blocks;
+  double expires_at_s = 0;
+};
+
 // A copy in the host tier that keeps an entry's prefix.
 struct Demotion {
   EntryId entry;
@@ -192,6 +207,10 @@ struct Session {
   std::deque<Release> releases;
   int64_t num_held = 0;     // blocks of chunks of its tables, both tiers
   int64_t num_entries = 0;  // of its tables, shared or not
+
+  // Of Pins.
+  std::unordered_map<int64_t, Pin> pins;
+  int64_t num_pinned = 0;  // blocks of all of them
 
   // Of Swaps.
   Swapping swapping;  // begun only between two slices of a swap

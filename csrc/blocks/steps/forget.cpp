@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <utility>
 
 #include "core/require.h"
 
@@ -84,8 +85,29 @@ Forgotten Forgetter::count_below(EntryId top, int64_t most) const {
   return found;
 }
 
-// Blocks at entries of the roots to which tables refer; with tokens, at the entry `top`, where
-// these end, and below it. Tables of the roots' sequences are all that can refer to them.
+// Visits the blocks that pins hold at entries of the roots; with `top`, from this entry on, which
+// has the block `first` of a prompt. What was forgotten since is no longer of a root.
+template <typename Visit>
+void Forgetter::for_pinned(const std::vector<EntryId>& roots, int64_t first, EntryId top,
+                           const Visit& visit) const {
+  for (const Session& session : sessions_) {
+    if (!session.open || std::find(roots.begin(), roots.end(), session.root) == roots.end())
+      continue;
+    for (const auto& [id, pin] : session.pins) {
+      EntryId before = session.root;
+      for (size_t k = 0; k < pin.blocks.size(); ++k) {
+        const auto& [e, uid, tier, block] = pin.blocks[k];
+        if (!index_.alive(e, uid) || index_[e].parent != before) break;
+        if (top != kNoEntry && static_cast<int64_t>(k) == first && e != top) break;
+        if (block != kNoBlock && static_cast<int64_t>(k) >= first) visit(tier, block);
+        before = e;
+      }
+    }
+  }
+}
+
+// Blocks at entries of the roots to which tables or pins refer; with tokens, at the entry `top`,
+// where these end, and below it. Those of the roots' sessions are all that can refer to them.
 int64_t Forgetter::num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens,
                               EntryId top) const {
   int64_t num = 0;
@@ -111,6 +133,8 @@ int64_t Forgetter::num_in_use(const std::vector<EntryId>& roots, Span<int32_t> t
       ++num;
     }
   }
+  for_pinned(roots, first, top,
+             [&](Tier tier, Block b) { num += !std::exchange(is_counted[tier - 1][b], 1); });
   return num;
 }
 

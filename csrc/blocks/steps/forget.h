@@ -76,6 +76,9 @@ class Forgetter {
 
   Forgotten count_below(EntryId top, int64_t most) const;
   int64_t num_in_use(const std::vector<EntryId>& roots, Span<int32_t> tokens, EntryId top) const;
+  template <typename Visit>
+  void for_pinned(const std::vector<EntryId>& roots, int64_t first, EntryId top,
+                  const Visit& visit) const;
   std::vector<uint32_t> keep_private(EntryId root, Span<int32_t> tokens, int64_t num_blocks);
   void take_apart(EntryId e, EntryId root);
 

@@ -103,6 +103,14 @@ int64_t Lifecycle::end(Session& session, uint32_t index, int64_t plan) {
   return num_released;
 }
 
+int64_t Lifecycle::finish(Session& session, uint32_t index) {
+  const Sequence& sequence = sequences_[index];
+  const int64_t last = std::max({sequence.changed_by, sequence.computed_by, sequence.moved_by,
+                                 sequence.copied_by, sequence.filled_by});
+  const bool is_idle = !session.resync_due && last <= session.done;
+  return is_idle ? end(session, index, session.done) : cut(session, index);
+}
+
 int64_t Lifecycle::cut(Session& session, uint32_t index) {
   // Plans in flight may still touch its blocks; one that is made later drops its table first.
   // Blocks of a draft, or that aborted plans may touch, wait until the next plan has run.

@@ -42,6 +42,8 @@ class Lifecycle {
   // blocks no table refers to any more. Blocks that later receipts say it wrote are published all
   // the same, unless they have been allocated again.
   int64_t end(Session& session, uint32_t index, int64_t plan);
+  // Ends a live sequence outside of a step; one that no plan in flight concerns at once.
+  int64_t finish(Session& session, uint32_t index);
   // Ends a live sequence outside of a step.
   int64_t cut(Session& session, uint32_t index);
   // Ends the sequence of a session that has ended.

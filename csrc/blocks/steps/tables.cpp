@@ -274,6 +274,13 @@ void Tables::check(const Sessions& sessions, const SequenceStore& sequences,
       require(std::adjacent_find(table.begin(), table.end()) == table.end(),
               "a block is twice in it", sequence->id);
     }
+    for (const auto& [id, pin] : session.pins)
+      for (const PinnedBlock& pinned : pin.blocks) {
+        if (pinned.block == kNoBlock) continue;
+        ++uses.refs[pinned.tier - 1][pinned.block];
+        if (pinned.tier == kDevice && !std::exchange(is_counted[pinned.block], 1))
+          ++uses.held[session.owner];
+      }
     require(num_held == session.num_held, "blocks held are miscounted");
     require(num_entries == session.num_entries, "entries are miscounted");
     for (const Release& release : session.releases) {

@@ -13,8 +13,9 @@
 
 namespace kvplane::blocks {
 
-// Owns the chunks of tables, and how many device blocks tables of each owner refer to. Keeps, in a
-// session, `releases` with the blocks that a plan may still touch, `num_held` and `num_entries`.
+// Owns the chunks of tables, and how many device blocks tables and pins of each owner refer to.
+// Keeps, in a session, `releases` with the blocks that a plan may still touch, `num_held` and
+// `num_entries`.
 //
 // Invariants: a reference of a chunk is counted once, however many sequences share the chunk; a
 // chunk with several owners is copied before it is changed; a change is noted, so that a plan after
@@ -68,7 +69,7 @@ class Tables {
                    int64_t end, const std::vector<uint8_t>* allocated) const;
 
   // Room
-  // Blocks that tables of the owner's sessions may refer to beside those that they do.
+  // Blocks that tables and pins of the owner's sessions may refer to beside those that they do.
   int64_t num_allowed(const Session& session) const;
   // The failure when the item needs more blocks than the tier has.
   Failure never_fits(Tier tier, int64_t item, int64_t needed) const;
@@ -79,7 +80,7 @@ class Tables {
   std::vector<Block> blocks_of(const Sequence& sequence) const;
   // Counts the device blocks of these sequences, each once.
   int64_t num_different(const std::vector<const Sequence*>& sequences) const;
-  // Device blocks that tables of the owner's sessions refer to.
+  // Device blocks that tables and pins of the owner's sessions refer to.
   int64_t num_owned(uint32_t owner) const { return owner < held_.size() ? held_[owner] : 0; }
 
   // Throws std::logic_error saying what is wrong with the tables of these sequences, which are

@@ -334,25 +334,46 @@ class ShardKernels:
         except InvalidRequestError as error:
             raise InternalError(f"a kernel reported a bad argument: {error}") from error
 
-    def check_blocks(
-        self,
-        batch: AttentionBatch,
-        span: int,
-        layers: range,
-        first_block: int,
-        blocks: torch.Tensor,
-    ) -> range:
-        """Return which of the span's tokens ``blocks`` hold, counted from its first. ``layers``: of
-        the batch's group. ``blocks``: the table entries from ``first_block`` on, as ``read``
-        returns them.
+    @contextmanager
+    def rows(self, tier_key: TierKey, blocks: NDArray[np.int32]) -> Iterator[list[torch.Tensor]]:
+        """Lend the memory of opaque blocks, uint8 [header and page] each, in order with kernels."""
+        pool = self._pools.tier(tier_key)
+        rows = [pool[block, 0] for block in blocks.tolist()]
+        if tier_of(tier_key) == pb.TIER_HOST:
+            self._streams.finish_swaps()
+            yield rows
+            return
+        with self._streams.computing():
+            yield rows
 
-        Raises InvalidRequestError for a tensor of another shape, when it holds none of them, and
-        for a part of an opaque page.
-        """
-        pool = self._pools.tier(tier_key_of(batch.group, pb.TIER_DEVICE))
+    @contextmanager
+    def span_rows(
+        self, batch: AttentionBatch, span: int, tokens: range
+    ) -> Iterator[list[torch.Tensor]]:
+        """Lend the ``rows`` of the whole blocks that some tokens of a span are written to."""
         block_size = self._block_size_tokens
+        first, num = tokens.start // block_size, len(tokens) // block_size
+        ids = batch.written_blocks[batch.written_by == span][first : first + num]
+        with self.rows(tier_key_of(batch.group, pb.TIER_DEVICE), ids) as rows:
+            yield rows
+        self._counters.num_written_tokens += len(tokens)
+
+    def check_blocks(self, group: int, layers: range, blocks: torch.Tensor) -> None:
+        """Raise InvalidRequestError unless blocks of a group are shaped as ``read`` returns
+        them.
+        """
+        pool = self._pools.tier(tier_key_of(group, pb.TIER_DEVICE))
         num_blocks = blocks.shape[1] if blocks.dim() == pool.dim() else 0
         check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
+
+    def tokens_of(
+        self, batch: AttentionBatch, span: int, first_block: int, num_blocks: int
+    ) -> range:
+        """Return which of the span's tokens the table entries from ``first_block`` on hold, counted
+        from its first. Raises InvalidRequestError when they hold none, and for a part of an opaque
+        page.
+        """
+        block_size = self._block_size_tokens
         first = int(batch.first_positions[span])
         num_tokens = int(batch.starts[span + 1] - batch.starts[span])
         begin = max(first_block * block_size - first, 0)

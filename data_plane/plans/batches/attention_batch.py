@@ -81,12 +81,14 @@ class AttentionBatch(StepRows):
             seen = np.minimum(seen, window_tokens - 1)
         return int(seen.sum()) + self.num_tokens
 
-    def span_of(self, sequence_id: int) -> int:
-        """Return a sequence's span by its index. Raises InvalidRequestError if there is none."""
+    def span_of(self, sequence_id: int, field: str = "sequence_id") -> int:
+        """Return a sequence's span by its index. Raises InvalidRequestError naming ``field`` if
+        there is none.
+        """
         spans = np.flatnonzero(self.sequence_ids == sequence_id)
         if not len(spans):
             raise InvalidRequestError(
-                f"the plan computes no tokens of sequence {sequence_id}", field="sequence_id"
+                f"the plan computes no tokens of sequence {sequence_id}", field=field
             )
         return int(spans[0])
 

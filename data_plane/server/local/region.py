@@ -67,6 +67,14 @@ class Region:
         return self._whole[first : first + num_bytes].view(dtype).view(tuple(shape))
 
 
+def no_region(place: pb.MemoryRange, field: str) -> Region:
+    """Raise InvalidRequestError naming ``field``: the caller has no region."""
+    raise InvalidRequestError(
+        "names shared memory, but no region was agreed with this client: send the elements as data",
+        field=field,
+    )
+
+
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two contiguous tensors have bytes in common."""
     first, second = one.data_ptr(), other.data_ptr()

@@ -144,18 +144,24 @@ class Spans(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., first_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PinGrant(_message.Message):
-    __slots__ = ("version", "session", "pool_id", "shard_epochs", "blocks")
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "groups", "tiers", "indices", "generations")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     version: int
     session: _types_pb2.SessionRef
     pool_id: str
     shard_epochs: _containers.RepeatedScalarFieldContainer[int]
-    blocks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
-    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    tiers: _containers.RepeatedScalarFieldContainer[_types_pb2.Tier]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.Tier, str]]] = ..., indices: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("version", "session", "pool_id", "shard_index", "epoch", "plan_number", "plan_digest")

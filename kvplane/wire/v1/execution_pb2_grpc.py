@@ -357,14 +357,14 @@ class BlockServiceServicer(object):
     """
 
     def ReadBlocks(self, request, context):
-        """Reads whole blocks of a sequence's table. Changes nothing; safe to repeat.
+        """Reads whole blocks of a sequence's table, or pinned ones, which need no plan. Changes nothing; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteBlocks(self, request, context):
-        """Writes the slots of one span of a plan from whole blocks. Safe to repeat.
+        """Starts a plan, and writes slots of its spans from whole blocks. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

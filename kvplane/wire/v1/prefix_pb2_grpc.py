@@ -101,8 +101,9 @@ class PrefixServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForgetPrefixes(self, request, context):
-        """Takes prefixes out of the index, files included, so that nobody finds them again, and frees their blocks. FAILED_PRECONDITION (BLOCK_IN_USE),
-        and nothing is forgotten, when a sequence refers to a block and `force` is not set. UNAVAILABLE (POOL_NOT_READY) until all shards have reported.
+        """Takes prefixes out of the index, files included, so that nobody finds them again, and frees their blocks. FAILED_PRECONDITION (BLOCK_IN_USE), and
+        nothing is forgotten, when a sequence or a pin refers to a block and `force` is not set. UNAVAILABLE (POOL_NOT_READY) until all shards have
+        reported.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

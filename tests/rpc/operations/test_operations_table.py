@@ -17,6 +17,8 @@ from kvplane.errors import (
     KvplaneError,
     NeverFitsError,
     PoolFullError,
+    QuotaExceededError,
+    SequenceExistsError,
     SequenceNotFoundError,
 )
 from kvplane.results import ItemFailure
@@ -196,14 +198,50 @@ ROWS: Final = {
         },
         (*ADMITTED, ops.swap(1, "host")),
     ),
+    "pin": Row(
+        ops.pin([1, 2, 3], [PROMPT, PROMPT[:9], [9] * BLOCK]),
+        3,
+        {"num_pinned_blocks": int32(2, 1, 0)},
+        {
+            "no id": Refusal(ops.pin(0, [RETAINED]), (InvalidRequestError, "pin_ids[0]")),
+            "live": Refusal(
+                ops.pin(1, [RETAINED]),
+                (SequenceExistsError, "pin_ids[0]"),
+                (*MIXED, ops.pin(1, [RETAINED])),
+            ),
+            "no token": Refusal(ops.pin(1, [[]]), (InvalidRequestError, "num_tokens[0]")),
+            "negative": Refusal(ops.pin(1, [[-1]]), (InvalidRequestError, "token_ids")),
+            "too many": Refusal(
+                ops.pin(1, [RETAINED]),
+                (QuotaExceededError, "pin_ids[0]"),
+                settings={"max_pinned_blocks": 1},
+            ),
+            "headroom": Refusal(
+                ops.pin(1, [RETAINED]),
+                (LATER, DEVICE, LACKS_HEADROOM, 2, 1),
+                (ops.admit(3, RETAINED), ops.free(3), ops.admit(1, prompt(2, seed=1))),
+                {"watermark": 0.75},
+            ),
+            "quota": Refusal(
+                ops.pin(1, [RETAINED]),
+                (LATER, DEVICE, LACKS_QUOTA, 2, 0),
+                (*MIXED, ops.admit(4, prompt(3, seed=4))),
+                {"max_tenant_blocks": 6},
+            ),
+        },
+    ),
+    "unpin": Row(
+        ops.unpin([1, 7]),
+        2,
+        {},
+        {
+            "no whole id": Refusal(
+                pb.Operation(unpin=pb.Unpin(pin_ids=b"1")), (InvalidRequestError, "pin_ids")
+            )
+        },
+        (*ADMITTED, ops.pin(1, [PROMPT])),
+    ),
 }
-
-
-NOT_SERVED: Final = {
-    "pin": pb.Operation(pin=pb.Pin(pin_ids=bytes(8))),
-    "unpin": pb.Operation(unpin=pb.Unpin(pin_ids=bytes(8))),
-}
-"""Operations that have a number in the contract, and are served by a later release."""
 
 
 def operation_of(row: str) -> str:
@@ -213,7 +251,7 @@ def operation_of(row: str) -> str:
 
 def test_no_table_lacks_an_operation() -> None:
     in_contract = {each.name for each in pb.Operation.DESCRIPTOR.oneofs[0].fields}
-    assert OPERATIONS.keys() | NOT_SERVED.keys() == in_contract
+    assert OPERATIONS.keys() == in_contract
     assert OPERATIONS.keys() == {operation_of(row) for row in ROWS}
     for name, operation in OPERATIONS.items():
         assert operation.name == name
@@ -221,6 +259,13 @@ def test_no_table_lacks_an_operation() -> None:
     for name, row in ROWS.items():
         for each in (row.done, *(refusal.operation for refusal in row.refusals.values())):
             assert each.WhichOneof("operation") == operation_of(name)
+
+
+def without_grant(result: pb.OperationResult) -> pb.OperationResult:
+    copy = pb.OperationResult()
+    copy.CopyFrom(result)
+    copy.ClearField("pin_grant")
+    return copy
 
 
 async def checked(caller: Caller, operation: pb.Operation) -> pb.OperationResult:
@@ -258,7 +303,9 @@ async def test_an_operation_is_done_and_counted_and_its_repeat_is_answered_the_s
     counted = world.server.metrics.operations
     before = counted.values.get((name, "ok"), 0)
     result = await caller.session.step([row.done])
-    assert outcomes(result) == [answer]
+    (done,) = outcomes(result)
+    assert done.HasField("pin_grant") == (name == "pin")
+    assert without_grant(done) == answer
     assert counted.values[name, "ok"] - before == row.num_items
     await repeat(caller, row.done, result)
     world.server.core.check_integrity()
@@ -301,9 +348,8 @@ def assert_said(failure: pb.ItemFailure, refusal: Refusal) -> None:
     assert shortage.queue_position == refusal.waits
 
 
-@pytest.mark.parametrize("name", ["none", *NOT_SERVED])
-async def test_what_is_no_operation_here_is_refused(caller, name) -> None:
-    (failure,) = await caller.refuse(NOT_SERVED.get(name, pb.Operation()))
+async def test_what_is_no_operation_here_is_refused(caller) -> None:
+    (failure,) = await caller.refuse(pb.Operation())
     assert (type(ItemFailure.from_proto(failure).error), failure.error.field) == (
         InvalidRequestError,
         "operations[0]",

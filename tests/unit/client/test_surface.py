@@ -44,8 +44,8 @@ MEMBERS = {
     },
     "DataClient": {"close", "get_server_info", "open"},
     "Execution": {
-        *("begin", "close", "key_shape", "layer", "load_files", "read_blocks", "start"),
-        "write_blocks",
+        *("begin", "close", "key_shape", "layer", "load_files", "read_blocks", "read_pages"),
+        *("start", "write_blocks", "write_pages"),
     },
     "Session": {
         *("abort_plans", "add_receipt", "close", "detach", "get_block_table", "list_sequences"),

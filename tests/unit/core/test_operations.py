@@ -54,7 +54,6 @@ OVERFLOW.append.num_tokens = columns.pack(INT32, [1])
 CUT_OFF = ops.append(1, b"", 1, first_positions=4)
 CUT_OFF.append.sequence_ids += b"x"
 # Operations of whose fields one is of a later release, or is missing.
-END = cpb.Operation(admit=cpb.Admit(sequence_id=2, token_ids=pack([1]), ends_with_plan=True))
 CHECKPOINT = cpb.Operation(
     admit=cpb.Admit(sequence_id=2, token_ids=pack([1]), checkpoint_position=8)
 )
@@ -80,7 +79,14 @@ WRONG: dict[type[KvplaneError], list[tuple[cpb.Operation, str]]] = {
         (ops.append(1, b"abc", 1, first_positions=4, num_tokens=1), "token_ids"),
         (OVERFLOW, "token_ids"),
         (CUT_OFF, "sequence_ids"),
-        (END, "ends_with_plan"),
+        *(
+            (ops.admit(2, [1], ends_with_plan=True, **{field: value}), field)
+            for field, value in (
+                ("num_compute_tokens", 0),
+                ("fork_sequence_ids", [4]),
+                ("wait", True),
+            )
+        ),
         (CHECKPOINT, "checkpoint_position"),
         (CHECKPOINTS, "checkpoint_positions"),
         (

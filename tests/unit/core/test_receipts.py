@@ -119,7 +119,8 @@ def test_receipts_are_expected_of_plans_in_flight_alone(monkeypatch: pytest.Monk
     assert list(session.expected) == [engine.receipts[0].payload]
     with monkeypatch.context() as patch:
         patch.setattr(signing, "verify", None)  # an expected receipt is not looked into
-        run_to_end(take_receipts(session, engine.receipts))
+        admission = engine.world.core.sessions.admission_of(session.pool)
+        run_to_end(take_receipts(session, admission, engine.receipts))
     assert (session.done, session.expected) == (1, {})
     engine.step(engine.growth(1, range(12, 18), 6))
     session.settle()

@@ -223,7 +223,7 @@ def test_a_read_outside_the_table_is_refused(rig: Rig, field: str, entries: list
 @pytest.mark.parametrize(
     ("field", "sequence", "first", "shape"),
     [
-        ("sequence_id", 9, 1, (2, 1, 2, 2, 8, 16)),
+        ("sequence_ids[0]", 9, 1, (2, 1, 2, 2, 8, 16)),
         ("entries", 1, 0, (2, 1, 2, 2, 8, 16)),
         ("entries", 1, -1, (2, 1, 2, 2, 8, 16)),
         ("entries", 1, HUGE, (2, 1, 2, 2, 8, 16)),

@@ -144,18 +144,24 @@ class Spans(_message.Message):
     def __init__(self, sequence_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
 
 class PinGrant(_message.Message):
-    __slots__ = ("version", "session", "pool_id", "shard_epochs", "blocks")
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "groups", "tiers", "indices", "generations")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     version: int
     session: _types_pb2.SessionRef
     pool_id: str
     shard_epochs: _containers.RepeatedScalarFieldContainer[int]
-    blocks: _containers.RepeatedCompositeFieldContainer[_types_pb2.Blocks]
-    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ...) -> None: ...
+    groups: bytes
+    tiers: bytes
+    indices: bytes
+    generations: bytes
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., groups: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., indices: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("version", "session", "pool_id", "shard_index", "epoch", "plan_number", "plan_digest")

@@ -1,0 +1,133 @@
+"""Opaque pages on their way: through the region of a data plane on this machine, or in messages.
+
+buffers of the caller ──► region ──► blocks       one copy on either side
+                     └──► message ──► blocks      where there is no region, or a page is larger
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Final
+
+from kvplane.execution.shard_execution import ShardExecution, answered_tensor
+from kvplane.transport.local import packets
+from kvplane.transport.local.connection import LocalConnection
+from kvplane.transport.retry import Deadline
+from kvplane.wire import columns
+from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.protocol import MAX_MESSAGE_BYTES
+from kvplane.wire.v1 import execution_pb2 as pb
+from kvplane.wire.v1 import types_pb2 as tpb
+
+# Pages of one request: what a message has room for beside a plan, and a packet with their keys.
+_MAX_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 20)
+_MAX_PAGES: Final = 512
+_NAMES_BYTES: Final = 64  # that name the region and the kind of the message
+
+
+async def read_pages(
+    shard: ShardExecution,
+    request: pb.ReadBlocksRequest,
+    into: Sequence[memoryview],
+    page_bytes: int,
+    timeout_s: float | None,
+) -> list[int]:
+    """Read pages into buffers of ``page_bytes`` or more. Returns how many leading bytes of each
+    page hold something: those are copied. ``request``: for all of them.
+    """
+    num_bytes: list[int] = []
+    keys = list(request.keys)
+
+    async def attempt(part: range) -> None:
+        mine = pb.ReadBlocksRequest(
+            sequence_id=request.sequence_id,
+            pin_grant=request.pin_grant if request.HasField("pin_grant") else None,
+            entries=columns.part(INT32, request.entries, part.start, part.stop),
+            keys=keys[part.start : part.stop],
+        )
+        if (local := _region_for(shard, mine, page_bytes)) is not None:
+            mine.output.region_id = local.region_id
+            answer = (await shard.ask_region(local, pb.ExecuteRequest(read=mine))).read
+            pages = memoryview(local.memory)
+        else:
+            answer = await shard.read_blocks(mine, deadline.remaining_s)
+            pages = memoryview(answered_tensor(answer.blocks, "blocks").data)
+        found = columns.read(INT32, answer.num_bytes, "num_bytes", length=len(part))
+        for i, num in enumerate(found):
+            into[part[i]][:num] = pages[i * page_bytes : i * page_bytes + num]
+        num_bytes.extend(found)
+
+    deadline = shard.deadline(timeout_s)
+    await _in_parts(shard, deadline, len(into), page_bytes, attempt)
+    return num_bytes
+
+
+async def write_pages(
+    shard: ShardExecution,
+    request: pb.WriteBlocksRequest,
+    pages: Sequence[memoryview],
+    page_bytes: int,
+    timeout_s: float | None,
+) -> None:
+    """Write pages of the request's plan, which need not have been started. ``request``: for all of
+    them. The receipt comes with the last one.
+    """
+    keys = list(request.keys)
+
+    async def attempt(part: range) -> None:
+        given = pages[part.start : part.stop]
+        mine = pb.WriteBlocksRequest(
+            plan=request.plan,
+            sequence_ids=columns.part(INT64, request.sequence_ids, part.start, part.stop),
+            entries=columns.part(INT32, request.entries, part.start, part.stop),
+            num_bytes=columns.pack(INT32, [len(page) for page in given]),
+            keys=keys[part.start : part.stop],
+            blocks=tpb.Tensor(dtype=tpb.ELEMENT_TYPE_UINT8, shape=(1, len(part), page_bytes)),
+        )
+        if (local := _region_for(shard, mine, page_bytes)) is not None:
+            memory = memoryview(local.memory)
+            for i, page in enumerate(given):
+                memory[i * page_bytes : i * page_bytes + len(page)] = page
+            mine.blocks.memory.region_id = local.region_id
+            answer = (await shard.ask_region(local, pb.ExecuteRequest(write=mine))).written
+        else:
+            room = bytearray(len(given) * page_bytes)
+            for i, page in enumerate(given):
+                room[i * page_bytes : i * page_bytes + len(page)] = page
+            mine.blocks.data = bytes(room)
+            answer = await shard.send_blocks(mine, deadline.remaining_s)
+        shard.take_receipt(answer, request.plan)
+
+    deadline = shard.deadline(timeout_s)
+    await _in_parts(shard, deadline, len(pages), page_bytes, attempt)
+
+
+async def _in_parts(
+    shard: ShardExecution,
+    deadline: Deadline,
+    num_pages: int,
+    page_bytes: int,
+    attempt: Callable[[range], Awaitable[None]],
+) -> None:
+    """Make the attempt at each part of the pages that a request has room for."""
+    done = 0
+    while done < num_pages:
+        room_bytes, local = _MAX_BYTES, shard.local
+        if local is not None and len(local.memory) >= page_bytes:
+            room_bytes = min(room_bytes, len(local.memory))
+        end = min(num_pages, done + room_bytes // page_bytes, done + _MAX_PAGES)
+        await shard.in_turn(deadline, partial(attempt, range(done, end)))
+        done = end
+
+
+def _region_for(
+    shard: ShardExecution, request: pb.ReadBlocksRequest | pb.WriteBlocksRequest, page_bytes: int
+) -> LocalConnection | None:
+    """Return the connection whose region the request's pages go through; None if the region has no
+    room for them, or a packet none for the request.
+    """
+    local, num_pages = shard.local, columns.count(INT32, request.entries)
+    if local is None or len(local.memory) < num_pages * page_bytes:
+        return None
+    return local if request.ByteSize() + _NAMES_BYTES <= packets.MAX_PACKET_BYTES else None
