@@ -92,6 +92,7 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "data-plane",
         "engine",
         "etcd",
+        "events",
         "serving",
         "dev",
         "otel",
@@ -143,6 +144,7 @@ PROGRAMS = {
     "control_plane": ("control-plane", ["--help"]),
     "data_plane": ("data-plane", ["--help"]),
     "kvplane.engine": ("engine", ["generate", "--model", ".", "--prompt", "a"]),
+    "kvplane.integrations.events": ("events", ["--help"]),
     "kvplane.integrations.router": ("router", ["--help"]),
 }
 

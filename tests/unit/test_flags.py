@@ -13,11 +13,12 @@ from control_plane.server.config import ControlPlaneSettings
 from data_plane.server.config import DataPlaneSettings
 from engine.config import GenerateSettings, PrintLayoutSettings
 from engine.serving.config import ServeSettings
+from kvplane.integrations.events.config import EventsSettings
 from kvplane.integrations.router.config import RouterSettings
 from kvplane.serving.settings import parse
 
 ENGINE = (GenerateSettings, ServeSettings, PrintLayoutSettings)
-PROGRAMS = (ControlPlaneSettings, DataPlaneSettings, RouterSettings, *ENGINE)
+PROGRAMS = (ControlPlaneSettings, DataPlaneSettings, RouterSettings, EventsSettings, *ENGINE)
 FLAG = re.compile(r"^  (--[a-z-]+)", re.MULTILINE)
 HEADING = re.compile(r"^(\S.*):$", re.MULTILINE)
 
