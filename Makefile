@@ -58,6 +58,7 @@ serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
 
 bench: setup  ## Measure a step through both planes, by transport
 	@$(BIN)/python -m benchmarks.transport
+	@$(BIN)/python -m benchmarks.blocks
 
 NEWCOMER := newcomer_metrics boards alerts clients
 test-tools:  ## Install, as root, what tests and make lint use of Debian; else print the line that does

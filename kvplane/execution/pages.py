@@ -20,9 +20,11 @@ from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
-# Pages of one request: what a message has room for beside a plan, and a packet with their keys.
-_MAX_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 20)
-_MAX_PAGES: Final = 512
+# A message of some megabytes takes half as long for each byte as one of 24: memory that was just
+# used is used again. One page is always sent whole.
+_MESSAGE_BYTES: Final = 4 << 20
+_MAX_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 20)  # beside a plan, where a region was lost
+_MAX_PAGES: Final = 512  # that a packet has room for, with their keys
 _NAMES_BYTES: Final = 64  # that name the region and the kind of the message
 
 
@@ -113,10 +115,10 @@ async def _in_parts(
     """Make the attempt at each part of the pages that a request has room for."""
     done = 0
     while done < num_pages:
-        room_bytes, local = _MAX_BYTES, shard.local
+        local, room_bytes = shard.local, _MESSAGE_BYTES
         if local is not None and len(local.memory) >= page_bytes:
-            room_bytes = min(room_bytes, len(local.memory))
-        end = min(num_pages, done + room_bytes // page_bytes, done + _MAX_PAGES)
+            room_bytes = min(len(local.memory), _MAX_BYTES)
+        end = min(num_pages, done + max(1, room_bytes // page_bytes), done + _MAX_PAGES)
         await shard.in_turn(deadline, partial(attempt, range(done, end)))
         done = end
 

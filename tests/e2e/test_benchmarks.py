@@ -115,3 +115,14 @@ def test_each_transport_has_a_row_in_each_case(tmp_path: Path) -> None:
     sides = ["embedded", "shared memory", "grpc"]
     assert [row["side"] for row in rows] == sides * 4 and len(lines) == 1 + len(rows)
     assert all(row["layer_p50"] > 0 and row["step_p50"] > 0 for row in rows)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("flags", "rows"), [((), 10), (("--remote",), 12)])
+def test_chunks_are_stored_and_loaded(flags: tuple[str, ...], rows: int, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.blocks", "--turns", "1", "--json", str(out)]
+    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n| 64 KiB") + done.stdout.count("\n| 2048 KiB") == rows
+    assert json.loads(out.read_text())["chunks"] == 12
