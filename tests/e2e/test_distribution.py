@@ -99,6 +99,7 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "push",
         "ray",
         "router",
+        "sglang",
         "transformers",
     } == set(metadata.get_all("Provides-Extra", []))
     of_plane = [n for n in metadata.get_all("Requires-Dist", []) if 'extra == "data-plane"' in n]
