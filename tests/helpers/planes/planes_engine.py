@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_plane.execution.table_blocks import BlockRange
 from kvplane import ops
 from kvplane.errors import (
     BadSignatureError,
+    InvalidRequestError,
     KvplaneError,
     PoolNotReadyError,
     SessionNotFoundError,
@@ -38,6 +40,7 @@ from tests.helpers.outcomes import is_refused
 from tests.helpers.planes.planes_known import (
     LayerCall,
     Made,
+    Pin,
     Sent,
     ShardRun,
     deferred_of,
@@ -47,11 +50,19 @@ from tests.helpers.planes.planes_known import (
 from tests.helpers.planes.planes_values import (
     BLOCK,
     Owner,
+    check_blocks,
     check_read,
     tag_of,
     values_of,
 )
-from tests.helpers.planes.planes_world import POOL, ControlProcess, DataProcess, World, wire
+from tests.helpers.planes.planes_world import (
+    LEASE_S,
+    POOL,
+    ControlProcess,
+    DataProcess,
+    World,
+    wire,
+)
 
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
 
@@ -96,6 +107,8 @@ class Engine:
         self.receipts: list[tpb.SignedPayload] = []
         self.old_receipts: list[tpb.SignedPayload] = []
         self.old_tokens: list[cpb.DeferredTokens] = []
+        self.pins: list[Pin] = []
+        self.held: dict[int, Pin] = {}  # by id, not undone
         self.starts: list[tuple[DataProcess, Made]] = []
         self.layer_calls: list[LayerCall] = []
         self.ended = False  # the control plane said so
@@ -326,6 +339,11 @@ class Engine:
                 if item not in failed:
                     assert self.sequences.pop(i, None) or i in self.cut
                     self.cut.discard(i)
+        elif kind == "pin":
+            self._believe_pin(operation.pin, result)
+        elif kind == "unpin":
+            for i in columns.read(INT64, operation.unpin.pin_ids, ""):
+                self.held.pop(i, None)
         elif kind == "truncate":
             ends = columns.read(INT32, operation.truncate.num_tokens, "")
             ids = columns.read(INT64, operation.truncate.sequence_ids, "")
@@ -335,6 +353,54 @@ class Engine:
         else:
             for i in columns.read(INT64, operation.swap.sequence_ids, ""):
                 self.sequences[i].tier = operation.swap.tier
+
+    def _believe_pin(self, message: cpb.Pin, result: cpb.OperationResult) -> None:
+        """Keep the grant of one pin, and until when it holds its blocks."""
+        tokens = list(columns.read(INT32, message.token_ids, ""))
+        (num_blocks,) = columns.read(INT32, result.num_pinned_blocks, "")
+        assert result.HasField("pin_grant") == (num_blocks > 0)
+        if num_blocks:
+            (pin_id,) = columns.read(INT64, message.pin_ids, "")
+            pin = Pin(result.pin_grant, tokens[: num_blocks * BLOCK], self.world.clock.now)
+            self.held[pin_id] = pin
+            self.pins.append(pin)
+            self.world.happened["blocks pinned"] += num_blocks
+
+    def read_pins(self, pin: Pin, index: int, process: DataProcess) -> None:
+        """Read what a pin has, or had, at one process of a shard: it is as it was written, or gone.
+        While the pin lasts, the process that it is of has it.
+        """
+        refusal = self.refusal(index, process)
+        executor = process.executor
+        try:
+            executor.open(wire(self.grant))
+            grant = executor.open_pins(self.id, wire(pin.grant))
+        except _REFUSALS as error:
+            assert refusal, f"a pin of session {self.id} is refused: {error!r}"
+            return
+        assert not refusal, f"pins of {refusal} are read"
+        process.opened.add(self.id)
+        lasts = (
+            pin in self.held.values()
+            and self.control is self.world.control
+            and self.id in self.control.core.sessions.by_id
+            and self.world.clock.now < pin.since_s + LEASE_S
+        )
+        values = values_of(self.owner, pin.tokens)
+        for group in range(len(self.world.layout.groups)):
+            wanted = process.view.blocks(values, group)
+            for i in range(wanted.shape[1]):
+                where = f"session {self.id} pin of {pin.tokens} shard {index} {group=} block {i}"
+                try:
+                    found = executor.blocks.read_pinned(grant, BlockRange(0, 0, 1, group), [i])
+                except StaleGenerationError:
+                    assert not lasts, f"{where}: it was taken"
+                    self.world.happened["pins that were taken"] += 1
+                except InvalidRequestError:
+                    assert self.world.layout.groups[group].sliding_window_tokens, where
+                else:
+                    check_blocks(found.numpy(), wanted[:, i : i + 1], tag_of(self.tenant), where)
+                    self.world.happened["pinned blocks read"] += 1
 
     def _believe_states(self, message: cpb.SequenceStates) -> None:
         states = SequenceState.all_from_proto(message)

@@ -94,6 +94,15 @@ def extend(sequences: dict[int, Known], append: cpb.Append, failed: set[int]) ->
             known.tokens.append(len(known.tokens) % 3)
 
 
+@dataclass(eq=False)
+class Pin:
+    """Whole blocks that were pinned at ``since_s``, and the grant to read them."""
+
+    grant: tpb.SignedPayload
+    tokens: list[int]
+    since_s: float
+
+
 @dataclass
 class ShardRun:
     """A plan on one shard."""

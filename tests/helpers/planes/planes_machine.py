@@ -220,6 +220,19 @@ class PlanesMachine(PrefixCalls):
         for _ in range(rng.randint(1, 6)):
             engine.advance(index, process, skip=skip)
 
+    @precondition(lambda self: any(each.pins for each in self.engines + self.gone))
+    @rule()
+    def read_pins(self) -> None:
+        """Read what was pinned, now or earlier, at the process that it is of or at another."""
+        rng = self.rng
+        engine = rng.choice([each for each in self.engines + self.gone if each.pins])
+        index = rng.randrange(len(engine.epochs))
+        found = [p for p in self.world.processes if p.shard.index == index]
+        if found:
+            present = [p for p in found if p.executor.epoch == engine.epochs[index]]
+            pin = rng.choice(engine.pins[-4:])
+            engine.read_pins(pin, index, rng.choice(present * 9 + found))
+
     @precondition(lambda self: self.engines)
     @rule()
     def run_all_plans(self) -> None:
@@ -452,7 +465,13 @@ class PlanesMachine(PrefixCalls):
         kinds = ["admit"] * (2 if len(live) < 3 else 1)
         if live:
             kinds += ["append"] * 4 + ["fork", "swap", "free", "truncate"]
-        kind = rng.choice(kinds)
+        kind = rng.choice([*kinds, "pin", "unpin"])
+        if kind == "pin":
+            theirs = [known.tokens for each in self.engines for known in each.sequences.values()]
+            tokens = rng.choice([*theirs, [rng.choice([0, 1])] * 24])
+            return ops.pin(rng.randint(1, 3), [tokens])
+        if kind == "unpin":
+            return ops.unpin(rng.sample(range(1, 4), rng.randint(1, 3)))
         if kind == "admit":
             return ops.admit(
                 rng.choice((unused or [9]) * 3 + live[:1]),
