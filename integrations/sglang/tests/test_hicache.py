@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from integrations.sglang.tests.stand_ins import HostPool, sglang
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.sglang.hicache import KvplaneHiCache
 from scripts.planes import Planes, run_planes
+from tests.helpers.waiting import stopped, wait_until
 
 KEYS = [f"{i:064x}" for i in range(6)]
 MODEL_ID = "sglang/qwen/rev-1/bfloat16/layer_first/page4/tp2pp1cp1dcp1"
@@ -179,14 +178,9 @@ def test_what_cannot_be_right_is_refused_at_the_start(planes: Planes) -> None:
 def test_a_data_plane_that_hangs_is_a_miss_in_time(planes: Planes) -> None:
     pool = HostPool()
     with opened(planes, {KV: pool}, settings={"lookup_s": 0.3, "transfer_s": 0.3}) as hicache:
-        deadline_s = time.monotonic() + 20
-        while not all(hicache.batch_set_v1(["hung"], pool.rows(0))):
-            assert time.monotonic() < deadline_s
-        os.kill(planes.data.process.pid, signal.SIGSTOP)
-        try:
+        wait_until(lambda: all(hicache.batch_set_v1(["hung"], pool.rows(0))))
+        with stopped(planes.data.process.pid):
             began_s = time.monotonic()
             assert hicache.batch_get_v1(["hung"], pool.rows(1)) == [False]
             assert hicache.batch_exists(["hung"]) == 0, "the breaker is open"
             assert time.monotonic() - began_s < 2
-        finally:
-            os.kill(planes.data.process.pid, signal.SIGCONT)
