@@ -93,6 +93,7 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "engine",
         "etcd",
         "events",
+        "lmcache",
         "serving",
         "dev",
         "otel",
