@@ -30,7 +30,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 _MAX_LOOKED_UP: Final = 128
 """Pages of one look-up: as many as SGLang asks for in most calls."""
 _PAGE_MULTIPLE: Final = 64  # bytes, as of ``--opaque-page-bytes``
-_MAX_MODEL_ID: Final = 256  # characters
 
 Keys = Sequence[str]
 
@@ -165,9 +164,7 @@ class KvplaneHiCache(HiCacheStorage):  # type: ignore[misc]
         dtype = str(memory.dtype).removeprefix("torch.")
         sizes = f"tp{config.tp_size}pp{config.pp_size}cp{config.attn_cp_size}dcp{config.dcp_size}"
         whose = f"sglang/{config.model_name}/{self._weights}/{dtype}/{memory.layout}"
-        full = f"{whose}/page{memory.page_size}/{sizes}{'mla' * config.is_mla_model}"
-        hashed = f"sglang/sha256:{hashlib.sha256(full.encode()).hexdigest()}"
-        return full if len(full) <= _MAX_MODEL_ID else hashed
+        return f"{whose}/page{memory.page_size}/{sizes}{'mla' * config.is_mla_model}"
 
     def _names(self, pool: str, keys: Keys) -> list[bytes]:
         identity = self._pools[pool].identity

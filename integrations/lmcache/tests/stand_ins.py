@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
+
+from tests.helpers.stand_ins import stand_in
 
 # Of lmcache/v1/distributed/l2_adapters/base.py, lmcache/v1/distributed/internal_api.py,
 # lmcache/v1/distributed/api.py and lmcache/lmcache_native.pyi in release 0.5.6.
@@ -51,16 +51,13 @@ class Bitmap:
     def test(self, index): return self._bits[index]
     def __len__(self): return len(self._bits)
 """
-MODULES = {
-    "lmcache.lmcache_native": NATIVE,
-    "lmcache.v1.distributed.internal_api": INTERNAL_API,
-    "lmcache.v1.distributed.l2_adapters.base": BASE,
-}
-for name, text in MODULES.items():
-    sys.modules[name] = ModuleType(name)
-    exec(compile(text, name, "exec", dont_inherit=True), sys.modules[name].__dict__)
-    while name := name.rpartition(".")[0]:
-        sys.modules.setdefault(name, ModuleType(name))
+stand_in(
+    {
+        "lmcache.lmcache_native": NATIVE,
+        "lmcache.v1.distributed.internal_api": INTERNAL_API,
+        "lmcache.v1.distributed.l2_adapters.base": BASE,
+    }
+)
 
 
 @dataclass(frozen=True)

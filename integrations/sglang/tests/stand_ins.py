@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-from typing import Any
-
 import torch
+
+from tests.helpers.stand_ins import stand_in
 
 # Of sglang/srt/mem_cache/hicache_storage.py in release 0.5.23.
 HICACHE_STORAGE = """
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-
-@dataclass
-class HiCacheStorageConfig:
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    attn_cp_rank: int
-    attn_cp_size: int
-    is_mla_model: bool
-    enable_storage_metrics: bool
-    is_page_first_layout: bool
-    model_name: str | None
-    tp_lcm_size: int | None = None
-    should_split_heads: bool = False
-    dp_rank: int = 0
-    extra_config: dict | None = None
-    dcp_size: int = 1
-    dcp_rank: int = 0
-    logical_page_size: int | None = None
 
 class PoolName(str, Enum):
     KV = "kv"
@@ -44,14 +22,6 @@ class PoolHitPolicy(str, Enum):
     ALL_PAGES = "all_pages"
     TRAILING_PAGES = "trailing_pages"
     BLOCK_GROUPS = "block_groups"
-
-@dataclass
-class PoolTransfer:
-    name: PoolName
-    host_indices: object = None
-    device_indices: object = None
-    keys: list | None = None
-    hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
 
 @dataclass
 class PoolTransferResult:
@@ -82,11 +52,7 @@ class HiCacheStorage(ABC):
     def clear(self): ...
     def get_stats(self): ...
 """
-sglang: Any = ModuleType("sglang.srt.mem_cache.hicache_storage")
-sys.modules[sglang.__name__] = sglang
-exec(compile(HICACHE_STORAGE, "hicache_storage.py", "exec", dont_inherit=True), sglang.__dict__)
-for package in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
-    sys.modules.setdefault(package, ModuleType(package))
+stand_in({"sglang.srt.mem_cache.hicache_storage": HICACHE_STORAGE})
 
 
 class HostPool:

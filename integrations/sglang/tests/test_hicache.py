@@ -7,20 +7,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from integrations.sglang.tests.stand_ins import HostPool, sglang
+from integrations.sglang.tests.stand_ins import HostPool
 from kvplane.errors import LayoutMismatchError
-from kvplane.integrations.sglang.hicache import KvplaneHiCache
+from kvplane.integrations.sglang.hicache import KvplaneHiCache, PoolHitPolicy, PoolName
 from scripts.planes import Planes, run_planes
 from tests.helpers.waiting import stopped, wait_until
 
+KINDS = ("tp", "pp", "attn_cp", "dcp")
 KEYS = [f"{i:064x}" for i in range(6)]
 MODEL_ID = "sglang/qwen/rev-1/bfloat16/layer_first/page4/tp2pp1cp1dcp1"
-ALL, TRAILING, GROUPS = sglang.PoolHitPolicy
-KV, MAMBA, SWA = sglang.PoolName
+ALL, TRAILING, GROUPS = PoolHitPolicy
+KV, MAMBA, SWA = PoolName.KV, PoolName.MAMBA, PoolName.SWA
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +41,11 @@ def backend(
     if planes is not None:
         given["control_plane"] = planes.control.address
     given |= settings or {}
-    ranks = {"tp_rank": 0, "tp_size": 2, "pp_rank": 0, "pp_size": 1}
-    ranks |= {"attn_cp_rank": 0, "attn_cp_size": 1}
-    usual = {"is_mla_model": False, "enable_storage_metrics": False, "model_name": "qwen"}
+    usual: dict[str, Any] = {f"{kind}_rank": 0 for kind in KINDS}
+    usual |= {f"{kind}_size": 1 for kind in KINDS} | {"tp_size": 2}
+    usual |= {"is_mla_model": False, "model_name": "qwen"}
     extra = {"backend_name": "kvplane", "interface_v1": 1, "kvplane": given}
-    usual |= {"is_page_first_layout": False, "extra_config": extra}
-    return KvplaneHiCache(sglang.HiCacheStorageConfig(**{**ranks, **usual, **config}), {})
+    return KvplaneHiCache(SimpleNamespace(**{**usual, "extra_config": extra, **config}), {})
 
 
 @contextmanager
@@ -98,7 +99,8 @@ def test_prefixes_of_a_hybrid_model_end_where_each_pool_has_what_it_needs(planes
 
     def transfer(name: Any, policy: Any, *pages: int) -> Any:
         rows = pools[name].rows(*pages)
-        return sglang.PoolTransfer(name, rows, keys=[keys[i] for i in pages], hit_policy=policy)
+        given = [keys[i] for i in pages]
+        return SimpleNamespace(name=name, host_indices=rows, keys=given, hit_policy=policy)
 
     with opened(planes, pools) as hicache:
         given = [transfer(KV, ALL, 0, 1, 2, 3, 4), transfer(SWA, ALL, 0, 1, 2, 4)]
@@ -127,8 +129,7 @@ def test_prefixes_of_a_hybrid_model_end_where_each_pool_has_what_it_needs(planes
 @pytest.mark.parametrize(
     "other",
     [
-        *({name: 1} for name in ("tp_rank", "pp_rank", "attn_cp_rank", "dcp_rank")),
-        *({name: 3} for name in ("tp_size", "pp_size", "attn_cp_size", "dcp_size")),
+        *({f"{kind}_{what}": 3} for kind in KINDS for what in ("rank", "size")),
         *({"model_name": "llama"}, {"is_mla_model": True}, {"settings": {"weights": "rev-2"}}),
         *({"dtype": "float16"}, {"layout": "page_first"}, {"page_size": 2}, {"head_dim": 6}),
     ],
