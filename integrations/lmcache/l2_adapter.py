@@ -139,9 +139,11 @@ class KvplaneL2(L2AdapterInterface):  # type: ignore[misc]
         def finish(all_found: list[Found | None]) -> None:
             hits = Bitmap(len(keys))
             for (_, part), found in zip(parts, all_found, strict=True):
-                items = [] if found is None else [*_where(found.num_blocks)]
-                if found is None or not items:
+                if found is None:
                     continue
+                items = [*_where(found.num_blocks)]
+                if not items:
+                    self._cache.release(found)
                 lock = _Lock(found, len(items))
                 with self._mutex:
                     for item in items:
