@@ -14,7 +14,7 @@ from typing import Final
 import click
 from click.shell_completion import get_completion_class
 
-from kvplane.cli import pools, prefixes  # noqa: F401 (their commands)
+from kvplane.cli import doctor, pools, prefixes  # noqa: F401 (their commands)
 from kvplane.cli.group import PROGRAM, cli, command
 from kvplane.cli.values import Context
 from kvplane.errors import InvalidRequestError, KvplaneError

@@ -19,7 +19,9 @@ from kvplane.cli.program import run
 from kvplane.cli.values import table_of
 from kvplane.release import release
 from tests.helpers.both_planes import POOL, Planes
+from tests.helpers.chunk_store import store
 from tests.helpers.load import Load
+from tests.helpers.planes_in_process import control_plane
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPT = "1,2,3,4,5,6,7,8,9"
@@ -176,3 +178,33 @@ def test_every_program_tells_its_version(program: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert __version__ in done.stdout
+
+
+async def test_the_doctor_finds_no_pool_for_plug_ins_among_those_of_keys_and_values(
+    command: Command, planes: Planes
+) -> None:
+    done = await command("--json", "doctor")
+    assert done.code == 1
+    assert [row["what"].split()[0] for row in done.rows] == ["control", "pool"]
+    assert "--opaque-page-bytes" in done.rows[1]["said"]
+
+
+async def test_the_doctor_says_how_fast_a_pool_of_pages_is_and_leaves_nothing_in_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with control_plane() as server, store(server, num_device_blocks=4) as chunks:
+        words = ["--control-plane", server.address, "--json", "doctor", "--bytes-per-token", "1"]
+        code = await asyncio.to_thread(run, [*words, "--prefill-tokens-per-s", "1"])
+        assert code == 0
+        rows = {row["what"]: row for row in json.loads(capfd.readouterr().out)}
+        assert "GB/s through shared memory" in rows["data plane"]["said"]
+        assert rows["a load pays"]["state"] == "yes"
+        settings = json.loads(rows["settings of a plug-in"]["said"])
+        assert settings == {"control_plane": server.address, "pool_id": "chunks"}
+        (usage, *_) = (await chunks.control.get_pool("chunks")).usage
+        assert usage.num_free_blocks == usage.num_blocks == 4
+        await chunks.put(dict.fromkeys([b"1", b"2", b"3", b"4"], b"x"))
+        await chunks.pin(b"1", b"2", b"3", b"4")
+        assert await asyncio.to_thread(run, [*words, "--prefill-tokens-per-s", "1"]) == 1
+        (*_, last) = json.loads(capfd.readouterr().out)
+        assert last["state"] == "failed" and "blocks" in last["said"]

@@ -541,7 +541,8 @@ class World:
             if match.blocks.tiers[-1] == tpb.TIER_HOST:
                 for process in self._processes_of(pool):
                     where = owner, prefix, tpb.TIER_HOST
-                    contents = self._contents(process, pool.primary, indices[-1], *where)
+                    group = pool.groups.index(pool.primary)
+                    contents = self._contents(process, group, indices[-1], *where)
                     assert contents not in forgotten, f"found in the host tier: {contents}"
                     self.happened["cached host blocks checked"] += 1
 
