@@ -38,6 +38,7 @@ class CopyingWorker(OffloadingWorker):
         pass
 
     def shutdown(self) -> None:
+        self.tier.clear()  # views of the region
         self.region.cleanup()
 
     def _copy(self, job_id: int, blocks: Any, chunks: Any, *, is_store: bool) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
+from unittest import SkipTest
 
 import pytest
 
@@ -28,11 +29,7 @@ ENVIRONMENT: Final = {
     "PYTHONPATH": str(ROOT),
 }
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="make test-engines installs vLLM"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 class Engine:
@@ -68,6 +65,12 @@ class Engine:
             self.process.communicate(timeout=PATIENCE_S)
         finally:
             self.process.kill()
+
+
+@pytest.fixture(autouse=True)
+def installed() -> None:
+    if not PYTHON.exists():
+        raise SkipTest("make test-engines installs vLLM")
 
 
 @pytest.fixture
