@@ -82,8 +82,10 @@ def _with_images(ids: array[int], features: Any, chunk_tokens: int) -> array[int
 def weights_of(vllm_config: Any) -> str:
     """Return what vLLM tells a connector of its model, and a tier not."""
     model = vllm_config.model_config
-    said = (model.revision, model.quantization, model.dtype, model.hf_overrides)
-    return ":".join("" if each in (None, {}) else str(each) for each in said)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return ":".join(
+        str(each or "-") for each in (model.revision, model.quantization, dtype, model.hf_overrides)
+    )
 
 
 def model_id_of(config: Any, weights: str | None, chunk_bytes: int) -> str:
@@ -94,7 +96,7 @@ def model_id_of(config: Any, weights: str | None, chunk_bytes: int) -> str:
     ranks = parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size
     rest = config.groups, config.kv_cache_layout, config.canonical_layout, config.replicated_layout
     said = [
-        f"vllm-{release()}/{config.model.name}/{weights or ''}/kv={config.model.dtype}",
+        f"vllm-{release()}/{config.model.name}/{weights or '-'}/kv={config.model.dtype}",
         f"blocks={config.cache.blocks_per_chunk}/bytes={chunk_bytes}",
         f"tp.pp.pcp.dcp={'.'.join(map(str, ranks))}/layout={config.kv_cache_layout}",
         hashlib.sha256(repr(rest).encode()).hexdigest()[:16],
