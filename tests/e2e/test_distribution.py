@@ -93,12 +93,14 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "engine",
         "etcd",
         "events",
+        "lmcache",
         "serving",
         "dev",
         "otel",
         "push",
         "ray",
         "router",
+        "sglang",
         "transformers",
     } == set(metadata.get_all("Provides-Extra", []))
     of_plane = [n for n in metadata.get_all("Requires-Dist", []) if 'extra == "data-plane"' in n]

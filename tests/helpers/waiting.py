@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from kvplane.errors import KvplaneError
 
@@ -31,3 +34,14 @@ def wait_until(
             pass
         assert time.monotonic() < deadline_s, f"not in {patience_s:.0f} s: {why()}"
         time.sleep(0.02)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a child of this process; at the end it goes on."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)  # it runs on for a moment after the call
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

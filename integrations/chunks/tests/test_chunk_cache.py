@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from kvplane import ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
 from scripts.planes import Planes, run_planes
+from tests.helpers.waiting import stopped
 
 PAGE_BYTES, BLOCK = 256, 16
 MODEL = "engine/tiny"
@@ -142,15 +141,13 @@ def test_a_plane_that_hangs_is_a_miss_in_time_and_is_used_again(plane: str) -> N
         until(lambda: store(cache) == [True] * 3)
         until(lambda: cache.look_up("", [TOKENS]).result(PATIENCE_S) is not None)
         found = look_up(cache, TOKENS)
-        process = getattr(planes, plane).process
-        os.kill(process.pid, signal.SIGSTOP)
-        began_s = time.monotonic()
-        loaded = cache.load(found, 0, [0], rooms(1)).result(PATIENCE_S)
-        looked = cache.look_up("", [TOKENS]).result(PATIENCE_S)
-        assert time.monotonic() - began_s < 1.5
-        assert loaded == [0] if plane == "data" else looked is None
-        assert cache.look_up("", [TOKENS]).result(0.2) is None, "the breaker is open"
-        os.kill(process.pid, signal.SIGCONT)
+        with stopped(getattr(planes, plane).process.pid):
+            began_s = time.monotonic()
+            loaded = cache.load(found, 0, [0], rooms(1)).result(PATIENCE_S)
+            looked = cache.look_up("", [TOKENS]).result(PATIENCE_S)
+            assert time.monotonic() - began_s < 1.5
+            assert loaded == [0] if plane == "data" else looked is None
+            assert cache.look_up("", [TOKENS]).result(0.2) is None, "the breaker is open"
         until(lambda: cache.look_up("", [TOKENS]).result(PATIENCE_S) is not None)
         assert look_up(cache, TOKENS).num_blocks == [3]
 

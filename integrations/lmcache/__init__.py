@@ -1,0 +1,1 @@
+"""LMCache's second level in a kvplane pool."""

@@ -1,0 +1,1 @@
+"""SGLang's hierarchical cache with a kvplane pool below its host memory."""
