@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-skew test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos boards page-picture api metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos boards page-picture api metrics-page clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -35,6 +35,17 @@ test-nightly: setup  ## Run the nightly tier: the long tests that make test leav
 
 test-skew: setup  ## Run the last release as each plane and as the engine, beside this tree
 	@$(BIN)/python -m pytest -n 0 -v tests/e2e/test_skew.py $(PYTEST_ARGS)
+
+test-engines: setup build/engines/vllm  ## Run the tests of engines of others: vLLM, on a CPU
+	@$(BIN)/python -m pytest -n 0 -v -s -m nightly $(PYTEST_ARGS) tests/engines
+
+# On Linux, pip finds builds for CUDA of the three that are uninstalled, which cannot be imported here.
+build/engines/vllm: tests/engines/requirements.txt
+	@python3 -m venv $@
+	@$@/bin/python -m pip install --quiet --requirement $<
+	@$@/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$@/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
 
 # Ray listens on all interfaces, so it gets a network of its own.
 FLEET := PYTHONPATH=build/ray integrations/ray/in_namespace.sh $(BIN)/python
