@@ -102,6 +102,7 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "router",
         "sglang",
         "transformers",
+        "vllm",
     } == set(metadata.get_all("Provides-Extra", []))
     of_plane = [n for n in metadata.get_all("Requires-Dist", []) if 'extra == "data-plane"' in n]
     assert not [n for n in of_plane if n.startswith("transformers")]  # engines pin another
