@@ -86,7 +86,11 @@ def test_the_calls_of_a_layer_first_memory(planes: Planes) -> None:
     with opened(planes, {KV: pool}) as hicache:
         page, other = pool.get_data_page(0), pool.get_data_page(4)
         assert hicache.batch_set(keys[:200], [page] * 200) and hicache.set(keys[1], other)
-        assert (hicache.batch_exists(keys), hicache.exists(keys[200])) == (200, False)
+        before = hicache._cache.counters
+        assert hicache.batch_exists(keys) == 200
+        asked = [hicache._cache.counters[name] - before[name] for name in ("hits", "misses")]
+        assert asked == [200, 56], "nothing is asked for after a look-up with a miss"
+        assert not hicache.exists(keys[200])
         rooms = [pool.get_dummy_flat_data_page() for _ in range(2)]
         found = hicache.batch_get([keys[199], keys[200]], rooms)
         assert found[0] is rooms[0] and found[0].tolist() == page.tolist()
