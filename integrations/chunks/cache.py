@@ -40,8 +40,8 @@ T = TypeVar("T")
 _LOGGER: Final = logging.getLogger(__name__)
 _MAX_LANES: Final = 16
 """Namespaces with a session at one time: each has a region of memory on the data plane."""
-_RELEASE_S: Final = 0.5
-"""How long pins that nobody needs wait for a step that undoes them by the way."""
+_FLUSH_S: Final = 0.5
+"""How long pins that nobody needs, and receipts, wait for a step that takes them along."""
 _CLOSE_S: Final = 1.0
 _TOKEN_BYTES: Final = 4
 COUNTERS: Final = (
@@ -69,7 +69,8 @@ class Found:
 @dataclass(eq=False)
 class _Lane:
     """A session of one namespace. ``turn``: of steps. ``stores``: of stores, whose plans run one
-    after another. ``unpins``: pins to undo with the next step.
+    after another. ``unpins``: pins to undo with the next step. ``is_flushing``: whether a step is
+    due that does so, and submits receipts.
     """
 
     namespace: str
@@ -80,6 +81,7 @@ class _Lane:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     stores: asyncio.Lock = field(default_factory=asyncio.Lock)
     unpins: list[int] = field(default_factory=list)
+    is_flushing: bool = False
 
     def take(self, num: int) -> range:
         """Return so many ids that were never used, side by side."""
@@ -314,6 +316,7 @@ class ChunkCache:
                 keys=keys[given],
             )
             self._count(bytes_stored=sum(map(len, pages[given])))
+            self._flush_soon(lane)
             return [True] * len(pages)
 
         done = await self._in_turn(namespace, store)
@@ -348,6 +351,7 @@ class ChunkCache:
                 bytes_stored=sum(len(pages[i]) for i in chosen),
                 stores_dropped=len(pages) - len(chosen),
             )
+            self._flush_soon(lane)
             return done
 
         stored = await self._in_turn(namespace, store) if names else []
@@ -460,18 +464,21 @@ class ChunkCache:
         self._spawn(end())
 
     def _release(self, found: Found) -> None:
-        lane = found._lane
         ids, found._pin_ids = found._pin_ids, range(0)
-        if not ids:
-            return
-        lane.unpins.extend(ids)
+        if ids:
+            found._lane.unpins.extend(ids)
+            self._flush_soon(found._lane)
+
+    def _flush_soon(self, lane: _Lane) -> None:
+        """Undo pins and submit receipts by a step of their own, unless one comes before."""
 
         async def flush() -> None:
-            await asyncio.sleep(_RELEASE_S)
-            if lane.unpins:
-                await self._tried(lane, self.settings.transfer_s, _undo)
+            await asyncio.sleep(_FLUSH_S)
+            lane.is_flushing = False
+            await self._tried(lane, self.settings.transfer_s, _flush)
 
-        if len(lane.unpins) == len(ids):
+        if not lane.is_flushing:
+            lane.is_flushing = True
             self._spawn(flush())
 
     async def _close(self) -> None:
@@ -522,8 +529,7 @@ async def _itself(lane: _Lane) -> _Lane:
     return lane
 
 
-async def _undo(lane: _Lane) -> None:
-    """Undo pins by a step of their own."""
+async def _flush(lane: _Lane) -> None:
     step = await lane.step([])
     if step.plan is not None:
         await lane.execution.start(step.plan)

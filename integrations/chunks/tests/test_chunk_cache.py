@@ -87,6 +87,12 @@ def test_chunks_of_a_prompt_come_back_as_they_were_and_by_their_own_key(planes: 
         assert cache.counters["failures"] == 0
 
 
+def test_what_an_engine_stored_last_is_found_by_others_soon(planes: Planes) -> None:
+    with cache_of(planes) as cache, cache_of(planes) as other:
+        assert store(cache) == [True] * 3
+        until(lambda: look_up(other, TOKENS).num_blocks == [3])
+
+
 def test_named_chunks_are_stored_twice_and_found_once_for_each_name(planes: Planes) -> None:
     names = [b"n" * 36, b"m" * 50, b"x"]
     with cache_of(planes) as cache:
