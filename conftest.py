@@ -24,6 +24,7 @@ settings.register_profile(
 settings.load_profile("shared machine")
 
 INTEGRATIONS = Path(__file__).parent / "integrations"
+BY_DAY = {INTEGRATIONS / name for name in ("chunks", "lmcache", "sglang", "vllm")}
 SEED = int(os.environ.get("KVPLANE_TEST_SEED", "0"))
 
 
@@ -34,11 +35,13 @@ def seeded() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of integrations run at night, but those of fleets, which need Ray. Of tests that would
-    be the last to run, all workers but one would wait for the end.
+    """Tests of integrations run at night, but those of engines' plug-ins, and those of fleets,
+    which need Ray. Of tests that would be the last to run, all workers but one would wait for the
+    end.
     """
     for item in items:
-        if INTEGRATIONS in item.path.parents and item.get_closest_marker("fleet") is None:
+        is_by_day = item.get_closest_marker("fleet") is not None or BY_DAY & {*item.path.parents}
+        if INTEGRATIONS in item.path.parents and not is_by_day:
             item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
