@@ -28,7 +28,7 @@ LayerGroup::LayerGroup(PoolConfig config_given)
       announcements(index, stores[kDevice]),
       sessions(config.seed),
       tables(*this, stores, announcements),
-      pins(*this, index, stores, tables),
+      pins(*this, index, stores, sessions, tables),
       plans(*this, index, stores, retention, sequences, tables),
       publisher(*this, index, stores[kDevice], sessions, sequences, tables, announcements, plans),
       families(sequences),
@@ -47,7 +47,7 @@ LayerGroup::LayerGroup(PoolConfig config_given)
 void LayerGroup::set_time(double time_s) {
   now_s = time_s;
   retention.expire(now_s);
-  pins.expire(sessions);
+  pins.expire();
 }
 
 void LayerGroup::evicted(Tier tier, SessionHandle handle, Span<Block> blocks, Eviction why) {
@@ -148,6 +148,7 @@ void LayerGroup::check() const {
   announcements.check();
   sessions.check();
   sequences.check(sessions);
+  pins.check();
   BlockUses uses;
   for (const BlockStore& blocks : stores)
     for (auto* counts : {uses.refs, uses.pins, uses.pending})
@@ -155,7 +156,6 @@ void LayerGroup::check() const {
   uses.held.resize(tables.num_owners());
   for (const Session& session : sessions) {
     plans.check(session, uses);
-    pins.check(session);
     swaps.check(session, uses);
     growth.check(session);
     publisher.check(session);

@@ -61,51 +61,53 @@ const Pin& Pins::pin(Session& session, int64_t id, const std::vector<EntryId>& e
     tables_.share(session, tier, blocks);
   }
   session.num_pinned += static_cast<int64_t>(entries.size());
-  expiries_.push_back({expires_at_s, session.handle, id});
+  expiries_.insert({expires_at_s, session.handle, id});
   return pin;
 }
 
-void Pins::release(Session& session, const Pin& pin) {
+void Pins::release(Session& session, int64_t id, const Pin& pin) {
   std::vector<Block> blocks[2];  // by tier, tails first
   for (auto it = pin.blocks.rbegin(); it != pin.blocks.rend(); ++it)
     if (it->block != kNoBlock) blocks[it->tier - 1].push_back(it->block);
   for (const Tier tier : {kDevice, kHost})
     tables_.release(session, tier, blocks[tier - 1].data(), blocks[tier - 1].size(), 0);
   session.num_pinned -= static_cast<int64_t>(pin.blocks.size());
+  expiries_.erase({pin.expires_at_s, session.handle, id});
 }
 
 void Pins::unpin(Session& session, int64_t id) {
   const auto it = session.pins.find(id);
   if (it == session.pins.end()) return;
-  release(session, it->second);
+  release(session, id, it->second);
   session.pins.erase(it);
 }
 
 void Pins::end_all(Session& session) {
-  for (const auto& [id, pin] : session.pins) release(session, pin);
+  for (const auto& [id, pin] : session.pins) release(session, id, pin);
   session.pins.clear();
 }
 
-void Pins::expire(Sessions& sessions) {
-  for (; !expiries_.empty() && expiries_.front().at_s <= shared_.now_s; expiries_.pop_front()) {
-    Session& session = sessions[expiries_.front().handle];
-    // The id, and the session's handle, may be of a later one by now.
-    const auto it = session.pins.find(expiries_.front().pin_id);
-    if (it != session.pins.end() && it->second.expires_at_s <= shared_.now_s)
-      unpin(session, it->first);
-  }
+void Pins::expire() {
+  while (!expiries_.empty() && expiries_.begin()->at_s <= shared_.now_s)
+    unpin(sessions_[expiries_.begin()->handle], expiries_.begin()->id);
 }
 
-void Pins::check(const Session& session) const {
+void Pins::check() const {
   const Require require("pin");
-  int64_t num = 0;
-  for (const auto& [id, pin] : session.pins) {
-    require(session.open, "its session has ended", id);
-    require(!pin.blocks.empty(), "it holds nothing", id);
-    require(pin.expires_at_s > shared_.now_s, "its time is over", id);
-    num += static_cast<int64_t>(pin.blocks.size());
+  size_t num_pins = 0;
+  for (const Session& session : sessions_) {
+    int64_t num = 0;
+    for (const auto& [id, pin] : session.pins) {
+      require(session.open, "its session has ended", id);
+      require(!pin.blocks.empty(), "it holds nothing", id);
+      require(pin.expires_at_s > shared_.now_s, "its time is over", id);
+      require(expiries_.count({pin.expires_at_s, session.handle, id}), "it never ends", id);
+      num += static_cast<int64_t>(pin.blocks.size());
+    }
+    require(num == session.num_pinned, "pinned blocks are miscounted");
+    num_pins += session.pins.size();
   }
-  require(num == session.num_pinned, "pinned blocks are miscounted");
+  require(num_pins == expiries_.size(), "pins that have ended would end again");
 }
 
 }  // namespace kvplane::blocks

@@ -2,7 +2,8 @@
 // plan.
 #pragma once
 
-#include <deque>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "core/operations.h"
@@ -22,8 +23,8 @@ namespace kvplane::blocks {
 // ends. The pool looks prompts up in all groups before it pins in any.
 class Pins {
  public:
-  Pins(Shared& shared, PrefixIndex& index, Stores& stores, Tables& tables)
-      : shared_(shared), index_(index), stores_(stores), tables_(tables) {}
+  Pins(Shared& shared, PrefixIndex& index, Stores& stores, Sessions& sessions, Tables& tables)
+      : shared_(shared), index_(index), stores_(stores), sessions_(sessions), tables_(tables) {}
 
   Failure check_id(const Session& session, int64_t id, int64_t item) const;
   // Whether the blocks of these entries can be held, of which the tier keeps `headroom` available.
@@ -37,26 +38,31 @@ class Pins {
   void unpin(Session& session, int64_t id);
   void end_all(Session& session);
   // Ends those whose time is over.
-  void expire(Sessions& sessions);
+  void expire();
 
   // Throws std::logic_error saying what is wrong, besides references.
-  void check(const Session& session) const;
+  void check() const;
 
  private:
   struct Expiry {
     double at_s;
     SessionHandle handle;
-    int64_t pin_id;
+    int64_t id;
+
+    bool operator<(const Expiry& other) const {
+      return std::tie(at_s, handle, id) < std::tie(other.at_s, other.handle, other.id);
+    }
   };
 
   Tier tier_of(EntryId e) const { return index_[e].block(kDevice) != kNoBlock ? kDevice : kHost; }
-  void release(Session& session, const Pin& pin);
+  void release(Session& session, int64_t id, const Pin& pin);
 
   Shared& shared_;
   PrefixIndex& index_;
   Stores& stores_;
+  Sessions& sessions_;
   Tables& tables_;
-  std::deque<Expiry> expiries_;  // the first are due first
+  std::set<Expiry> expiries_;  // of all pins
 };
 
 }  // namespace kvplane::blocks

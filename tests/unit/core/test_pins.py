@@ -211,6 +211,18 @@ def test_a_pinned_block_that_was_forgotten_is_not_written_in_place() -> None:
     world.core.check_integrity()
 
 
+def test_pins_that_were_undone_are_not_remembered_until_their_time() -> None:
+    world = World(lease_s=1e6)
+    engine = world.engine()
+    engine.cache(PROMPT)
+    pin(engine, PROMPT)
+    for i in range(2, 5):
+        ids = range(100 * i, 100 * i + 100)
+        engine.step(ops.pin(ids, [PROMPT[:BLOCK]] * 100), ops.unpin(ids))
+        world.core.check_integrity()
+    assert world.usage()["held"] == 3
+
+
 def test_a_repeated_step_has_the_same_grant_and_pins_once() -> None:
     world = World()
     engine = world.engine()
