@@ -56,7 +56,7 @@ failures, each of which opens the breaker.
 
 @dataclass(eq=False)
 class Found:
-    """What a look-up found. ``num_blocks``: of each prompt, the leading whole blocks that are
+    """Says what a look-up found. ``num_blocks``: of each prompt, the leading whole blocks that are
     cached: 0 is a miss. They are held until ``ChunkCache.release``, or for a lease's time.
     """
 
@@ -90,13 +90,20 @@ class _Lane:
             next(self.ids)
         return range(first, first + num)
 
-    async def step(self, operations: Sequence[ops.Operation]) -> StepResult:
-        """Make a step, and start a plan that it has to carry out beside."""
+    async def step(
+        self, operations: Sequence[ops.Operation], *, starts: bool = False
+    ) -> StepResult:
+        """Make a step. ``starts``: whether to start its plan, if it has one, before the next step:
+        what nobody writes pages to says what has become of tables.
+        """
         async with self.turn:
             unpins, self.unpins = self.unpins, []
             if unpins:
                 operations = [*operations, ops.unpin(unpins)]
-            return await self.session.step(operations)
+            step = await self.session.step(operations)
+            if starts and step.plan is not None:
+                await self.execution.start(step.plan)
+            return step
 
     async def close(self) -> None:
         """End the session and all that it holds, if the planes can be reached."""
@@ -140,7 +147,7 @@ class ChunkCache:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What was done so far, by the names of ``COUNTERS``."""
+        """Count what was done so far, by the names of ``COUNTERS``."""
         with self._lock:
             return dict(self._counters)
 
@@ -256,9 +263,7 @@ class ChunkCache:
 
     async def _pin(self, lane: _Lane, prompts: Sequence[bytes]) -> Found:
         ids = lane.take(max(1, len(prompts)))
-        step = await lane.step([ops.pin(ids, prompts)])
-        if step.plan is not None:
-            await lane.execution.start(step.plan)
+        step = await lane.step([ops.pin(ids, prompts)], starts=True)
         pinned = step.results[0].pinned
         return Found(pinned.num_blocks.tolist(), lane, pinned, ids)
 
@@ -530,9 +535,7 @@ async def _itself(lane: _Lane) -> _Lane:
 
 
 async def _flush(lane: _Lane) -> None:
-    step = await lane.step([])
-    if step.plan is not None:
-        await lane.execution.start(step.plan)
+    await lane.step([], starts=True)
 
 
 def _named(name: bytes) -> bytes:
