@@ -25,7 +25,7 @@ class Refusable:
     is_one_item = False
     """Says whether it succeeds or fails as a whole; otherwise each sequence is an item."""
     noun = "sequence"
-    """What the ids are of, in errors."""
+    """Says in errors what the ids belong to."""
     id_field = "sequence_ids"
     """Name of the field that holds the ids of the sequences."""
     parent_field = "sequence_ids"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from google.protobuf.message import Message
+
+from control_plane.pools.pool import Pool
 from control_plane.pools.publications import owner_of
 from control_plane.sessions.session import PlanRecord, Session
 from control_plane.steps.answers import SignedPlan
@@ -49,9 +52,8 @@ def sign_pin_grant(session: Session, blocks: Mapping[str, bytes]) -> tpb.SignedP
         pool_id=pool.id,
         shard_epochs=session.epochs,
         **blocks,
-    ).SerializeToString(deterministic=True)
-    signature = signing.sign(pool.key, signing.PIN_GRANT, payload)
-    return tpb.SignedPayload(type=signing.PIN_GRANT, payload=payload, signature=signature)
+    )
+    return _signed(pool, signing.PIN_GRANT, payload)
 
 
 def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
@@ -67,6 +69,11 @@ def sign_grant(session: Session, max_plans_in_flight: int) -> tpb.SignedPayload:
         layout_fingerprint=pool.layout.fingerprint,
         max_plans_in_flight=max_plans_in_flight,
         namespace=owner_of(session.root)[1] if pool.shards.file_tiers else None,
-    ).SerializeToString(deterministic=True)
-    signature = signing.sign(pool.key, signing.GRANT, payload)
-    return tpb.SignedPayload(type=signing.GRANT, payload=payload, signature=signature)
+    )
+    return _signed(pool, signing.GRANT, payload)
+
+
+def _signed(pool: Pool, kind: str, message: Message) -> tpb.SignedPayload:
+    payload = message.SerializeToString(deterministic=True)
+    signature = signing.sign(pool.key, kind, payload)
+    return tpb.SignedPayload(type=kind, payload=payload, signature=signature)

@@ -44,7 +44,7 @@ _Parts: TypeAlias = list[tuple[Future[Any], list[bytes]]]
 
 @dataclass(eq=False)
 class _Asked:
-    """What is known of a request. ``heard``: None where its chunks are found by name.
+    """Keeps what is known of a request. ``heard``: None where its chunks are found by name.
 
     ``places``: of each key that was looked up, the look-up, its item there, and the block of it.
     ``unasked``: keys for the next look-up. ``failed``: keys that could not be loaded, which stay

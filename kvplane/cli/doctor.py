@@ -1,4 +1,4 @@
-"""Whether a cache plug-in would find its pool, and whether it would pay: kvplane doctor."""
+"""Tells whether a cache plug-in would find its pool, and whether it would pay: kvplane doctor."""
 
 from __future__ import annotations
 
