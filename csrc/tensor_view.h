@@ -91,13 +91,18 @@ inline void bind_types(pybind11::module_& m) {
            arg("key_stride"), arg("value_stride"));
   py::class_<AttentionOptions>(m, "AttentionOptions", py::module_local())
       .def(py::init([](float scale, int64_t sliding_window_tokens, uintptr_t alibi_slopes,
-                       float logit_soft_cap, uintptr_t sinks) {
-             return AttentionOptions{scale, sliding_window_tokens,
-                                     pointer<const float>(alibi_slopes), logit_soft_cap,
-                                     pointer<const float>(sinks)};
+                       float logit_soft_cap, uintptr_t sinks, uintptr_t seen_blocks,
+                       int64_t seen_stride, int64_t num_seen_blocks, int64_t block_tokens,
+                       int64_t local_blocks) {
+             const BlockMask blocks = {pointer<const uint8_t>(seen_blocks), seen_stride,
+                                       num_seen_blocks, block_tokens, local_blocks};
+             return AttentionOptions{
+                 scale,          sliding_window_tokens,       pointer<const float>(alibi_slopes),
+                 logit_soft_cap, pointer<const float>(sinks), blocks};
            }),
            py::kw_only(), arg("scale"), arg("sliding_window_tokens"), arg("alibi_slopes"),
-           arg("logit_soft_cap"), arg("sinks"));
+           arg("logit_soft_cap"), arg("sinks"), arg("seen_blocks") = 0, arg("seen_stride") = 0,
+           arg("num_seen_blocks") = 1, arg("block_tokens") = 1, arg("local_blocks") = 1);
 }
 
 }  // namespace kvplane

@@ -6,7 +6,9 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Final
 
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError
+from kvplane.tensor import Tensor
 from kvplane.wire.v1 import execution_pb2 as pb
 
 MAX_QUERY_HEADS: Final = 1 << 20
@@ -26,6 +28,10 @@ class AttentionOptions:
     logit_soft_cap: scores become cap * tanh(score / cap), after the scale and before ALiBi; 0 means
         that they stay as they are.
     sinks: one for each query head, or none at all; exp(sink) is added to the sum of a softmax.
+    block_pattern: which blocks of keys a query sees; None means as the layer group says.
+    seen_blocks: uint8 [num_sequences, num_heads, num_blocks], a mask of the caller's own: beside
+        the pattern's local blocks, a query sees those that are not 0. Only with a pattern, which
+        has no vertical stride. None means that the pattern is all.
 
     Valid by construction: raises InvalidRequestError naming the option that is out of range. Only
     the query's shape tells how many slopes and sinks there must be, so the kernels check that.
@@ -36,6 +42,8 @@ class AttentionOptions:
     alibi_slopes: tuple[float, ...] = ()
     logit_soft_cap: float = 0.0
     sinks: tuple[float, ...] = ()
+    block_pattern: BlockPattern | None = None
+    seen_blocks: Tensor | None = None
 
     def __post_init__(self) -> None:
         _require_finite(self.scale, "scale", "")
@@ -54,20 +62,40 @@ class AttentionOptions:
             _require_few(of_heads, name)
             for i, number in enumerate(of_heads):
                 _require_finite(number, name, f"number {i} ")
+        if self.seen_blocks is not None:
+            _check_mask(self.seen_blocks, self.block_pattern)
 
-    def in_group(self, sliding_window_tokens: int) -> AttentionOptions:
-        """Return the options with a layer group's window, unless they have their own."""
-        if self.sliding_window_tokens or not sliding_window_tokens:
+    def in_group(
+        self, sliding_window_tokens: int, block_pattern: BlockPattern | None
+    ) -> AttentionOptions:
+        """Return the options with a layer group's window and pattern, unless they have their
+        own.
+        """
+        window = self.sliding_window_tokens or sliding_window_tokens
+        pattern = self.block_pattern or block_pattern
+        if window == self.sliding_window_tokens and pattern is self.block_pattern:
             return self
-        return replace(self, sliding_window_tokens=sliding_window_tokens)
+        return replace(self, sliding_window_tokens=window, block_pattern=pattern)
 
     def of_heads(self, heads: Sequence[range]) -> AttentionOptions:
-        """Return the options restricted to these ranges of query heads, which are joined."""
-        if not (self.alibi_slopes or self.sinks):
+        """Return the options restricted to these ranges of query heads, which are joined. A pattern
+        stays as it is: a shard knows which KV heads of the model are its own.
+        """
+        if not (self.alibi_slopes or self.sinks or self.seen_blocks):
             return self
         slopes = tuple(x for each in heads for x in self.alibi_slopes[each.start : each.stop])
         sinks = tuple(x for each in heads for x in self.sinks[each.start : each.stop])
-        return replace(self, alibi_slopes=slopes, sinks=sinks)
+        seen = self.seen_blocks and self.seen_blocks.of_heads(heads)
+        return replace(self, alibi_slopes=slopes, sinks=sinks, seen_blocks=seen)
+
+    def of_sequences(self, first: int, end: int) -> AttentionOptions:
+        """Return the options restricted to sequences ``first`` to ``end`` - 1 of a batch."""
+        if self.seen_blocks is None:
+            return self
+        _, *shape = self.seen_blocks.shape
+        size = shape[0] * shape[1]
+        part = memoryview(self.seen_blocks.data)[first * size : end * size]
+        return replace(self, seen_blocks=Tensor("uint8", (end - first, *shape), part))
 
     def to_proto(self) -> pb.AttentionOptions:
         """Convert the options to their message."""
@@ -77,6 +105,8 @@ class AttentionOptions:
             alibi_slopes=self.alibi_slopes,
             logit_soft_cap=self.logit_soft_cap,
             sinks=self.sinks,
+            block_pattern=None if self.block_pattern is None else self.block_pattern.to_proto(),
+            seen_blocks=None if self.seen_blocks is None else self.seen_blocks.to_proto(),
         )
 
     @classmethod
@@ -91,9 +121,35 @@ class AttentionOptions:
                 tuple(message.alibi_slopes),
                 message.logit_soft_cap,
                 tuple(message.sinks),
+                BlockPattern.of_field(message, ""),
+                Tensor.from_proto(message.seen_blocks, field="seen_blocks")
+                if message.HasField("seen_blocks")
+                else None,
             )
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, field=f"{field}.{error.field}") from None
+
+
+def _check_mask(seen_blocks: Tensor, pattern: BlockPattern | None) -> None:
+    """Check a caller's mask beside the pattern that says what its blocks are. Raises
+    InvalidRequestError.
+    """
+    if pattern is None:
+        raise InvalidRequestError(
+            "must be given with seen_blocks, and say how many tokens a block has",
+            field="block_pattern",
+        )
+    if pattern.vertical_stride or pattern.head_sliding_step:
+        raise InvalidRequestError(
+            "must not have a vertical stride or a step where seen_blocks takes its place",
+            field="block_pattern",
+        )
+    if seen_blocks.dtype != "uint8" or len(seen_blocks.shape) != 3 or not seen_blocks.shape[2]:
+        raise InvalidRequestError(
+            f"must be uint8 [num_sequences, num_heads, num_blocks], is {seen_blocks.dtype} "
+            f"{list(seen_blocks.shape)}",
+            field="seen_blocks",
+        )
 
 
 def _require_few(of_heads: Sized, field: str) -> None:

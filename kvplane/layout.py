@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError
 from kvplane.wire.dtypes import dtype_from_wire, dtype_to_wire
 from kvplane.wire.twin import whole
@@ -62,7 +63,8 @@ class LayerGroup:
 
     Scales are rounded to float32, the type that they are sent in. No scales means that all are 1.
     ``cache_kind``: "keys_and_values", "latent", "state" or "opaque". ``value_head_size``: 0 where
-    it is ``head_size``. ``page_bytes``: of opaque pages, otherwise 0.
+    it is ``head_size``. ``page_bytes``: of opaque pages, otherwise 0. ``block_pattern``: None where
+    queries see all blocks.
     """
 
     name: str
@@ -75,6 +77,7 @@ class LayerGroup:
     cache_kind: str = KEYS_AND_VALUES
     value_head_size: int = 0
     page_bytes: int = 0
+    block_pattern: BlockPattern | None = None
 
     def __post_init__(self) -> None:
         if self.value_head_size == self.head_size:
@@ -107,7 +110,7 @@ class LayerGroup:
     def canonical(self) -> dict[str, Any]:
         """Return the fields from which the fingerprint is computed. Scales are the bits of their
         float32, because languages print floats in different ways. Scales, cache kind, value head
-        size and page size are left out when they are the default.
+        size, page size and block pattern are left out when they are the default.
         """
         fields = asdict(self)
         if self.cache_kind == KEYS_AND_VALUES:
@@ -116,6 +119,8 @@ class LayerGroup:
             del fields["value_head_size"]
         if self.page_bytes == 0:
             del fields["page_bytes"]
+        if self.block_pattern is None:
+            del fields["block_pattern"]
         for name in _SCALES:
             scales = fields.pop(name)
             if scales:
@@ -171,6 +176,10 @@ class Layout:
                 f"{at}.sliding_window_tokens",
                 "0 or a positive int32",
             )
+            if group.block_pattern is not None:
+                group.block_pattern.check_fits(
+                    self.block_size_tokens, f"layout.{at}.block_pattern."
+                )
             self._check_scales(group, at)
 
     def _check_heads(self, group: LayerGroup, at: str) -> None:
@@ -202,7 +211,7 @@ class Layout:
         )
         for name in ("num_kv_heads", "head_size", "value_head_size", "sliding_window_tokens"):
             _require(getattr(group, name) == 0, f"{at}.{name}", f"0 where pages are {OPAQUE}")
-        for name in _SCALES:
+        for name in (*_SCALES, "block_pattern"):
             _require(not getattr(group, name), f"{at}.{name}", f"empty where pages are {OPAQUE}")
 
     def _check_scales(self, group: LayerGroup, at: str) -> None:
@@ -317,6 +326,7 @@ class Layout:
                     cache_kind=_TO_KIND[g.cache_kind],
                     value_head_size=g.value_head_size,
                     page_bytes=g.page_bytes,
+                    block_pattern=None if g.block_pattern is None else g.block_pattern.to_proto(),
                 )
                 for g in self.groups
             ],
@@ -346,8 +356,9 @@ class Layout:
                     _CACHE_KINDS.get(g.cache_kind, f"unknown ({g.cache_kind})"),
                     g.value_head_size,
                     g.page_bytes,
+                    BlockPattern.of_field(g, f"layout.groups[{i}]"),
                 )
-                for g in message.groups
+                for i, g in enumerate(message.groups)
             ),
         )
         if message.fingerprint and message.fingerprint != layout.fingerprint:

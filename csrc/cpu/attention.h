@@ -41,6 +41,12 @@ struct Part {
   Range seen;  // positions whose slots may be read
 };
 
+// A tile, by its first position, at one KV head.
+struct TileOfHead {
+  int64_t tile;
+  int64_t kv_head;
+};
+
 // The format of rows during the computation.
 struct Layout {
   Dtype dtype;         // of queries, keys and values
@@ -171,6 +177,11 @@ class Attention {
     return kv_head_of(item, r) * group_ + item.first_head + r % item.num_heads;
   }
 
+  // The position of row r of an item's KV head.
+  static int64_t position_of(const Item& item, int64_t r) {
+    return item.first_position + r / item.num_heads;
+  }
+
   // The rows of a member that are in the part.
   Range rows_of(const Part& part, const Item& item) const {
     const int64_t of_head = rows_of_kv_head(item);
@@ -221,21 +232,47 @@ class Attention {
     const int64_t split = part.split * kSplitTokens;
     const int64_t first = std::max(part.seen.begin / kTileTokens * kTileTokens, split);
     const int64_t end = std::min(part.seen.end, split + kSplitTokens);
-    const int64_t first_head = part.kv_heads.begin, end_head = part.kv_heads.end;
     Tile *next = &w.tiles[0], *later = &w.tiles[1];
-    find_tile(part, first_head, first, later);
-    for (int64_t tile = first; tile < end; tile += kTileTokens) {
-      for (int64_t head = first_head; head < end_head; ++head) {
-        std::swap(next, later);
-        const bool last = head + 1 == end_head;
-        find_tile(part, last ? first_head : head + 1, last ? tile + kTileTokens : tile, later);
-        if (layout_.in_place) {
-          attend_tile(part, head, tile, *next, *later, page_row_bytes(), w);
-        } else {
-          attend_tile(part, head, tile, load_tile(*next, *later, w), *later, 0, w);
-        }
+    TileOfHead at = first_seen(part, {first, part.kv_heads.begin}, end);
+    find_tile(part, at.kv_head, at.tile, later);
+    while (at.tile < end) {
+      std::swap(next, later);
+      const TileOfHead ahead = first_seen(part, after(part, at), end);
+      find_tile(part, ahead.kv_head, ahead.tile, later);
+      if (layout_.in_place) {
+        attend_tile(part, at.kv_head, at.tile, *next, *later, page_row_bytes(), w);
+      } else {
+        attend_tile(part, at.kv_head, at.tile, load_tile(*next, *later, w), *later, 0, w);
+      }
+      at = ahead;
+    }
+  }
+
+  static TileOfHead after(const Part& part, TileOfHead at) {
+    if (at.kv_head + 1 < part.kv_heads.end) return {at.tile, at.kv_head + 1};
+    return {at.tile + kTileTokens, part.kv_heads.begin};
+  }
+
+  // The first tile of a head, from `at` on, of which some row sees a token; one from `end` on where
+  // there is none. Tiles that a mask of blocks hides are not read.
+  TileOfHead first_seen(const Part& part, TileOfHead at, int64_t end) const {
+    if (p_.blocks.seen == nullptr) return at;
+    while (at.tile < end && !is_seen(part, at)) at = after(part, at);
+    return at;
+  }
+
+  bool is_seen(const Part& part, TileOfHead at) const {
+    for (const Member& member : part.members) {
+      const Item& item = *member.item;
+      const int64_t of_head = rows_of_kv_head(item);
+      const int64_t begin = (at.kv_head - item.first_kv_head) * of_head;
+      for (int64_t r = begin; r < begin + of_head; ++r) {
+        const int64_t position = position_of(item, r - begin);
+        const Range seen = seen_of_tile(p_, item.sequence, head_of(item, r), position, at.tile);
+        if (seen.begin < seen.end) return true;
       }
     }
+    return false;
   }
 
   // Points at the rows of the tile's positions that are attended to. Other rows are not read: zeros
@@ -310,10 +347,8 @@ class Attention {
     const int64_t of_head = rows_of_kv_head(item),
                   begin_row = (kv_head - item.first_kv_head) * of_head;
     for (int64_t r = begin_row; r < begin_row + of_head; ++r) {
-      const int64_t position = item.first_position + (r - begin_row) / item.num_heads;
-      const Range seen = visible(p_, position);
-      const int64_t begin = std::max<int64_t>(0, seen.begin - first);
-      const int64_t end = std::min(kTileTokens, seen.end - first);
+      const int64_t position = position_of(item, r - begin_row);
+      const auto [begin, end] = seen_of_tile(p_, item.sequence, head_of(item, r), position, first);
       if (begin >= end) continue;
       const float slope = p_.alibi_slopes == nullptr ? 0.0f : p_.alibi_slopes[head_of(item, r)];
       w.rows[num++] = {w.query + (member.queries + r) * layout_.row_bytes(),

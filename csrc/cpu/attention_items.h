@@ -44,6 +44,30 @@ inline Range visible(const PagedAttentionParams& p, int64_t position) {
   return {window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, position + 1};
 }
 
+// Returns whether a query at `position` sees the block of keys that `key_position` is in.
+inline bool sees_block(const PagedAttentionParams& p, int64_t sequence, int64_t head,
+                       int64_t position, int64_t key_position) {
+  const BlockMask& mask = p.blocks;
+  const int64_t block = key_position / mask.block_tokens;
+  if (position / mask.block_tokens - block < mask.local_blocks) return true;
+  return mask.seen[sequence * mask.sequence_stride + head * mask.num_blocks +
+                   block % mask.num_blocks] != 0;
+}
+
+// The tokens of a tile, from position `tile` on, that a row attends to, counted from there: one
+// range, because a tile is in two blocks of a mask at most.
+inline Range seen_of_tile(const PagedAttentionParams& p, int64_t sequence, int64_t head,
+                          int64_t position, int64_t tile) {
+  static_assert(kTileTokens == 2 * kMaskUnit);
+  const Range seen = visible(p, position);
+  Range tokens = {std::max<int64_t>(0, seen.begin - tile), std::min(kTileTokens, seen.end - tile)};
+  if (p.blocks.seen == nullptr) return tokens;
+  const auto hides = [&](int64_t key) { return !sees_block(p, sequence, head, position, key); };
+  if (tokens.begin < kMaskUnit && hides(tile)) tokens.begin = kMaskUnit;
+  if (tokens.end > kMaskUnit && hides(tile + kMaskUnit)) tokens.end = kMaskUnit;
+  return tokens;
+}
+
 inline int64_t first_position(const PagedAttentionParams& p, int64_t sequence) {
   const int64_t query_len = p.query_starts[sequence + 1] - p.query_starts[sequence];
   return p.context_lens[sequence] - query_len;

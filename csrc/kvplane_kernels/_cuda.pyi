@@ -45,6 +45,11 @@ class AttentionOptions:
         alibi_slopes: int,
         logit_soft_cap: float,
         sinks: int,
+        seen_blocks: int = 0,
+        seen_stride: int = 0,
+        num_seen_blocks: int = 1,
+        block_tokens: int = 1,
+        local_blocks: int = 1,
     ) -> None: ...
 
 class AttentionPlan: ...

@@ -16,7 +16,7 @@ import torch
 from data_plane.execution.layer_runner import LayerRunner, Result
 from data_plane.execution.layers import layer_index
 from data_plane.execution.shards.shard_kernels import ShardKernels, check_window
-from data_plane.kernels.arguments import NumbersOfHeads, numbers_of_heads, require
+from data_plane.kernels.arguments import NumbersOfHeads, require
 from data_plane.kernels.backends.cuda import is_capturing
 from data_plane.plans.batches.fixed_rows import FixedRows, StepBounds
 from data_plane.plans.sessions import RunningPlan
@@ -58,7 +58,7 @@ class FixedStep:
         block_size = layout.block_size_tokens
         with compute.computing():
             self._rows = [FixedRows(bounds, block_size, device) for _ in layout.groups]
-        self._of_heads: dict[tuple[AttentionOptions, int], NumbersOfHeads] = {}
+        self._of_heads: dict[tuple[AttentionOptions, int, int], NumbersOfHeads] = {}
         self._windows: list[set[int]] = [set() for _ in layout.groups]
         # The widest windows that read no trimmed entry of the rows; None: no rows are trimmed.
         self._widest: list[int | None] = [None for _ in layout.groups]
@@ -90,8 +90,14 @@ class FixedStep:
                 memory.begin()
         compute, group = self._compute, self._compute.group_of_layer(index)
         rows = self._rows[group].padded(query.shape[0])
-        of_heads = self._numbers_of_heads(options, query.shape[1])
-        window = compute.options_of(index, options).sliding_window_tokens
+        attended = compute.options_of(index, options)
+        require(
+            attended.seen_blocks is None,
+            "must be absent in a step whose graph is replayed with other sequences",
+            "options.seen_blocks",
+        )
+        of_heads = self._numbers_of_heads(index, attended, query.shape[1])
+        window = attended.sliding_window_tokens
         check_window(window, self._widest[group])
         memory, tensors = self._memories[group], (query, key, value)
         output = self._runner.queue(rows, memory, index, tensors, options, of_heads, out)
@@ -165,15 +171,19 @@ class FixedStep:
                 field="num_tokens",
             )
 
-    def _numbers_of_heads(self, options: AttentionOptions, num_heads: int) -> NumbersOfHeads:
-        """Return slopes and sinks as tensors that live as long as the step: a graph uses them."""
-        key = options, num_heads
+    def _numbers_of_heads(
+        self, layer: int, options: AttentionOptions, num_heads: int
+    ) -> NumbersOfHeads:
+        """Return what options say of each head as tensors that live as long as the step: a graph
+        uses them.
+        """
+        key = options, num_heads, self._compute.group_of_layer(layer)
         if key not in self._of_heads:
-            has_some = bool(options.alibi_slopes or options.sinks)
+            has_some = bool(options.alibi_slopes or options.sinks or options.block_pattern)
             require(
                 not (has_some and is_capturing(self._device)),
                 "call each layer once before they are captured, so that its options are in memory",
                 "options",
             )
-            self._of_heads[key] = numbers_of_heads(options, num_heads, self._device)
+            self._of_heads[key] = self._compute.numbers_of_heads(layer, options, num_heads)
         return self._of_heads[key]

@@ -299,8 +299,9 @@ class LayerRunner:
             to_write = compute.write_arguments(rows, index, key, value, field)
         if query is not None:
             to_attend = compute.attention_arguments(rows, index, query, options, field, of_heads)
-        if self._bound is not None and to_write is not None and to_attend is not None:
-            self._bound.bind(index, options, to_write, to_attend)
+        bound = self._bound if options.seen_blocks is None else None  # a mask is of one plan
+        if bound is not None and to_write is not None and to_attend is not None:
+            bound.bind(index, options, to_write, to_attend)
         return to_write, to_attend
 
 

@@ -27,9 +27,12 @@ FLOATS: Final = (torch.float32, torch.float16, torch.bfloat16)
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 HOST: Final = torch.device("cpu")
 
-NumbersOfHeads = tuple[torch.Tensor | None, torch.Tensor | None]
-"""ALiBi slopes and sinks, float32 [num_heads]; None for those that options do not have."""
+NumbersOfHeads = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""ALiBi slopes and sinks, float32 [num_heads], and seen blocks, uint8 [num_sequences or 1,
+num_heads, num_blocks]; None for those that options do not have.
+"""
 
+_MAX_MASK_BYTES: Final = 1 << 24  # of a pattern's heads, whatever the query and the stride
 _ANY: Final = None  # in a shape: any extent
 _PAGES: Final = "[num_blocks, 2, num_kv_heads, block_size, head_size]"
 _KEYS: Final = "[num_blocks, num_kv_heads, block_size, head_size]"
@@ -126,7 +129,7 @@ class AttentionArguments:
         Query token i of query_len has position context_len - query_len + i and attends to positions
         up to its own.
     options: with as many alibi_slopes and sinks as there are heads, or none; with a scale where
-        the pages hold latents.
+        the pages hold latents; with a block pattern whose blocks are whole ones of the pages.
     key_scales, value_scales: those that fp8 pages were written with.
     max_query_len: no sequence has more query tokens than this; 0 = not known. Saves a launch on a
         GPU.
@@ -138,6 +141,7 @@ class AttentionArguments:
         the output has no values for them. Only on a GPU.
     of_heads: the result of ``numbers_of_heads`` for these options; None: made here, which copies
         them to the device.
+    first_kv_head: the model's number of the pages' first KV head, for block patterns.
 
     Raises InvalidRequestError naming the argument that does not fit.
     """
@@ -155,12 +159,17 @@ class AttentionArguments:
     plans: SharedPlans | None = None
     is_padded: bool = False
     of_heads: NumbersOfHeads | None = None
+    first_kv_head: int = 0
     keys: torch.Tensor = field(init=False)
     """Keys in the pages, [num_blocks, num_kv_heads, block_size, head_size]."""
     values: torch.Tensor = field(init=False)
     slopes: torch.Tensor | None = field(init=False)
     """ALiBi slopes on the device that reads them: float32 [num_heads]."""
     sinks: torch.Tensor | None = field(init=False)
+    seen_blocks: torch.Tensor | None = field(init=False)
+    """Which blocks of the options' pattern each head sees beside the local ones, uint8 [1,
+    num_heads, num_blocks], a row that repeats; of a caller's mask [num_sequences, ...].
+    """
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
@@ -195,16 +204,34 @@ class AttentionArguments:
             require(self.options.scale != 0, wanted, "options.scale")
         for name in ("block_tables", "query_starts", "context_lens"):
             _make_contiguous(self, name)
-        of_heads = self.of_heads or numbers_of_heads(self.options, num_heads, device)
-        _set(self, of_heads, "slopes", "sinks")
+        if self.options.block_pattern is not None:
+            self.options.block_pattern.check_fits(self.keys.shape[2], "options.block_pattern.")
+        if self.options.seen_blocks is not None:
+            _check_mask(self.options, num_heads, lens, self.lengths)
+        kv_heads = range(self.first_kv_head, self.first_kv_head + num_kv_heads)
+        of_heads = self.of_heads or numbers_of_heads(self.options, num_heads, kv_heads, device)
+        _set(self, of_heads, "slopes", "sinks", "seen_blocks")
 
 
 def numbers_of_heads(
-    options: AttentionOptions, num_heads: int, device: torch.device
+    options: AttentionOptions, num_heads: int, kv_heads: range, device: torch.device
 ) -> NumbersOfHeads:
-    """Return the options' ALiBi slopes and sinks as tensors on ``device``. Raises
-    InvalidRequestError unless each has ``num_heads`` elements.
+    """Return the options' ALiBi slopes, sinks and seen blocks as tensors on ``device``.
+    ``kv_heads``: the model's numbers of the KV heads. Raises InvalidRequestError unless slopes and
+    sinks have ``num_heads`` elements.
     """
+
+    def seen_blocks() -> torch.Tensor | None:
+        if options.seen_blocks is not None:
+            mask: torch.Tensor = options.seen_blocks.torch()
+            return mask
+        pattern = options.block_pattern
+        if pattern is None:
+            return None
+        most = _MAX_MASK_BYTES // max(1, pattern.vertical_stride)
+        wanted = f"must be at most {most} with this vertical stride, are {num_heads}"
+        require(num_heads <= most, f"must have heads that {wanted}", "query")
+        return torch.tensor([pattern.seen_blocks(num_heads, kv_heads)], dtype=torch.uint8)
 
     def numbers_of(name: str) -> torch.Tensor | None:
         given = getattr(options, name)
@@ -215,10 +242,38 @@ def numbers_of_heads(
             )
         if not given:
             return None
-        numbers = torch.tensor(given, dtype=torch.float32)
-        return numbers if device.type == "cpu" else upload([numbers], device)[0]
+        return torch.tensor(given, dtype=torch.float32)
 
-    return numbers_of("alibi_slopes"), numbers_of("sinks")
+    slopes, sinks, seen = (
+        numbers if numbers is None or device.type == "cpu" else upload([numbers], device)[0]
+        for numbers in (numbers_of("alibi_slopes"), numbers_of("sinks"), seen_blocks())
+    )
+    return slopes, sinks, seen
+
+
+def _check_mask(
+    options: AttentionOptions,
+    num_heads: int,
+    context_lens: torch.Tensor,
+    lengths: HostLengths | None,
+) -> None:
+    """Check that a caller's mask has the batch's extents and covers contexts as far as the host
+    knows them: on a device, a row that is too short repeats. Raises InvalidRequestError.
+    """
+    pattern, seen = options.block_pattern, options.seen_blocks
+    assert pattern is not None and seen is not None
+    wanted = [context_lens.shape[0], num_heads]
+    at = "options.seen_blocks"
+    require(
+        [*seen.shape[:2]] == wanted,
+        f"must be [{wanted[0]}, {wanted[1]}, num_blocks], is {[*seen.shape]}",
+        at,
+    )
+    if lengths is None and context_lens.device.type != "cpu":
+        return
+    known = context_lens.numpy() if lengths is None else lengths.context_lens
+    most, covered = int(known.max(initial=0)), seen.shape[2] * pattern.block_tokens
+    require(most <= covered, f"must cover {most} positions, and covers {covered}", at)
 
 
 def keys_and_values(pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:

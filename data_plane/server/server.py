@@ -35,6 +35,7 @@ from data_plane.server.registration_client import RegistrationClient
 from data_plane.server.service import EXECUTIONS, ExecutionService
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import tracing
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import (
     InternalError,
     InvalidRequestError,
@@ -448,12 +449,17 @@ def load_layout(
     return layout_from_json(config.layout)
 
 
+def _pattern_of(group: Mapping[str, Any]) -> dict[str, BlockPattern]:
+    pattern = group.get("block_pattern")
+    return {} if pattern is None else {"block_pattern": BlockPattern(**pattern)}
+
+
 def layout_from_json(path: Path) -> Layout:
     """Read a ``kvplane.layout.Layout`` from a JSON file. Raises InvalidRequestError."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         groups = tuple(
-            LayerGroup(**{**group, "layers": tuple(group["layers"])})
+            LayerGroup(**{**group, "layers": tuple(group["layers"]), **_pattern_of(group)})
             for group in fields.pop("groups")
         )
         return Layout(groups=groups, **fields)

@@ -58,9 +58,9 @@ class RegionLayers:
         options: AttentionOptions,
     ) -> torch.Tensor | None:
         """Run a layer. Returns the output, on the query's device, or None if the layer has to go
-        over gRPC, as layers that keep latents do.
+        over gRPC, as layers that keep latents and those with a mask of blocks do.
         """
-        if value is None:
+        if value is None or options.seen_blocks is not None:
             return None
         bound = self._find(index, query, key, value, options)
         if bound is None:

@@ -121,18 +121,22 @@ class RunLayerResponse(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., output: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., receipt: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
-    __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes", "logit_soft_cap", "sinks")
+    __slots__ = ("scale", "sliding_window_tokens", "alibi_slopes", "logit_soft_cap", "sinks", "block_pattern", "seen_blocks")
     SCALE_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ALIBI_SLOPES_FIELD_NUMBER: _ClassVar[int]
     LOGIT_SOFT_CAP_FIELD_NUMBER: _ClassVar[int]
     SINKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_PATTERN_FIELD_NUMBER: _ClassVar[int]
+    SEEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     scale: float
     sliding_window_tokens: int
     alibi_slopes: _containers.RepeatedScalarFieldContainer[float]
     logit_soft_cap: float
     sinks: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., logit_soft_cap: _Optional[float] = ..., sinks: _Optional[_Iterable[float]] = ...) -> None: ...
+    block_pattern: _types_pb2.BlockPattern
+    seen_blocks: _types_pb2.Tensor
+    def __init__(self, scale: _Optional[float] = ..., sliding_window_tokens: _Optional[int] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., logit_soft_cap: _Optional[float] = ..., sinks: _Optional[_Iterable[float]] = ..., block_pattern: _Optional[_Union[_types_pb2.BlockPattern, _Mapping]] = ..., seen_blocks: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class ReadBlocksRequest(_message.Message):
     __slots__ = ("grant", "sequence_id", "pin_grant", "group", "entries", "first_layer", "num_layers", "output", "keys")

@@ -32,8 +32,7 @@ class PrefixServiceStub(object):
     Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
     plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
 
-    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without an attention
-    window, in which a prefix is whole.
+    With several layer groups, tokens counted are those that all have. Blocks, hashes and events are of the first without a window.
     """
 
     def __init__(self, channel):
@@ -71,8 +70,7 @@ class PrefixServiceServicer(object):
     Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
     plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
 
-    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without an attention
-    window, in which a prefix is whole.
+    With several layer groups, tokens counted are those that all have. Blocks, hashes and events are of the first without a window.
     """
 
     def FindPrefix(self, request, context):
@@ -84,8 +82,7 @@ class PrefixServiceServicer(object):
 
     def WatchPrefixes(self, request, context):
         """Watches a pool's index: a snapshot, then every change. A watcher that applies the events in order has the same index. ABORTED (REVISION_TOO_OLD)
-        when the changes since the revision asked for are not kept any more, and as the end of the stream when the watcher is too slow: start again from
-        a snapshot.
+        when the changes since the revision asked for are not kept any more, and to end the stream of too slow a watcher: take a new snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,8 +99,7 @@ class PrefixServiceServicer(object):
 
     def ForgetPrefixes(self, request, context):
         """Takes prefixes out of the index, files included, so that nobody finds them again, and frees their blocks. FAILED_PRECONDITION (BLOCK_IN_USE), and
-        nothing is forgotten, when a sequence or a pin refers to a block and `force` is not set. UNAVAILABLE (POOL_NOT_READY) until all shards have
-        reported.
+        nothing is forgotten, when a sequence or pin refers to a block without `force`. UNAVAILABLE (POOL_NOT_READY) until all shards have reported.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,8 +143,7 @@ class PrefixService(object):
     Nothing is held for the caller: a prefix that was found may be evicted before an admission asks for it. A prefix is cached once the receipts of its
     plan are submitted, so an engine that retains or forgets what it has just computed submits its receipts first.
 
-    With several layer groups, counts of tokens are what all groups have. Blocks, hashes and events are those of the first group without an attention
-    window, in which a prefix is whole.
+    With several layer groups, tokens counted are those that all have. Blocks, hashes and events are of the first without a window.
     """
 
     @staticmethod

@@ -39,9 +39,8 @@ class SessionServiceStub(object):
     caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
     still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when a
-    plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND):
-    open another session and admit again.
+    A session ends when no OpenSession, RenewSession, Step or AbortPlans has renewed its lease in time. Then, or when a plane has restarted, calls fail
+    with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND): open another and admit again.
     """
 
     def __init__(self, channel):
@@ -101,9 +100,8 @@ class SessionServiceServicer(object):
     caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
     still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when a
-    plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND):
-    open another session and admit again.
+    A session ends when no OpenSession, RenewSession, Step or AbortPlans has renewed its lease in time. Then, or when a plane has restarted, calls fail
+    with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND): open another and admit again.
     """
 
     def OpenSession(self, request, context):
@@ -221,9 +219,8 @@ class SessionService(object):
     caller cannot know whether it ran. An error says in `next_number` which number comes next. One that does not settles nothing: the first copy may
     still arrive and run. Fields that the server does not know are INVALID_ARGUMENT.
 
-    A session ends when OpenSession, RenewSession, Step and AbortPlans have not renewed its lease in time; other calls do not renew it. Then, or when a
-    plane has restarted, calls fail with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND):
-    open another session and admit again.
+    A session ends when no OpenSession, RenewSession, Step or AbortPlans has renewed its lease in time. Then, or when a plane has restarted, calls fail
+    with ABORTED (STALE_INCARNATION, STALE_EPOCH, SESSION_EXPIRED, MISSING_RECEIPT) or NOT_FOUND (SESSION_NOT_FOUND): open another and admit again.
     """
 
     @staticmethod

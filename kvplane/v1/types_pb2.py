@@ -26,7 +26,7 @@ from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvplane/v1/types.proto\x12\nkvplane.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"*\n\x07\x43\x61llers\x12\x1f\n\x05roles\x18\x01 \x03(\x0e\x32\x10.kvplane.v1.Role\"\xf4\x01\n\nLayerGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\x05\x12\x11\n\thead_size\x18\x04 \x01(\x05\x12\x1d\n\x15sliding_window_tokens\x18\x05 \x01(\x05\x12\x12\n\nkey_scales\x18\x06 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\x07 \x03(\x02\x12)\n\ncache_kind\x18\x08 \x01(\x0e\x32\x15.kvplane.v1.CacheKind\x12\x17\n\x0fvalue_head_size\x18\t \x01(\x05\x12\x12\n\npage_bytes\x18\n \x01(\x05\"\xc5\x01\n\x06Layout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x02 \x01(\x05\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.kvplane.v1.ElementType\x12)\n\x08kv_dtype\x18\x04 \x01(\x0e\x32\x17.kvplane.v1.ElementType\x12&\n\x06groups\x18\x05 \x03(\x0b\x32\x16.kvplane.v1.LayerGroup\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\"\x8e\x01\n\x05Shard\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x12\n\nnum_shards\x18\x02 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nnum_layers\x18\x04 \x01(\x05\x12\x15\n\rfirst_kv_head\x18\x05 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\x05\x12\x0c\n\x04\x63opy\x18\x07 \x01(\x05\"w\n\tShardInfo\x12 \n\x05shard\x18\x01 \x01(\x0b\x32\x11.kvplane.v1.Shard\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x15\n\rhas_file_tier\x18\x05 \x01(\x08\"\xb7\x01\n\tTierUsage\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvplane.v1.Tier\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\x05\x12\x1a\n\x12num_retired_blocks\x18\x07 \x01(\x05\"]\n\x06\x42locks\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvplane.v1.Tier\x12\x0f\n\x07indices\x18\x03 \x03(\x0f\x12\x13\n\x0bgenerations\x18\x04 \x03(\x10\"5\n\nSessionRef\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x03\"\x85\x01\n\x06Tensor\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.kvplane.v1.ElementType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12)\n\x06memory\x18\x04 \x01(\x0b\x32\x17.kvplane.v1.MemoryRangeH\x00\x42\t\n\x07storage\"6\n\x0bMemoryRange\x12\x11\n\tregion_id\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\"\x9e\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0bnext_number\x18\x07 \x01(\x03\"A\n\rSignedPayload\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c*a\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x0f\n\x0bROLE_ROUTER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0e\n\nROLE_PLANE\x10\x04*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02*\xd0\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x03\x12\x1e\n\x1a\x45LEMENT_TYPE_FLOAT8_E4M3FN\x10\x04\x12\x1c\n\x18\x45LEMENT_TYPE_FLOAT8_E5M2\x10\x05\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x06*\x8b\x01\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41\x43HE_KIND_KEYS_AND_VALUES\x10\x01\x12\x15\n\x11\x43\x41\x43HE_KIND_LATENT\x10\x02\x12\x14\n\x10\x43\x41\x43HE_KIND_STATE\x10\x03\x12\x15\n\x11\x43\x41\x43HE_KIND_OPAQUE\x10\x04:H\n\x08\x61udience\x12\x1f.google.protobuf.ServiceOptions\x18\xf8\x8a\x03 \x01(\x0b\x32\x13.kvplane.v1.Callers:F\n\x07\x63\x61llers\x12\x1e.google.protobuf.MethodOptions\x18\xf7\x8a\x03 \x01(\x0b\x32\x13.kvplane.v1.CallersB\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvplane/v1/types.proto\x12\nkvplane.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"*\n\x07\x43\x61llers\x12\x1f\n\x05roles\x18\x01 \x03(\x0e\x32\x10.kvplane.v1.Role\"\xa5\x02\n\nLayerGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\x05\x12\x11\n\thead_size\x18\x04 \x01(\x05\x12\x1d\n\x15sliding_window_tokens\x18\x05 \x01(\x05\x12\x12\n\nkey_scales\x18\x06 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\x07 \x03(\x02\x12)\n\ncache_kind\x18\x08 \x01(\x0e\x32\x15.kvplane.v1.CacheKind\x12\x17\n\x0fvalue_head_size\x18\t \x01(\x05\x12\x12\n\npage_bytes\x18\n \x01(\x05\x12/\n\rblock_pattern\x18\x0b \x01(\x0b\x32\x18.kvplane.v1.BlockPattern\"n\n\x0c\x42lockPattern\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\x05\x12\x14\n\x0clocal_blocks\x18\x02 \x01(\x05\x12\x17\n\x0fvertical_stride\x18\x03 \x01(\x05\x12\x19\n\x11head_sliding_step\x18\x04 \x01(\x05\"\xc5\x01\n\x06Layout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x02 \x01(\x05\x12&\n\x05\x64type\x18\x03 \x01(\x0e\x32\x17.kvplane.v1.ElementType\x12)\n\x08kv_dtype\x18\x04 \x01(\x0e\x32\x17.kvplane.v1.ElementType\x12&\n\x06groups\x18\x05 \x03(\x0b\x32\x16.kvplane.v1.LayerGroup\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\"\x8e\x01\n\x05Shard\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x12\n\nnum_shards\x18\x02 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nnum_layers\x18\x04 \x01(\x05\x12\x15\n\rfirst_kv_head\x18\x05 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\x05\x12\x0c\n\x04\x63opy\x18\x07 \x01(\x05\"w\n\tShardInfo\x12 \n\x05shard\x18\x01 \x01(\x0b\x32\x11.kvplane.v1.Shard\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x15\n\rhas_file_tier\x18\x05 \x01(\x08\"\xb7\x01\n\tTierUsage\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvplane.v1.Tier\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\x05\x12\x1a\n\x12num_retired_blocks\x18\x07 \x01(\x05\"]\n\x06\x42locks\x12\r\n\x05group\x18\x01 \x01(\x05\x12\x1e\n\x04tier\x18\x02 \x01(\x0e\x32\x10.kvplane.v1.Tier\x12\x0f\n\x07indices\x18\x03 \x03(\x0f\x12\x13\n\x0bgenerations\x18\x04 \x03(\x10\"5\n\nSessionRef\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x03\"\x85\x01\n\x06Tensor\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.kvplane.v1.ElementType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12)\n\x06memory\x18\x04 \x01(\x0b\x32\x17.kvplane.v1.MemoryRangeH\x00\x42\t\n\x07storage\"6\n\x0bMemoryRange\x12\x11\n\tregion_id\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\"\x9e\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0bnext_number\x18\x07 \x01(\x03\"A\n\rSignedPayload\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c*a\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x0f\n\x0bROLE_ROUTER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0e\n\nROLE_PLANE\x10\x04*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02*\xd0\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x03\x12\x1e\n\x1a\x45LEMENT_TYPE_FLOAT8_E4M3FN\x10\x04\x12\x1c\n\x18\x45LEMENT_TYPE_FLOAT8_E5M2\x10\x05\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x06*\x8b\x01\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41\x43HE_KIND_KEYS_AND_VALUES\x10\x01\x12\x15\n\x11\x43\x41\x43HE_KIND_LATENT\x10\x02\x12\x14\n\x10\x43\x41\x43HE_KIND_STATE\x10\x03\x12\x15\n\x11\x43\x41\x43HE_KIND_OPAQUE\x10\x04:H\n\x08\x61udience\x12\x1f.google.protobuf.ServiceOptions\x18\xf8\x8a\x03 \x01(\x0b\x32\x13.kvplane.v1.Callers:F\n\x07\x63\x61llers\x12\x1e.google.protobuf.MethodOptions\x18\xf7\x8a\x03 \x01(\x0b\x32\x13.kvplane.v1.CallersB\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,36 +34,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.types_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\024kvplane/v1;kvplanev1'
-  _globals['_ROLE']._serialized_start=1617
-  _globals['_ROLE']._serialized_end=1714
-  _globals['_TIER']._serialized_start=1716
-  _globals['_TIER']._serialized_end=1776
-  _globals['_ELEMENTTYPE']._serialized_start=1779
-  _globals['_ELEMENTTYPE']._serialized_end=1987
-  _globals['_CACHEKIND']._serialized_start=1990
-  _globals['_CACHEKIND']._serialized_end=2129
+  _globals['_ROLE']._serialized_start=1778
+  _globals['_ROLE']._serialized_end=1875
+  _globals['_TIER']._serialized_start=1877
+  _globals['_TIER']._serialized_end=1937
+  _globals['_ELEMENTTYPE']._serialized_start=1940
+  _globals['_ELEMENTTYPE']._serialized_end=2148
+  _globals['_CACHEKIND']._serialized_start=2151
+  _globals['_CACHEKIND']._serialized_end=2290
   _globals['_CALLERS']._serialized_start=104
   _globals['_CALLERS']._serialized_end=146
   _globals['_LAYERGROUP']._serialized_start=149
-  _globals['_LAYERGROUP']._serialized_end=393
-  _globals['_LAYOUT']._serialized_start=396
-  _globals['_LAYOUT']._serialized_end=593
-  _globals['_SHARD']._serialized_start=596
-  _globals['_SHARD']._serialized_end=738
-  _globals['_SHARDINFO']._serialized_start=740
-  _globals['_SHARDINFO']._serialized_end=859
-  _globals['_TIERUSAGE']._serialized_start=862
-  _globals['_TIERUSAGE']._serialized_end=1045
-  _globals['_BLOCKS']._serialized_start=1047
-  _globals['_BLOCKS']._serialized_end=1140
-  _globals['_SESSIONREF']._serialized_start=1142
-  _globals['_SESSIONREF']._serialized_end=1195
-  _globals['_TENSOR']._serialized_start=1198
-  _globals['_TENSOR']._serialized_end=1331
-  _globals['_MEMORYRANGE']._serialized_start=1333
-  _globals['_MEMORYRANGE']._serialized_end=1387
-  _globals['_ERROR']._serialized_start=1390
-  _globals['_ERROR']._serialized_end=1548
-  _globals['_SIGNEDPAYLOAD']._serialized_start=1550
-  _globals['_SIGNEDPAYLOAD']._serialized_end=1615
+  _globals['_LAYERGROUP']._serialized_end=442
+  _globals['_BLOCKPATTERN']._serialized_start=444
+  _globals['_BLOCKPATTERN']._serialized_end=554
+  _globals['_LAYOUT']._serialized_start=557
+  _globals['_LAYOUT']._serialized_end=754
+  _globals['_SHARD']._serialized_start=757
+  _globals['_SHARD']._serialized_end=899
+  _globals['_SHARDINFO']._serialized_start=901
+  _globals['_SHARDINFO']._serialized_end=1020
+  _globals['_TIERUSAGE']._serialized_start=1023
+  _globals['_TIERUSAGE']._serialized_end=1206
+  _globals['_BLOCKS']._serialized_start=1208
+  _globals['_BLOCKS']._serialized_end=1301
+  _globals['_SESSIONREF']._serialized_start=1303
+  _globals['_SESSIONREF']._serialized_end=1356
+  _globals['_TENSOR']._serialized_start=1359
+  _globals['_TENSOR']._serialized_end=1492
+  _globals['_MEMORYRANGE']._serialized_start=1494
+  _globals['_MEMORYRANGE']._serialized_end=1548
+  _globals['_ERROR']._serialized_start=1551
+  _globals['_ERROR']._serialized_end=1709
+  _globals['_SIGNEDPAYLOAD']._serialized_start=1711
+  _globals['_SIGNEDPAYLOAD']._serialized_end=1776
 # @@protoc_insertion_point(module_scope)

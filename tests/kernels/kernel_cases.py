@@ -25,7 +25,9 @@ from data_plane.kernels.backend import Kernels
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory.pages import PageShape
 from kvplane.attention_options import AttentionOptions
+from kvplane.block_pattern import BlockPattern
 from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup
+from kvplane.tensor import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of pages only
@@ -53,6 +55,8 @@ class Case:
     soft_cap: float = 0.0
     sinks: bool = False
     latent: bool = False  # a value is the first value_head_size elements of its key
+    pattern: oracle.Pattern | None = None
+    masked: bool = False  # a mask of the caller's in place of the pattern's stride
 
     def __str__(self) -> str:
         dtypes = f"{self.dtype}-{self.pages_dtype or self.dtype}".replace("torch.", "")
@@ -63,6 +67,7 @@ class Case:
         options += f"-v{self.value_head_size}" * (self.value_head_size > 0)
         options += f"-cap{self.soft_cap}" * (self.soft_cap > 0) + "-sinks" * self.sinks
         options += "-latent" * self.latent
+        options += f"-blocks{self.pattern}" * (self.pattern is not None) + "-masked" * self.masked
         return f"{lens}-{shape}-{dtypes}{options}"
 
 
@@ -91,13 +96,21 @@ class Batch:
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
     latent: bool = False
+    pattern: oracle.Pattern | None = None
+    seen_blocks: torch.Tensor | None = None  # bool [num_sequences, num_heads, num_blocks]
 
     @property
     def options(self) -> AttentionOptions:
         """How the kernel attends."""
         slopes = () if self.alibi_slopes is None else tuple(self.alibi_slopes.tolist())
         sinks = () if self.sinks is None else tuple(self.sinks.tolist())
-        return AttentionOptions(self.scale, self.window, slopes, self.soft_cap, sinks)
+        pattern = None if self.pattern is None else BlockPattern(*self.pattern)
+        seen = None
+        if self.seen_blocks is not None:
+            seen = Tensor.from_array(self.seen_blocks.to(torch.uint8).contiguous())
+        return AttentionOptions(
+            self.scale, self.window, slopes, self.soft_cap, sinks, pattern, seen
+        )
 
     def write(self) -> None:
         """Puts the keys and values into the pages, by the kernel."""
@@ -154,6 +167,8 @@ class Batch:
             value_scales=self.value_scales,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            pattern=self.pattern,
+            seen_blocks=self.seen_blocks,
             dtype=dtype,
         )
 
@@ -174,6 +189,7 @@ class Batch:
             block_tables=self.block_tables[sequences],
             query_starts=lens.cumsum(0),
             context_lens=self.context_lens[sequences],
+            seen_blocks=None if self.seen_blocks is None else self.seen_blocks[sequences],
         )
 
 
@@ -219,7 +235,13 @@ def build(case: Case) -> Batch:
         soft_cap=case.soft_cap,
         sinks=2 * torch.randn(num_heads, generator=rng) if case.sinks else None,
         latent=case.latent,
+        pattern=case.pattern,
     )
+    if case.masked:
+        assert case.pattern is not None
+        num_mask_blocks = 1 + int(context_lens.max()) // case.pattern[0]
+        seen = torch.rand(len(case.lens), num_heads, num_mask_blocks, generator=rng) < 0.3
+        batch = replace(batch, seen_blocks=seen)
     if case.latent:
         value = batch.key[..., : case.value_head_size]
         batch = replace(batch, value=value, value_scales=batch.key_scales)

@@ -10,6 +10,8 @@ from typing import Final
 import torch
 
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Pattern = tuple[int, int, int, int]
+"""Of block-sparse attention: block tokens, local blocks, vertical stride, head sliding step."""
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -27,9 +29,14 @@ def paged_attention(
     value_scales: torch.Tensor | None = None,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    pattern: Pattern | None = None,
+    seen_blocks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and the logarithms of the sums of exponentials, both of ``dtype``."""
+    """Returns the output and the logarithms of the sums of exponentials, both of ``dtype``.
+
+    ``seen_blocks``: bool [num_sequences, num_heads, num_blocks], in place of the pattern's stride.
+    """
     outs, lses = [], []
     keys, values = keys_and_values(pages)
     for s, context_len in enumerate(context_lens.tolist()):
@@ -52,6 +59,10 @@ def paged_attention(
         hidden = distance > 0
         if sliding_window_tokens > 0:
             hidden = hidden | (distance <= -sliding_window_tokens)
+        if pattern is not None:
+            remote = None if seen_blocks is None else seen_blocks[s]
+            heads = (rows.shape[1], keys.shape[1])
+            hidden = hidden | ~in_seen_blocks(pattern, heads, last, context_len, remote)
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:  # one more column, whose weight has no value
             sink = sinks.to(dtype)[:, None, None].expand(-1, rows.shape[0], 1)
@@ -63,6 +74,32 @@ def paged_attention(
         out = query.new_empty((*query.shape[:2], values.shape[3]), dtype=dtype)
         return out, query.new_empty(query.shape[:2], dtype=dtype)
     return torch.cat(outs), torch.cat(lses)
+
+
+def in_seen_blocks(
+    pattern: Pattern,
+    heads: tuple[int, int],
+    positions: torch.Tensor,
+    context_len: int,
+    remote: torch.Tensor | None,
+) -> torch.Tensor:
+    """Whether queries at ``positions`` [num_tokens, 1] see each key's block: [num_heads,
+    num_tokens, context_len]. ``heads``: of queries, and of keys. ``remote``: [num_heads,
+    num_blocks], the blocks seen from everywhere; None where the pattern says it.
+    """
+    block_tokens, local_blocks, stride, step = pattern
+    blocks = torch.arange(context_len) // block_tokens
+    is_local = positions // block_tokens - blocks < local_blocks
+    head = torch.arange(heads[0])[:, None]
+    if remote is not None:
+        is_remote = remote[:, blocks]
+    elif stride == 0:
+        is_remote = torch.zeros(heads[0], context_len, dtype=torch.bool)
+    elif step >= 0:
+        is_remote = (blocks + head * step + 1) % stride == 0
+    else:
+        is_remote = (blocks + head // (heads[0] // heads[1]) * -step + 1) % stride == 0
+    return is_local | is_remote[:, None]
 
 
 def gather(

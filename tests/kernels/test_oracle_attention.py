@@ -33,8 +33,14 @@ MIXED = (
 )
 LENS = ((1, 600), (9, 35), (3, 40), (0, 0), (40, 45))
 LATENT_SIZES = ((24, 16), (40, 24), (288, 256), (72, 72), (576, 8))
+# Block tokens, local blocks, vertical stride, head sliding step.
+PATTERNS = (
+    *((16, 1, stride, step) for stride, step in ((0, 0), (2, 0), (5, 2), (3, -1))),
+    *((32, 2, 4, 1), (48, 3, 3, -2), (64, 1, 8, 1), (64, 16, 8, 1), (256, 1, 2, -3)),
+)
 SCALES: Final[Sequence[Any]] = ("head", "tensor", None)  # of fp8 pages
 LONG = Case(lens=LENS, heads=(2, 1))
+SPARSE = Case(lens=((1, 700), (90, 430), (3, 40), (0, 0), (1, 63), (150, 150)), heads=(6, 3))
 LATENT = Case(lens=LENS, heads=(4, 1), head_size=24, value_head_size=16, latent=True)
 HALVES, (E4M3, E5M2) = FLOATS[1:], FP8
 # Of queries and pages. Those of the tensor cores come first, and the same halves twice.
@@ -98,6 +104,14 @@ def _kinds() -> Iterator[tuple[str, Case]]:
     yield "latents with options", case
     for num in (31, 32, 33, 70, 1100):
         yield f"{num} sequences", _of_many(num)
+    for pattern in PATTERNS:
+        yield f"blocks in pattern {pattern}", replace(SPARSE, pattern=pattern)
+    case = replace(SPARSE, pattern=(32, 1, 3, 1), window=150, alibi=True, sinks=True, soft_cap=4.0)
+    yield "blocks in a pattern with options", case
+    yield "blocks in a pattern, latent", replace(LATENT, lens=SPARSE.lens, pattern=(16, 2, 3, 1))
+    for block_tokens, local_blocks in ((16, 1), (32, 2), (48, 1), (64, 3)):
+        case = replace(SPARSE, pattern=(block_tokens, local_blocks, 0, 0), masked=True)
+        yield f"masked blocks of {block_tokens}", case
 
 
 def _of_many(num_sequences: int) -> Case:
@@ -113,11 +127,11 @@ KINDS: Final = dict(_kinds())
 
 
 def on_each(kinds: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrize by backend and kind. A GPU has no kernels of latents."""
+    """Parametrize by backend and kind. A GPU has no kernels of latents or of patterns."""
     pairs = [
         pytest.param(name, kind, id=f"{name}-{kind}")
         for kind in kinds
-        for name in (CPUS if KINDS[kind].latent else ALL)
+        for name in (CPUS if KINDS[kind].latent or KINDS[kind].pattern else ALL)
     ]
     return pytest.mark.parametrize(("backend", "kind"), pairs, indirect=["backend"])
 

@@ -36,12 +36,18 @@ CASES = {
     "bf16 over e5m2": replace(BASE, dtype=BF16, pages_dtype=E5M2, scales="head", head_size=64),
     "fp32 over e4m3": replace(BASE, pages_dtype=E4M3, scales="head", head_size=72),
     "options": replace(BASE, dtype=BF16, head_size=192, value_head_size=128, **OPTIONS),
+    "blocks in a pattern": replace(BASE, dtype=BF16, pattern=(32, 2, 5, 2)),
+    "masked blocks": replace(BASE, pattern=(16, 1, 0, 0), masked=True),
     "latents": replace(LATENTS, dtype=BF16),
     "latents in e4m3": replace(LATENTS, dtype=BF16, pages_dtype=E4M3),
     "latents in fp32": replace(LATENTS, heads=(20, 1), head_size=288, value_head_size=256),
 }
 AT_NIGHT = ("torch.float16", "bf16 over e5m2", "fp32 over e4m3")  # on the emulator
-PLAIN = [name for name, case in CASES.items() if not case.latent and not case.sinks]
+PLAIN = [
+    name
+    for name, case in CASES.items()
+    if not (case.latent or case.sinks or case.pattern)  # a pattern asks for blocks of its own
+]
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -55,7 +61,7 @@ def on_each(cases: Sequence[str]) -> pytest.MarkDecorator:
         )
         for case in cases
         for name in ALL
-        if name in CPUS or not CASES[case].latent
+        if name in CPUS or not (CASES[case].latent or CASES[case].pattern)
     ]
     return pytest.mark.parametrize(("backend", "case"), pairs, indirect=["backend"])
 
@@ -102,6 +108,7 @@ def test_a_neighbour_that_grows_does_not_matter(backend: Kernels) -> None:
     (
         Case(lens=((150, 150),), heads=(5, 1)),
         Case(lens=((150, 150),), heads=(5, 1), window=20),
+        Case(lens=((150, 150),), heads=(5, 1), pattern=(32, 1, 3, 1)),
         *(
             Case(((100, 100),), (5, 1), size, dtype=BF16, pages_dtype=E4M3, scales="head")
             for size in (72, 128)
@@ -271,6 +278,10 @@ SHARING = (
     Case(heads=(4, 2), head_size=16, dtype=BF16, **OPTIONS),
     Case(heads=(4, 2), head_size=16, dtype=BF16, **OPTIONS | {"window": 90}),
 )
+SPARSELY = (
+    Case(heads=(4, 2), head_size=16, dtype=BF16, pattern=(64, 2, 3, 1)),
+    Case(heads=(4, 2), head_size=16, pattern=(16, 1, 0, 0), masked=True),
+)
 
 
 def sharing(case: Case, num_shared_blocks: int) -> Batch:
@@ -312,8 +323,8 @@ def apart(backend: Kernels, batch: Batch) -> Answer:
             # Every second one is emulated at night only.
             marks=[pytest.mark.nightly] if name == "emulated" and i % 2 else [],
         )
-        for i, case in enumerate(SHARING)
-        for name in ALL
+        for i, case in enumerate((*SHARING, *SPARSELY))
+        for name in (CPUS if case.pattern else ALL)
     ],
     indirect=["backend"],
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvplane import ControlClient, DataClient, LayerGroup, ops
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
 from tests.helpers.sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
 from tests.helpers.sharded_pool import (
@@ -26,10 +27,21 @@ WINDOWED = replace(
         LayerGroup("window", (1, 3), 2, 16, sliding_window_tokens=8),
     ),
 )
+SPARSE = replace(
+    LAYOUT,
+    groups=(
+        LayerGroup("by query head", (0, 2), 4, 8, block_pattern=BlockPattern(16, 1, 3, 1)),
+        LayerGroup("by KV head", (1, 3), 4, 8, block_pattern=BlockPattern(16, 1, 3, -1)),
+    ),
+)
 LATENT_LIKE = replace(LAYOUT, groups=(LayerGroup("full", (0, 1, 2, 3), 2, 16, value_head_size=8),))
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, WINDOWED, LATENT_LIKE], ids=["one", "groups", "latent"])
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUT, WINDOWED, SPARSE, LATENT_LIKE],
+    ids=["one", "groups", "sparse", "latent"],
+)
 async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path, layout) -> None:
     divisions = {"2": by_heads(2), "4": by_heads(4), "layers": BY_LAYERS, "both": BY_BOTH}
     if layout is WINDOWED:  # a quarter of its heads is half a head of the group with a window
@@ -38,6 +50,8 @@ async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path,
             {"num_shards": 2, "shard_index": 0, "layers": "0:2"},
             {"num_shards": 2, "shard_index": 1, "layers": "2:"},
         ]
+    if layout is SPARSE:  # four layers of two groups
+        divisions = {name: divisions[name] for name in ("2", "4", "both")}
     if layout is LATENT_LIKE:  # four shards have two KV heads: two copies of each
         divisions = {"2": by_heads(2), "4": by_heads(4), "8": by_heads(8)}
     expected = await outputs_of(tmp_path, by_heads(1), layout)
@@ -46,6 +60,19 @@ async def test_attention_has_the_same_bits_however_the_pool_is_divided(tmp_path,
         assert [x.shape for x in outputs] == [x.shape for x in expected], name
         for step, (have, want) in enumerate(zip(outputs, expected, strict=True)):
             assert bytes(have.data) == bytes(want.data), (name, step)
+
+
+async def test_copies_of_a_kv_head_know_no_pattern_that_steps_by_query_heads(tmp_path) -> None:
+    """They have some of its query heads, and the pool does not say which. KV heads they know."""
+    by_kv_head = replace(LATENT_LIKE.groups[0], block_pattern=BlockPattern(16, 1, 3, -1))
+    layout = replace(LATENT_LIKE, groups=(by_kv_head,))
+    expected = await outputs_of(tmp_path, by_heads(1), layout)
+    outputs = await outputs_of(tmp_path, by_heads(4), layout)
+    assert [bytes(x.data) for x in outputs] == [bytes(x.data) for x in expected]
+    by_head = replace(by_kv_head, block_pattern=BlockPattern(16, 1, 3, 1))
+    with pytest.raises(InvalidRequestError, match="copy of a KV head") as caught:
+        await outputs_of(tmp_path, by_heads(4), replace(layout, groups=(by_head,)))
+    assert caught.value.field == "layer.options.block_pattern.head_sliding_step"
 
 
 async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> None:

@@ -51,6 +51,20 @@ struct ReshapeAndCacheParams {
   int num_threads;  // at least 1
 };
 
+// Which blocks of keys a query sees, beside causality and a window: those whose index is less than
+// `local_blocks` below that of the query's own block, and those that `seen` names for its head.
+struct BlockMask {
+  // [num_sequences, num_heads, num_blocks], or [1, ...]: whether a head sees a block; a row of
+  // blocks repeats. Null: all are seen.
+  const uint8_t* seen;
+  int64_t sequence_stride;  // 0: the same for all sequences
+  int64_t num_blocks;
+  int64_t block_tokens;  // a multiple of kMaskUnit
+  int64_t local_blocks;  // at least 1
+};
+
+constexpr int64_t kMaskUnit = 16;  // tokens
+
 // kvplane/attention_options.py describes them.
 struct AttentionOptions {
   float scale;
@@ -58,6 +72,7 @@ struct AttentionOptions {
   const float* alibi_slopes;      // [num_heads]; may be null
   float logit_soft_cap;           // 0: none
   const float* sinks;             // [num_heads]; may be null
+  BlockMask blocks;
 };
 
 struct PagedAttentionParams : AttentionOptions {

@@ -43,6 +43,7 @@ def rows_of(arguments: AttentionArguments, rows: range) -> AttentionArguments:
         block_tables=arguments.block_tables[first:end],
         query_starts=torch.from_numpy(query_starts).to(device),
         context_lens=torch.from_numpy(context_lens).to(device),
+        options=arguments.options.of_sequences(first, end),
         max_query_len=min(arguments.max_query_len, len(rows)),
         lengths=HostLengths(query_starts, context_lens),
         plans=None,

@@ -26,6 +26,7 @@ from data_plane.kernels.arguments import (
     WriteArguments,
     bytes_of_token,
     check_blocks,
+    numbers_of_heads,
     require,
 )
 from data_plane.kernels.backend import Kernels
@@ -77,7 +78,9 @@ class ShardKernels:
         kernels: Kernels,
     ) -> None:
         self._groups = [pools.group_of_layer(i) for i in range(len(shard.layers(layout)))]
-        self._windows = [layout.groups[group].sliding_window_tokens for group in self._groups]
+        self._layer_groups = [layout.groups[group] for group in self._groups]
+        self._kv_heads = [shard.kv_heads(layout, group) for group in self._groups]
+        self._is_copy = shard.copy > 0
         self._dtype = TORCH_DTYPES[layout.dtype]
         self._block_size_tokens = layout.block_size_tokens
         self._pools = pools
@@ -119,7 +122,14 @@ class ShardKernels:
 
     def options_of(self, layer: int, options: AttentionOptions) -> AttentionOptions:
         """Return the options with which a layer attends when a caller passes ``options``."""
-        return options.in_group(self._windows[layer])
+        group = self._layer_groups[layer]
+        return options.in_group(group.sliding_window_tokens, group.block_pattern)
+
+    def numbers_of_heads(
+        self, layer: int, options: AttentionOptions, num_heads: int
+    ) -> NumbersOfHeads:
+        """Return what a layer's ``options``, from ``options_of``, say of each of ``num_heads``."""
+        return numbers_of_heads(options, num_heads, self._kv_heads[layer], self._device)
 
     def attention_arguments(
         self,
@@ -139,6 +149,7 @@ class ShardKernels:
         options = self.options_of(layer, options)
         with device_errors(), _errors_under(prefix):
             check_window(options.sliding_window_tokens, batch.max_window_tokens)
+            self._check_pattern(options)
             arguments = AttentionArguments(
                 query,
                 self._pools.pages(layer),
@@ -153,6 +164,7 @@ class ShardKernels:
                 batch.plans,
                 batch.is_padded,
                 of_heads,
+                self._kv_heads[layer].start,
             )
             self._check_dtype("query", query)
             num_tokens = query.shape[0]  # a GPU would find a mismatch only after the call
@@ -447,6 +459,17 @@ class ShardKernels:
                     # [num_blocks, heads, block_size, elements] -> [tokens, heads, elements]
                     rows = new.transpose(1, 2).flatten(0, 1)[first : first + len(tokens)]
                     stored.view(bits)[block_ids, :, offsets] = rows
+
+    def _check_pattern(self, options: AttentionOptions) -> None:
+        """Raise InvalidRequestError for a pattern that counts the model's query heads in a shard
+        that has only some of a KV head's, because it does not know which.
+        """
+        pattern = options.block_pattern
+        require(
+            pattern is None or pattern.head_sliding_step <= 0 or not self._is_copy,
+            "must not be positive in a shard that is a copy of a KV head",
+            "options.block_pattern.head_sliding_step",
+        )
 
     def _check_dtype(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InvalidRequestError for a dtype that is not the layout's: kernels would

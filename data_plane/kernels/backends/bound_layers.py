@@ -130,7 +130,7 @@ class BoundLayers(ABC):
             bytes_of_token(write.keys, write.values),
             (
                 *(write.keys, write.values, attention.key_scales, attention.value_scales),
-                *(attention.slopes, attention.sinks),
+                *(attention.slopes, attention.sinks, attention.seen_blocks),
             ),
         )
         self._layers[layer, bound.num_tokens == 1] = self._last[layer] = bound

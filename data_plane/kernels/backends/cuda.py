@@ -428,9 +428,14 @@ class CudaKernels(NativeKernels):
         require(not is_latent, f"{wanted}, are of {LATENT}", "pages")
         return super()._pages(arguments)
 
+    def _options(self, arguments: AttentionArguments) -> Any:
+        wanted = "must be absent: these kernels attend to all blocks"
+        require(arguments.seen_blocks is None, wanted, "options.block_pattern")
+        return super()._options(arguments)
+
     def queue_layer(self, write: WriteArguments, attention: AttentionArguments) -> QueuedLayer:
         """Make the arguments that stay the same for all calls with tensors like these."""
-        a, of_heads = attention, (attention.slopes, attention.sinks)
+        a, of_heads = attention, (attention.slopes, attention.sinks, attention.seen_blocks)
         of_pages = {"pages": self._pages(a), "scales": self._scales(a)}
         options = {"options": self._options(a), "split_tokens": self._split_tokens}
         arguments = partial(

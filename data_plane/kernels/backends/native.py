@@ -201,12 +201,27 @@ class NativeKernels:
             alibi_slopes=_address(a.slopes),
             logit_soft_cap=options.logit_soft_cap,
             sinks=_address(a.sinks),
+            **_seen_blocks(a),
         )
 
     def _scales(self, arguments: WriteArguments | AttentionArguments) -> Any:
         key, value = arguments.key_scales, arguments.value_scales
         strides = [0 if t is None or len(t) == 1 else t.stride(0) for t in (key, value)]
         return self._module.ScalesView(_address(key), _address(value), *strides)
+
+
+def _seen_blocks(arguments: AttentionArguments) -> dict[str, int]:
+    """Return the native options that describe a mask of blocks; none where there is no mask."""
+    pattern, seen = arguments.options.block_pattern, arguments.seen_blocks
+    if pattern is None or seen is None:
+        return {}
+    return {
+        "seen_blocks": seen.data_ptr(),
+        "seen_stride": seen.stride(0) if arguments.options.seen_blocks is not None else 0,
+        "num_seen_blocks": seen.shape[2],
+        "block_tokens": pattern.block_tokens,
+        "local_blocks": pattern.local_blocks,
+    }
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -320,8 +320,7 @@ class BlockServiceStub(object):
 
     Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the layer
     group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads, block_size, head_size]
-    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored: the layout's scales are not
-    applied.
+    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored, without scales.
     """
 
     def __init__(self, channel):
@@ -352,8 +351,7 @@ class BlockServiceServicer(object):
 
     Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the layer
     group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads, block_size, head_size]
-    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored: the layout's scales are not
-    applied.
+    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored, without scales.
     """
 
     def ReadBlocks(self, request, context):
@@ -410,8 +408,7 @@ class BlockService(object):
 
     Tensors of blocks are [num_layers, num_blocks, 2, num_kv_heads, block_size, head_size] of the layout's kv_dtype, K before V. Where the layer
     group's values are smaller than its keys they are [num_layers, num_blocks, page_elements]: a page is its keys [num_kv_heads, block_size, head_size]
-    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored: the layout's scales are not
-    applied.
+    and then its values [num_kv_heads, block_size, value_head_size], which latents do not have. Numbers are as stored, without scales.
     """
 
     @staticmethod

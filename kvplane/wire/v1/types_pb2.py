@@ -26,7 +26,7 @@ from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvplane/wire/v1/types.proto\x12\x0fkvplane.wire.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"\x18\n\x07\x43\x61llers\x12\r\n\x05roles\x18\x01 \x01(\x0c\"\xf9\x01\n\nLayerGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\x05\x12\x11\n\thead_size\x18\x04 \x01(\x05\x12\x1d\n\x15sliding_window_tokens\x18\x05 \x01(\x05\x12\x12\n\nkey_scales\x18\x06 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\x07 \x03(\x02\x12.\n\ncache_kind\x18\x08 \x01(\x0e\x32\x1a.kvplane.wire.v1.CacheKind\x12\x17\n\x0fvalue_head_size\x18\t \x01(\x05\x12\x12\n\npage_bytes\x18\n \x01(\x05\"\xd4\x01\n\x06Layout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x02 \x01(\x05\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.kvplane.wire.v1.ElementType\x12.\n\x08kv_dtype\x18\x04 \x01(\x0e\x32\x1c.kvplane.wire.v1.ElementType\x12+\n\x06groups\x18\x05 \x03(\x0b\x32\x1b.kvplane.wire.v1.LayerGroup\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\"\x8e\x01\n\x05Shard\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x12\n\nnum_shards\x18\x02 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nnum_layers\x18\x04 \x01(\x05\x12\x15\n\rfirst_kv_head\x18\x05 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\x05\x12\x0c\n\x04\x63opy\x18\x07 \x01(\x05\"|\n\tShardInfo\x12%\n\x05shard\x18\x01 \x01(\x0b\x32\x16.kvplane.wire.v1.Shard\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x15\n\rhas_file_tier\x18\x05 \x01(\x08\"\xbc\x01\n\tTierUsage\x12\r\n\x05group\x18\x01 \x01(\x05\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.kvplane.wire.v1.Tier\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\x05\x12\x1a\n\x12num_retired_blocks\x18\x07 \x01(\x05\"b\n\x06\x42locks\x12\r\n\x05group\x18\x01 \x01(\x05\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.kvplane.wire.v1.Tier\x12\x0f\n\x07indices\x18\x03 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x04 \x01(\x0c\"5\n\nSessionRef\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x03\"\x8f\x01\n\x06Tensor\x12+\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1c.kvplane.wire.v1.ElementType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12.\n\x06memory\x18\x04 \x01(\x0b\x32\x1c.kvplane.wire.v1.MemoryRangeH\x00\x42\t\n\x07storage\"6\n\x0bMemoryRange\x12\x11\n\tregion_id\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\"\x9e\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0bnext_number\x18\x07 \x01(\x03\"A\n\rSignedPayload\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c*a\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x0f\n\x0bROLE_ROUTER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0e\n\nROLE_PLANE\x10\x04*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02*\xd0\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x03\x12\x1e\n\x1a\x45LEMENT_TYPE_FLOAT8_E4M3FN\x10\x04\x12\x1c\n\x18\x45LEMENT_TYPE_FLOAT8_E5M2\x10\x05\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x06*\x8b\x01\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41\x43HE_KIND_KEYS_AND_VALUES\x10\x01\x12\x15\n\x11\x43\x41\x43HE_KIND_LATENT\x10\x02\x12\x14\n\x10\x43\x41\x43HE_KIND_STATE\x10\x03\x12\x15\n\x11\x43\x41\x43HE_KIND_OPAQUE\x10\x04\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvplane/wire/v1/types.proto\x12\x0fkvplane.wire.v1\x1a google/protobuf/descriptor.proto\x1a\x1egoogle/protobuf/duration.proto\"\x18\n\x07\x43\x61llers\x12\r\n\x05roles\x18\x01 \x01(\x0c\"\xaf\x02\n\nLayerGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\x05\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\x05\x12\x11\n\thead_size\x18\x04 \x01(\x05\x12\x1d\n\x15sliding_window_tokens\x18\x05 \x01(\x05\x12\x12\n\nkey_scales\x18\x06 \x03(\x02\x12\x14\n\x0cvalue_scales\x18\x07 \x03(\x02\x12.\n\ncache_kind\x18\x08 \x01(\x0e\x32\x1a.kvplane.wire.v1.CacheKind\x12\x17\n\x0fvalue_head_size\x18\t \x01(\x05\x12\x12\n\npage_bytes\x18\n \x01(\x05\x12\x34\n\rblock_pattern\x18\x0b \x01(\x0b\x32\x1d.kvplane.wire.v1.BlockPattern\"n\n\x0c\x42lockPattern\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\x05\x12\x14\n\x0clocal_blocks\x18\x02 \x01(\x05\x12\x17\n\x0fvertical_stride\x18\x03 \x01(\x05\x12\x19\n\x11head_sliding_step\x18\x04 \x01(\x05\"\xd4\x01\n\x06Layout\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11\x62lock_size_tokens\x18\x02 \x01(\x05\x12+\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1c.kvplane.wire.v1.ElementType\x12.\n\x08kv_dtype\x18\x04 \x01(\x0e\x32\x1c.kvplane.wire.v1.ElementType\x12+\n\x06groups\x18\x05 \x03(\x0b\x32\x1b.kvplane.wire.v1.LayerGroup\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\x0c\"\x8e\x01\n\x05Shard\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x12\n\nnum_shards\x18\x02 \x01(\x05\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\x05\x12\x12\n\nnum_layers\x18\x04 \x01(\x05\x12\x15\n\rfirst_kv_head\x18\x05 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x06 \x01(\x05\x12\x0c\n\x04\x63opy\x18\x07 \x01(\x05\"|\n\tShardInfo\x12%\n\x05shard\x18\x01 \x01(\x0b\x32\x16.kvplane.wire.v1.Shard\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x15\n\rhas_file_tier\x18\x05 \x01(\x08\"\xbc\x01\n\tTierUsage\x12\r\n\x05group\x18\x01 \x01(\x05\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.kvplane.wire.v1.Tier\x12\x12\n\nnum_blocks\x18\x03 \x01(\x05\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x05\x12\x19\n\x11num_cached_blocks\x18\x05 \x01(\x05\x12\x17\n\x0fnum_held_blocks\x18\x06 \x01(\x05\x12\x1a\n\x12num_retired_blocks\x18\x07 \x01(\x05\"b\n\x06\x42locks\x12\r\n\x05group\x18\x01 \x01(\x05\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.kvplane.wire.v1.Tier\x12\x0f\n\x07indices\x18\x03 \x01(\x0c\x12\x13\n\x0bgenerations\x18\x04 \x01(\x0c\"5\n\nSessionRef\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x12\n\nsession_id\x18\x02 \x01(\x03\"\x8f\x01\n\x06Tensor\x12+\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1c.kvplane.wire.v1.ElementType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12.\n\x06memory\x18\x04 \x01(\x0b\x32\x1c.kvplane.wire.v1.MemoryRangeH\x00\x42\t\n\x07storage\"6\n\x0bMemoryRange\x12\x11\n\tregion_id\x18\x01 \x01(\x03\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\"\x9e\x01\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12.\n\x0bretry_delay\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0bnext_number\x18\x07 \x01(\x03\"A\n\rSignedPayload\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c*a\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ENGINE\x10\x01\x12\x0f\n\x0bROLE_ROUTER\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0e\n\nROLE_PLANE\x10\x04*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02*\xd0\x01\n\x0b\x45lementType\x12\x1c\n\x18\x45LEMENT_TYPE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT32\x10\x01\x12\x18\n\x14\x45LEMENT_TYPE_FLOAT16\x10\x02\x12\x19\n\x15\x45LEMENT_TYPE_BFLOAT16\x10\x03\x12\x1e\n\x1a\x45LEMENT_TYPE_FLOAT8_E4M3FN\x10\x04\x12\x1c\n\x18\x45LEMENT_TYPE_FLOAT8_E5M2\x10\x05\x12\x16\n\x12\x45LEMENT_TYPE_UINT8\x10\x06*\x8b\x01\n\tCacheKind\x12\x1a\n\x16\x43\x41\x43HE_KIND_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x43\x41\x43HE_KIND_KEYS_AND_VALUES\x10\x01\x12\x15\n\x11\x43\x41\x43HE_KIND_LATENT\x10\x02\x12\x14\n\x10\x43\x41\x43HE_KIND_STATE\x10\x03\x12\x15\n\x11\x43\x41\x43HE_KIND_OPAQUE\x10\x04\x42\x16Z\x14kvplane/v1;kvplanev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,36 +34,38 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.wire.v1.types_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\024kvplane/v1;kvplanev1'
-  _globals['_ROLE']._serialized_start=1654
-  _globals['_ROLE']._serialized_end=1751
-  _globals['_TIER']._serialized_start=1753
-  _globals['_TIER']._serialized_end=1813
-  _globals['_ELEMENTTYPE']._serialized_start=1816
-  _globals['_ELEMENTTYPE']._serialized_end=2024
-  _globals['_CACHEKIND']._serialized_start=2027
-  _globals['_CACHEKIND']._serialized_end=2166
+  _globals['_ROLE']._serialized_start=1820
+  _globals['_ROLE']._serialized_end=1917
+  _globals['_TIER']._serialized_start=1919
+  _globals['_TIER']._serialized_end=1979
+  _globals['_ELEMENTTYPE']._serialized_start=1982
+  _globals['_ELEMENTTYPE']._serialized_end=2190
+  _globals['_CACHEKIND']._serialized_start=2193
+  _globals['_CACHEKIND']._serialized_end=2332
   _globals['_CALLERS']._serialized_start=114
   _globals['_CALLERS']._serialized_end=138
   _globals['_LAYERGROUP']._serialized_start=141
-  _globals['_LAYERGROUP']._serialized_end=390
-  _globals['_LAYOUT']._serialized_start=393
-  _globals['_LAYOUT']._serialized_end=605
-  _globals['_SHARD']._serialized_start=608
-  _globals['_SHARD']._serialized_end=750
-  _globals['_SHARDINFO']._serialized_start=752
-  _globals['_SHARDINFO']._serialized_end=876
-  _globals['_TIERUSAGE']._serialized_start=879
-  _globals['_TIERUSAGE']._serialized_end=1067
-  _globals['_BLOCKS']._serialized_start=1069
-  _globals['_BLOCKS']._serialized_end=1167
-  _globals['_SESSIONREF']._serialized_start=1169
-  _globals['_SESSIONREF']._serialized_end=1222
-  _globals['_TENSOR']._serialized_start=1225
-  _globals['_TENSOR']._serialized_end=1368
-  _globals['_MEMORYRANGE']._serialized_start=1370
-  _globals['_MEMORYRANGE']._serialized_end=1424
-  _globals['_ERROR']._serialized_start=1427
-  _globals['_ERROR']._serialized_end=1585
-  _globals['_SIGNEDPAYLOAD']._serialized_start=1587
-  _globals['_SIGNEDPAYLOAD']._serialized_end=1652
+  _globals['_LAYERGROUP']._serialized_end=444
+  _globals['_BLOCKPATTERN']._serialized_start=446
+  _globals['_BLOCKPATTERN']._serialized_end=556
+  _globals['_LAYOUT']._serialized_start=559
+  _globals['_LAYOUT']._serialized_end=771
+  _globals['_SHARD']._serialized_start=774
+  _globals['_SHARD']._serialized_end=916
+  _globals['_SHARDINFO']._serialized_start=918
+  _globals['_SHARDINFO']._serialized_end=1042
+  _globals['_TIERUSAGE']._serialized_start=1045
+  _globals['_TIERUSAGE']._serialized_end=1233
+  _globals['_BLOCKS']._serialized_start=1235
+  _globals['_BLOCKS']._serialized_end=1333
+  _globals['_SESSIONREF']._serialized_start=1335
+  _globals['_SESSIONREF']._serialized_end=1388
+  _globals['_TENSOR']._serialized_start=1391
+  _globals['_TENSOR']._serialized_end=1534
+  _globals['_MEMORYRANGE']._serialized_start=1536
+  _globals['_MEMORYRANGE']._serialized_end=1590
+  _globals['_ERROR']._serialized_start=1593
+  _globals['_ERROR']._serialized_end=1751
+  _globals['_SIGNEDPAYLOAD']._serialized_start=1753
+  _globals['_SIGNEDPAYLOAD']._serialized_end=1818
 # @@protoc_insertion_point(module_scope)

@@ -68,7 +68,7 @@ class Callers(_message.Message):
     def __init__(self, roles: _Optional[bytes] = ...) -> None: ...
 
 class LayerGroup(_message.Message):
-    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales", "cache_kind", "value_head_size", "page_bytes")
+    __slots__ = ("name", "layers", "num_kv_heads", "head_size", "sliding_window_tokens", "key_scales", "value_scales", "cache_kind", "value_head_size", "page_bytes", "block_pattern")
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class LayerGroup(_message.Message):
     CACHE_KIND_FIELD_NUMBER: _ClassVar[int]
     VALUE_HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_PATTERN_FIELD_NUMBER: _ClassVar[int]
     name: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     num_kv_heads: int
@@ -89,7 +90,20 @@ class LayerGroup(_message.Message):
     cache_kind: CacheKind
     value_head_size: int
     page_bytes: int
-    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., value_head_size: _Optional[int] = ..., page_bytes: _Optional[int] = ...) -> None: ...
+    block_pattern: BlockPattern
+    def __init__(self, name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., key_scales: _Optional[_Iterable[float]] = ..., value_scales: _Optional[_Iterable[float]] = ..., cache_kind: _Optional[_Union[CacheKind, str]] = ..., value_head_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., block_pattern: _Optional[_Union[BlockPattern, _Mapping]] = ...) -> None: ...
+
+class BlockPattern(_message.Message):
+    __slots__ = ("block_tokens", "local_blocks", "vertical_stride", "head_sliding_step")
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    VERTICAL_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SLIDING_STEP_FIELD_NUMBER: _ClassVar[int]
+    block_tokens: int
+    local_blocks: int
+    vertical_stride: int
+    head_sliding_step: int
+    def __init__(self, block_tokens: _Optional[int] = ..., local_blocks: _Optional[int] = ..., vertical_stride: _Optional[int] = ..., head_sliding_step: _Optional[int] = ...) -> None: ...
 
 class Layout(_message.Message):
     __slots__ = ("model_id", "block_size_tokens", "dtype", "kv_dtype", "groups", "fingerprint")

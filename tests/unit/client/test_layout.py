@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import MAX_PAGE_BYTES, LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
@@ -24,6 +25,7 @@ FULL = LayerGroup("full", (0, 1), 2, 64)
 LAYOUT = Layout("model-a", 16, "float32", "bfloat16", (FULL,))
 LATENTS = LayerGroup("latent", (0, 1), 1, 576, cache_kind="latent", value_head_size=512)
 SCALED = replace(FULL, key_scales=(0.5, 0.25), value_scales=(1.0, 2.0, 3.0, 4.0))
+PATTERN = BlockPattern(32, 4, 8, 1)
 FP8 = Layout("model-a", 16, "bfloat16", "float8_e4m3fn", (SCALED,))
 
 LLAMA = {
@@ -49,10 +51,18 @@ LLAMA = {
         {"groups": (replace(FULL, head_size=128),)},
         {"groups": (replace(FULL, sliding_window_tokens=512),)},
         {"groups": (FULL, LayerGroup("sliding", (2,), 2, 64, 512))},
+        {"groups": (replace(FULL, block_pattern=PATTERN),)},
     ],
 )
 def test_every_field_counts_in_the_fingerprint(change: dict[str, Any]) -> None:
     assert replace(LAYOUT, **change).fingerprint != LAYOUT.fingerprint
+
+
+def test_every_field_of_a_pattern_counts_in_the_fingerprint() -> None:
+    changes = {"block_tokens": 64, "local_blocks": 5, "vertical_stride": 9, "head_sliding_step": -1}
+    patterns = [PATTERN, *(replace(PATTERN, **{name: new}) for name, new in changes.items())]
+    layouts = [replace(LAYOUT, groups=(replace(FULL, block_pattern=p),)) for p in patterns]
+    assert len({layout.fingerprint for layout in layouts}) == 5
 
 
 @pytest.mark.parametrize(
@@ -125,6 +135,10 @@ def test_wider_types_have_no_scales(name: str) -> None:
         ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=12),)}),
         ("groups[0].value_head_size", {"groups": (replace(FULL, value_head_size=-8),)}),
         ("groups[0].sliding_window_tokens", {"groups": (replace(FULL, sliding_window_tokens=-1),)}),
+        (
+            "groups[0].block_pattern.block_tokens",
+            {"block_size_tokens": 64, "groups": (replace(FULL, block_pattern=PATTERN),)},
+        ),
     ],
 )
 def test_an_invalid_field_is_named(field: str, change: dict[str, Any]) -> None:
@@ -146,6 +160,7 @@ OF_LATENTS = replace(LAYOUT, groups=(LATENTS, LayerGroup("full", (2,), 4, 128)))
         replace(LAYOUT, groups=(replace(FULL, head_size=512),)),
         SMALL_VALUES,
         OF_LATENTS,
+        replace(LAYOUT, groups=(replace(FULL, block_pattern=BlockPattern(32, 4, 8, -2)),)),
     ],
 )
 def test_a_layout_comes_back_from_its_message(layout: Layout) -> None:
@@ -199,6 +214,7 @@ NOT_OPAQUE: list[tuple[dict[str, Any], str]] = [
     ({"value_head_size": 64}, "value_head_size"),
     ({"sliding_window_tokens": 16}, "sliding_window_tokens"),
     ({"key_scales": (1.0,)}, "key_scales"),
+    ({"block_pattern": PATTERN}, "block_pattern"),
 ]
 
 
@@ -238,6 +254,11 @@ def of_group(**fields: Any) -> Change:
 # By what is wrong: the change of a message, the field that is named, and what is said.
 WRONG_MESSAGES: dict[str, tuple[Change, str, str | None]] = {
     "a page size": (of_group(page_bytes=4096), "layout.groups[0].page_bytes", None),
+    "a pattern without local blocks": (
+        of_group(block_pattern=pb.BlockPattern(block_tokens=16)),
+        "layout.groups[0].block_pattern.local_blocks",
+        "from 1",
+    ),
     "state": (of_group(cache_kind=pb.CACHE_KIND_STATE), "layout.groups[0].cache_kind", KINDS),
     "opaque, and types of numbers": (
         of_group(cache_kind=pb.CACHE_KIND_OPAQUE),

@@ -16,6 +16,7 @@ import pytest
 
 from kvplane import ops
 from kvplane.attention_options import AttentionOptions
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -304,7 +305,39 @@ def test_options_at_their_limits_come_back_from_their_message() -> None:
 
 def test_a_layer_groups_window_holds_where_the_options_have_none() -> None:
     options = AttentionOptions(scale=0.5, alibi_slopes=(1.0,))
-    assert options.in_group(0) == options
+    assert options.in_group(0, None) == options
     windowed = AttentionOptions(0.5, 8, (1.0,))
-    assert options.in_group(8) == windowed
-    assert windowed.in_group(16) == windowed
+    assert options.in_group(8, None) == windowed
+    assert windowed.in_group(16, None) == windowed
+
+
+def test_a_layer_groups_pattern_holds_where_the_options_have_none() -> None:
+    ours, theirs = BlockPattern(16, 1), BlockPattern(32, 2)
+    options = AttentionOptions(block_pattern=ours)
+    assert AttentionOptions(0.5).in_group(8, theirs) == AttentionOptions(0.5, 8, (), 0, (), theirs)
+    assert options.in_group(0, theirs) is options
+
+
+SEEN = Tensor("uint8", (2, 3, 2), bytes(range(12)))
+MASKED = AttentionOptions(block_pattern=BlockPattern(16, 1), seen_blocks=SEEN)
+
+
+def test_a_mask_of_blocks_comes_back_from_its_message() -> None:
+    assert AttentionOptions.from_proto(MASKED.to_proto(), field="options") == MASKED
+    message = MASKED.to_proto()
+    message.block_pattern.local_blocks = 0
+    with refused(InvalidRequestError, "layer.options.block_pattern.local_blocks"):
+        AttentionOptions.from_proto(message, field="layer.options")
+    message = MASKED.to_proto()
+    message.seen_blocks.memory.region_id = 1
+    with refused(InvalidRequestError, "layer.options.seen_blocks.memory"):
+        AttentionOptions.from_proto(message, field="layer.options")
+
+
+def test_a_mask_of_blocks_is_cut_by_heads_and_by_sequences() -> None:
+    of_heads = MASKED.of_heads([range(1), range(2, 3)]).seen_blocks
+    assert of_heads == Tensor("uint8", (2, 2, 2), bytes([0, 1, 4, 5, 6, 7, 10, 11]))
+    of_sequences = MASKED.of_sequences(1, 2).seen_blocks
+    assert of_sequences == Tensor("uint8", (1, 3, 2), bytes(range(6, 12)))
+    plain = AttentionOptions(0.5)
+    assert plain.of_sequences(1, 2) is plain

@@ -11,8 +11,10 @@ from data_plane.execution.shards import row_slices
 from data_plane.execution.shards.row_slices import SliceSizes
 from data_plane.kernels.arguments import HostLengths
 from kvplane.attention_options import AttentionOptions
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import SessionExpiredError, StaleGenerationError
 from kvplane.slices import run_to_end
+from kvplane.tensor import Tensor
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.latest_plan import of_latest
 from tests.helpers.data.plan_author import set_blocks, span, tokens
@@ -43,15 +45,24 @@ NUM_TOKENS = sum(num for _, num in SPANS)
 TENSORS = tokens(NUM_TOKENS, 4), tokens(NUM_TOKENS, seed=1), tokens(NUM_TOKENS, seed=2)
 
 
-def test_slices_give_the_bits_of_the_whole(rig: Rig) -> None:
-    options = AttentionOptions()
+RANDOM_BLOCKS = torch.rand(4, 4, 19, generator=torch.Generator().manual_seed(3)) < 0.3
+OPTIONS = {
+    "plain": AttentionOptions(),
+    "a mask of each sequence": AttentionOptions(
+        block_pattern=BlockPattern(16, 1), seen_blocks=Tensor.from_array(RANDOM_BLOCKS.byte())
+    ),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_slices_give_the_bits_of_the_whole(rig: Rig, options: AttentionOptions) -> None:
     slices = rig.executor.layer_runner.run_slices(FIRST, TENSORS, options)
     assert sum(1 for _ in slices) >= NUM_TOKENS // 64 - 2
     only_attends = TENSORS[0], None, None
     in_slices = run_to_end(rig.executor.layer_runner.run_slices(FIRST, only_attends, options))
     assert in_slices is not None
     for tensors in (only_attends, TENSORS):
-        whole = rig.executor.layer(1, 0, *tensors, **of_latest(rig.executor))
+        whole = rig.executor.layer(1, 0, *tensors, options=options, **of_latest(rig.executor))
         assert whole is not None
         assert torch.equal(in_slices, whole)
 
