@@ -5,6 +5,7 @@
 
     kernels   every kernel against the speed of memory, torch's attention, and bare loops (default)
     shared    decode over a common prefix, against decode that does not share reads or blocks
+    sparse    attention over fewer and fewer blocks, against attention over all of them
 
 All measurements of a part take turns in rounds, so that noise from elsewhere affects them alike:
 compare rows of one run, not of two. ``--runs``: the number of passes over all rounds; the figures

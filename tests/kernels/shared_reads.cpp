@@ -1,5 +1,6 @@
 // Attention of sequences that share blocks: how often tiles are attended to, and that no bit
-// depends on it, nor on a bound of memory, which is kept. Prints what is wrong and exits with 1.
+// depends on it, nor on a bound of memory, which is kept; and that tiles that a mask hides are not
+// attended to. Prints what is wrong and exits with 1.
 
 #include <atomic>
 #include <cmath>
@@ -77,6 +78,7 @@ const RowOps& row_ops() {
 
 namespace {
 
+using kvplane::BlockMask;
 using kvplane::Dtype;
 using kvplane::PagedAttentionParams;
 
@@ -127,13 +129,15 @@ class Batch {
     for (float& x : query_) x = normal(random);
   }
 
-  Answer attend(bool share_reads, int num_threads, int64_t max_state_bytes = 1 << 30) const {
+  Answer attend(bool share_reads, int num_threads, int64_t max_state_bytes = 1 << 30,
+                const BlockMask& mask = {}) const {
     Answer answer;
     answer.out.resize(query_.size());
     answer.lse.resize(static_cast<size_t>(starts_.back() * kHeads));
     PagedAttentionParams p = {};
     p.scale = 0.25f;
     p.sliding_window_tokens = window_;
+    p.blocks = mask;
     p.query = query_.data();
     p.out = answer.out.data();
     p.lse = answer.lse.data();
@@ -226,6 +230,32 @@ void check_bound() {
   }
 }
 
+// A mask of blocks of 64 tokens, two tiles, in which two are local: tiles that no row sees are not
+// read. In every eight blocks the first KV head's queries see one from everywhere, and the second's
+// see two; those of a second sequence see none.
+void check_mask() {
+  constexpr int64_t kRepeated = 8;
+  std::vector<uint8_t> seen(2 * kHeads * kRepeated, 0);
+  for (int64_t head = 0; head < kHeads; ++head) {
+    seen[static_cast<size_t>(head * kRepeated + 3)] = 1;
+    if (head >= kGroup) seen[static_cast<size_t>(head * kRepeated + 5)] = 1;
+  }
+  const BlockMask mask = {seen.data(), kHeads * kRepeated, kRepeated, 64, 2};
+  const auto check_tiles = [&](const std::vector<Sequence>& sequences, int64_t num_blocks) {
+    const Batch batch(sequences, 0, 0);
+    for (const int num_threads : {1, 3}) {
+      const int64_t calls = batch.attend(true, num_threads, 1 << 30, mask).num_calls;
+      if (calls == 2 * num_blocks) continue;
+      std::printf("masked, %d threads: %lld tiles, should be %lld\n", num_threads,
+                  static_cast<long long>(calls), static_cast<long long>(2 * num_blocks));
+      ++num_failures;
+    }
+  };
+  check_tiles({{1, 1024, {}}}, (2 + 2) + (4 + 2));
+  check_tiles({{1, 2048, {}}}, (4 + 2) + (8 + 2));
+  check_tiles({{1, 1024, {}}, {1, 2048, {}}}, (2 + 2) + (4 + 2) + 2 * 2);
+}
+
 }  // namespace
 
 int main() {
@@ -261,5 +291,6 @@ int main() {
   check("the last ones by splits", sequences, 0, 0);
 
   check_bound();
+  check_mask();
   return num_failures == 0 ? 0 : 1;
 }

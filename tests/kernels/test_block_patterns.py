@@ -1,10 +1,10 @@
-"""Block-sparse attention: which blocks a pattern names, that hidden ones are not attended to and
-take no time, and what is refused. ``test_oracle_attention.py`` compares results with float64.
+"""Block-sparse attention: which blocks a pattern names, that hidden ones do not matter, and what is
+refused. ``test_oracle_attention.py`` compares results with float64, and ``shared_reads.cpp`` counts
+the tiles that the CPU reads.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -84,23 +84,6 @@ def test_what_no_head_sees_does_not_matter(cpu: str, case: Case, dtype: torch.dt
     for s, i in hidden:
         batch.pages[batch.block_tables[s, i]] = torch.nan
     assert_same_bits(batch.attend()[0], expected)
-
-
-@pytest.mark.parametrize("query_len", (1, 128))
-def test_time_falls_with_what_is_hidden(query_len: int) -> None:
-    lens = ((query_len, 16_384),) if query_len == 1 else ((query_len, 4096),)
-    batch = build(Case(lens=lens, heads=(8, 2), head_size=128, dtype=torch.bfloat16))
-    of_pattern = BlockPattern(64, 4, 32, 1)
-    arguments = batch.to_attend()
-    sparse = replace(arguments, options=replace(arguments.options, block_pattern=of_pattern))
-    kernels = CpuKernels(1)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(5):
-        for is_sparse in (True, False):
-            began_s = time.thread_time()
-            kernels.paged_attention(sparse if is_sparse else arguments)
-            seconds[is_sparse].append(time.thread_time() - began_s)
-    assert 3 * min(seconds[True]) < min(seconds[False]), seconds
 
 
 def of_blocks(*shape: int, dtype: str = "uint8") -> Tensor:

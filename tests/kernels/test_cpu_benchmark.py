@@ -36,6 +36,7 @@ def test_each_part_is_measured_printed_and_saved(
         >= {
             "kernels": {"read_bandwidth", "memcpy", "swap_in", "prefill", "torch/bf16/g1"},
             "shared": {"bf16/g1, shared", "e4m3/g8, copies"},
+            "sparse": {"decode, 1 block in 16", "prefill, 1 block in 1"},
         }[part]
     )
     assert ("fused_products" in names) == (part == "kernels" and cpu_isa() != "baseline")

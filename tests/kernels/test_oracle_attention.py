@@ -127,11 +127,11 @@ KINDS: Final = dict(_kinds())
 
 
 def on_each(kinds: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrize by backend and kind. A GPU has no kernels of latents or of patterns."""
+    """Parametrize by backend and kind. A GPU has no kernels of latents."""
     pairs = [
         pytest.param(name, kind, id=f"{name}-{kind}")
         for kind in kinds
-        for name in (CPUS if KINDS[kind].latent or KINDS[kind].pattern else ALL)
+        for name in (CPUS if KINDS[kind].latent else ALL)
     ]
     return pytest.mark.parametrize(("backend", "kind"), pairs, indirect=["backend"])
 

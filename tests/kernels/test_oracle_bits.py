@@ -61,7 +61,7 @@ def on_each(cases: Sequence[str]) -> pytest.MarkDecorator:
         )
         for case in cases
         for name in ALL
-        if name in CPUS or not (CASES[case].latent or CASES[case].pattern)
+        if name in CPUS or not CASES[case].latent
     ]
     return pytest.mark.parametrize(("backend", "case"), pairs, indirect=["backend"])
 
@@ -277,10 +277,8 @@ SHARING = (
     Case(heads=(4, 1), head_size=256, dtype=BF16),  # no tiles that are shared
     Case(heads=(4, 2), head_size=16, dtype=BF16, **OPTIONS),
     Case(heads=(4, 2), head_size=16, dtype=BF16, **OPTIONS | {"window": 90}),
-)
-SPARSELY = (
     Case(heads=(4, 2), head_size=16, dtype=BF16, pattern=(64, 2, 3, 1)),
-    Case(heads=(4, 2), head_size=16, pattern=(16, 1, 0, 0), masked=True),
+    Case(heads=(4, 2), head_size=16, dtype=BF16, pattern=(16, 1, 0, 0), masked=True),
 )
 
 
@@ -323,8 +321,8 @@ def apart(backend: Kernels, batch: Batch) -> Answer:
             # Every second one is emulated at night only.
             marks=[pytest.mark.nightly] if name == "emulated" and i % 2 else [],
         )
-        for i, case in enumerate((*SHARING, *SPARSELY))
-        for name in (CPUS if case.pattern else ALL)
+        for i, case in enumerate(SHARING)
+        for name in ALL
     ],
     indirect=["backend"],
 )

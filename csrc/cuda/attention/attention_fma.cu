@@ -88,8 +88,9 @@ __device__ float dot(const float* query, const float* key, int32_t head_size) {
 // Scores a tile for a warp's rows and turns the scores into probabilities. `scale` turns products
 // into scores in base 2.
 template <int kDims>
-__device__ void take_keys(const Work& work, Range seen, int32_t tile, float scale, Layout layout,
-                          float* shared, Row<kDims> (&rows)[kRowsOfWarp]) {
+__device__ void take_keys(const Work& work, const Item& item, int32_t first_row, Range seen,
+                          int32_t tile, float scale, Layout layout, float* shared,
+                          Row<kDims> (&rows)[kRowsOfWarp]) {
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kLanesOfWarp;
   const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   const int32_t position = tile * kTokens + lane;
@@ -99,8 +100,12 @@ __device__ void take_keys(const Work& work, Range seen, int32_t tile, float scal
   for (int i = 0; i < kRowsOfWarp; ++i) {
     Row<kDims>& row = rows[i];
     const Range own = visible(work.cutting.window, row.position);
-    const bool is_seen =
+    bool is_seen =
         position >= max_of(own.begin, seen.begin) && position < min_of(own.end, seen.end);
+    if (work.p.blocks.seen != nullptr) {
+      const RowPlace at = place_of_row<false>(work, item, first_row + warp * kRowsOfWarp + i);
+      is_seen &= sees_block(work, item.sequence.index, at.head, row.position, position);
+    }
     const float* query = shared + layout.queries() + (warp * kRowsOfWarp + i) * layout.head_size;
     const float* key = shared + layout.keys() + lane * (layout.head_size + 1);
     float score = cap.of<false>(dot(query, key, layout.head_size) * scale) +
@@ -244,12 +249,13 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work, Layout layout)
     Row<kDims> rows[kRowsOfWarp];
     begin_rows(work, item, first_row, num_rows, layout, shared, rows);
     for (int32_t tile = seen.begin / kTokens; tile * kTokens < seen.end; ++tile) {
+      if (!is_tile_seen<false>(work, item, first_row, num_rows, tile * kTokens, kTokens)) continue;
       __syncthreads();  // Until the previous tile has been read.
       load_tile<Kv>(work, item, seen, tile, false, layout.head_size, layout.head_size + 1,
                     shared + layout.keys());
       if (!layout.in_turn()) load_values(tile);
       __syncthreads();
-      take_keys(work, seen, tile, scale, layout, shared, rows);
+      take_keys(work, item, first_row, seen, tile, scale, layout, shared, rows);
       if (layout.in_turn()) {
         __syncthreads();  // Until the keys have been read.
         load_values(tile);

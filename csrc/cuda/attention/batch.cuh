@@ -145,6 +145,36 @@ __device__ inline RowPlace place_of_row(const Work& work, const Item& item, int3
   return {&work.plan.sequences[work.plan.members[member]], 0, head};
 }
 
+// Whether a query of a sequence sees the block of keys that position `key` is in, as far as the
+// call's mask of blocks says. Only where there is one.
+__device__ inline bool sees_block(const Work& work, int32_t sequence, int32_t head,
+                                  int32_t position, int32_t key) {
+  const BlockMask& mask = work.p.blocks;
+  const int32_t block_tokens = static_cast<int32_t>(mask.block_tokens);
+  const int32_t block = key / block_tokens;
+  if (position / block_tokens - block < mask.local_blocks) return true;
+  return mask.seen[sequence * mask.sequence_stride + head * mask.num_blocks +
+                   block % static_cast<int32_t>(mask.num_blocks)] != 0;
+}
+
+// By a warp, the same for all of its lanes: whether any of an item's rows sees a token of a tile,
+// as far as a mask of blocks says. Tiles that none sees are neither copied nor computed.
+template <bool kIsShared>
+__device__ inline bool is_tile_seen(const Work& work, const Item& item, int32_t first_row,
+                                    int32_t num_rows, int32_t first, int32_t num_tokens) {
+  if (work.p.blocks.seen == nullptr) return true;
+  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+  bool is_seen = false;
+  for (int32_t row = lane; row < num_rows; row += kLanesOfWarp) {
+    const RowPlace at = place_of_row<kIsShared>(work, item, first_row + row);
+    const int32_t position = at.sequence->first_position() + at.token;
+    for (int32_t key = first; key < first + num_tokens; key += static_cast<int32_t>(kMaskUnit)) {
+      is_seen |= sees_block(work, at.sequence->index, at.head, position, key);
+    }
+  }
+  return __ballot_sync(kWholeWarp, is_seen) != 0;
+}
+
 // The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at
 // once, so a thousand sequences take two steps.
 template <typename T>

@@ -428,11 +428,6 @@ class CudaKernels(NativeKernels):
         require(not is_latent, f"{wanted}, are of {LATENT}", "pages")
         return super()._pages(arguments)
 
-    def _options(self, arguments: AttentionArguments) -> Any:
-        wanted = "must be absent: these kernels attend to all blocks"
-        require(arguments.seen_blocks is None, wanted, "options.block_pattern")
-        return super()._options(arguments)
-
     def queue_layer(self, write: WriteArguments, attention: AttentionArguments) -> QueuedLayer:
         """Make the arguments that stay the same for all calls with tensors like these."""
         a, of_heads = attention, (attention.slopes, attention.sinks, attention.seen_blocks)
@@ -526,6 +521,7 @@ def _part(
         block_tables=arguments.block_tables[first:end],
         query_starts=arguments.query_starts[first : end + 1] - tokens.start,
         context_lens=arguments.context_lens[first:end],
+        options=arguments.options.of_sequences(first, end),
         lengths=lengths.of(first, end),
         plans=None,
     )

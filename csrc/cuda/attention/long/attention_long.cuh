@@ -21,8 +21,9 @@ constexpr int kLongWarps = 4;
 // A thread's rows: g and g + 8 of its warp's sixteen.
 struct LongRows {
   int32_t position[2];  // -1 for a missing row
-  float scale[2];       // of products, to scores in base 2
-  float slope[2];       // in base 2
+  int32_t head[2];
+  float scale[2];  // of products, to scores in base 2
+  float slope[2];  // in base 2
   float maximum[2];
   float sum[2];  // of this thread's tokens
 };
@@ -41,6 +42,7 @@ __device__ inline LongRows long_rows(const Work& work, const Item& item, int32_t
     const int32_t token = (first_row + row) / group;
     const int32_t head = item.kv_head * group + (first_row + row) % group;
     rows.position[j] = there ? item.sequence.first_position() + token : -1;
+    rows.head[j] = head;
     rows.scale[j] = scale;
     rows.slope[j] =
         there && work.p.alibi_slopes != nullptr ? work.p.alibi_slopes[head] * kLog2E : 0.0f;
@@ -139,11 +141,27 @@ __device__ void copy_tile(const Work& work, const Item& item, Range seen, int32_
   }
 }
 
+// One bit for each kMaskUnit tokens of a tile, from position `first` on: whether a mask of blocks
+// shows them to row j of the thread.
+template <int kTokens>
+__device__ uint32_t units_seen(const Work& work, const Item& item, int32_t first,
+                               const LongRows& rows, int j) {
+  if (work.p.blocks.seen == nullptr) return ~0u;
+  uint32_t units = 0;
+#pragma unroll
+  for (int n = 0; n < kTokens / static_cast<int>(kMaskUnit); ++n) {
+    const int32_t key = first + n * static_cast<int32_t>(kMaskUnit);
+    const bool is_seen = sees_block(work, item.sequence.index, rows.head[j], rows.position[j], key);
+    units |= static_cast<uint32_t>(is_seen) << n;
+  }
+  return units;
+}
+
 // Turns scores into probabilities, as in the short kernel; here four lanes hold a row's scores. A
 // tile of which every row sees all tokens, with plain scores, needs no mask: it takes a third of
 // the instructions then, and the bits are the same.
 template <int kTokens, bool kIsMasked>
-__device__ void online_softmax(const Work& work, Range seen, int32_t first,
+__device__ void online_softmax(const Work& work, const Item& item, Range seen, int32_t first,
                                float (&scores)[kTokens / 8][4], LongRows& rows,
                                float (&rescale)[2]) {
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
@@ -153,6 +171,7 @@ __device__ void online_softmax(const Work& work, Range seen, int32_t first,
     const Range own = visible(work.cutting.window, rows.position[j]);
     const int32_t begin = max_of(own.begin, seen.begin);
     const int32_t end = min_of(own.end, seen.end);
+    const uint32_t units = kIsMasked ? units_seen<kTokens>(work, item, first, rows, j) : 0;
     float maximum = rows.maximum[j];
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n) {
@@ -163,7 +182,7 @@ __device__ void online_softmax(const Work& work, Range seen, int32_t first,
         if constexpr (kIsMasked) {
           const int32_t position = first + 8 * n + 2 * t + i;
           const float bias = rows.slope[j] * static_cast<float>(position - rows.position[j]);
-          const bool is_seen = position >= begin && position < end;
+          const bool is_seen = position >= begin && position < end && (units >> n / 2 & 1) != 0;
           score = is_seen ? cap.of<true>(score) + bias : -INFINITY;
         }
         maximum = fmaxf(maximum, score);
@@ -192,7 +211,10 @@ __device__ void online_softmax(const Work& work, Range seen, int32_t first,
 // option changes them.
 __device__ inline Range seen_by_all(const Work& work, const Item& item, Range seen,
                                     int32_t first_row, int32_t num_rows) {
-  if (work.p.alibi_slopes != nullptr || work.p.logit_soft_cap != 0.0f) return {0, 0};
+  const PagedAttentionParams& p = work.p;
+  if (p.alibi_slopes != nullptr || p.logit_soft_cap != 0.0f || p.blocks.seen != nullptr) {
+    return {0, 0};
+  }
   const int32_t group = work.cutting.group;
   const int32_t first = item.sequence.first_position() + first_row / group;
   const int32_t last = item.sequence.first_position() + (first_row + num_rows - 1) / group;
@@ -201,7 +223,7 @@ __device__ inline Range seen_by_all(const Work& work, const Item& item, Range se
 }
 
 template <typename Kv, int kHeadSize>
-__device__ void take_tile(const Work& work, Range seen, Range plain, int32_t tile,
+__device__ void take_tile(const Work& work, const Item& item, Range seen, Range plain, int32_t tile,
                           const unsigned char* queries, const unsigned char* keys, LongRows& rows,
                           float (&out)[LongTile<Kv, kHeadSize>::kValueSize / 8][4]) {
   using Tile = LongTile<Kv, kHeadSize>;
@@ -232,9 +254,9 @@ __device__ void take_tile(const Work& work, Range seen, Range plain, int32_t til
   float rescale[2];
   const int32_t first = tile * Tile::kTokens;
   if (first >= plain.begin && first + Tile::kTokens <= plain.end) {
-    online_softmax<Tile::kTokens, false>(work, seen, first, scores, rows, rescale);
+    online_softmax<Tile::kTokens, false>(work, item, seen, first, scores, rows, rescale);
   } else {
-    online_softmax<Tile::kTokens, true>(work, seen, first, scores, rows, rescale);
+    online_softmax<Tile::kTokens, true>(work, item, seen, first, scores, rows, rescale);
   }
 #pragma unroll
   for (int d = 0; d < kValueSize / 8; ++d) {
@@ -356,8 +378,16 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
   const Range plain = seen_by_all(work, item, seen, first_row, num_rows);
   LongRows rows = long_rows(work, item, first_row, num_rows);
   float out[Tile::kValueSize / 8][4] = {};
-  int32_t tile = seen.begin / Tile::kTokens;
-  const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, Tile::kTokens) : tile;
+  const int32_t begin = seen.begin / Tile::kTokens;
+  const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, Tile::kTokens) : begin;
+  const auto first_seen = [&](int32_t tile) {
+    while (tile < end && !is_tile_seen<false>(work, item, first_row, num_rows, tile * Tile::kTokens,
+                                              Tile::kTokens)) {
+      ++tile;
+    }
+    return tile;
+  };
+  int32_t tile = first_seen(begin);
   if constexpr (!kIs8Bits<Kv>) {
     copy_queries<kHeadSize>(work, item, first_row, num_rows, queries);
   }
@@ -366,15 +396,17 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
   if constexpr (kIs8Bits<Kv>) {
     convert_queries<kHeadSize>(work, item, first_row, num_rows, rows, queries);
   }
-  for (int stage = 0; tile < end; ++tile, stage = 1 - stage) {
+  for (int stage = 0; tile < end; stage = 1 - stage) {
+    const int32_t next = first_seen(tile + 1);
     wait_for_copies<0>();
     __syncthreads();  // Until the tile has arrived and the other stage has been read.
-    if (tile + 1 < end) {
-      copy_tile<Kv, kHeadSize>(work, item, seen, tile + 1, ring + (1 - stage) * kStageBytes);
+    if (next < end) {
+      copy_tile<Kv, kHeadSize>(work, item, seen, next, ring + (1 - stage) * kStageBytes);
     }
     commit_copies();
-    take_tile<Kv, kHeadSize>(work, seen, plain, tile, queries + 16 * warp * Tile::kQueryPitch,
+    take_tile<Kv, kHeadSize>(work, item, seen, plain, tile, queries + 16 * warp * Tile::kQueryPitch,
                              ring + stage * kStageBytes, rows, out);
+    tile = next;
   }
   wait_for_copies<0>();  // Of a split that none of the rows attends to.
   write_rows<Kv, Tile::kValueSize>(work, item, first_row, num_rows, rows, out);

@@ -53,18 +53,26 @@ template <typename Kv, int kHeadSize>
 constexpr int kFewStages = kHeadSize * sizeof(Kv) <= 128 ? 4 : 2;
 
 // Turns scores into probabilities and updates the rows' maxima and sums. `first` is the position of
-// the tile's first token. The outputs so far are to be multiplied by `rescale`.
-template <int kColumns>
-__device__ void online_softmax(const Work& work, Range seen, int32_t first,
-                               float (&scores)[kColumns][4], RowsOfThread<kColumns>& rows,
-                               float (&rescale)[kColumns][2]) {
+// the tile's first token. The outputs so far are to be multiplied by `rescale`. A tile is in one
+// block of a mask.
+template <bool kIsShared, int kColumns>
+__device__ void online_softmax(const Work& work, const Item& item, int32_t first_row, Range seen,
+                               int32_t first, float (&scores)[kColumns][4],
+                               RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
+  static_assert(kTileRows == kMaskUnit);
+  const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
   const SoftCap cap = soft_cap(work);
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const Range own = visible(work.cutting.window, rows.position[c][j]);
+      Range own = visible(work.cutting.window, rows.position[c][j]);
+      if (work.p.blocks.seen != nullptr) {
+        const RowPlace at = place_of_row<kIsShared>(work, item, first_row + 8 * c + 2 * t + j);
+        const int32_t sequence = at.sequence->index;
+        if (!sees_block(work, sequence, at.head, rows.position[c][j], first)) own = {0, 0};
+      }
       float maximum = rows.maximum[c][j];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -253,30 +261,37 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
     }
     commit_copies();
   };
+  const auto first_seen = [&](int32_t tile) {
+    while (tile < end &&
+           !is_tile_seen<kIsShared>(work, item, first_row, num_rows, tile * kTileRows, kTileRows)) {
+      tile += kWarps;
+    }
+    return tile;
+  };
+  int32_t tile = first_seen(first), ahead = tile;
 #pragma unroll
   for (int i = 0; i < Ring::kStages - 1; ++i) {
-    const int32_t tile = first + i * kWarps;
-    start_copy(tile, i, find(tile));
+    start_copy(ahead, i, find(ahead));
+    ahead = first_seen(ahead + kWarps);
   }
   // The next tile's table entries are read while this one's copies are in flight, and only then
   // looked at.
-  RawEntry next_entry = read(first + (Ring::kStages - 1) * kWarps);
+  RawEntry next_entry = read(ahead);
   int stage = 0;
-  int32_t tile = first;
   for (int32_t n = 0; n < num_splits; ++n) {
     const Cut& cut = item.sequence.cut;
     const int32_t next_split = cut.first + item.split + n + 1;
     const int32_t end_of_split =
         n + 1 < num_splits ? min_of(end, next_split * (cut.tokens / kTileRows)) : end;
-    for (; tile < end_of_split; tile += kWarps) {
+    for (; tile < end_of_split; tile = first_seen(tile + kWarps)) {
       wait_for_copies<Ring::kStages - 2>();
       __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been
                      // read.
-      const int32_t ahead = tile + (Ring::kStages - 1) * kWarps;
       const int64_t row = row_of_entry(work, next_entry, item.kv_head,
                                        ahead * kTileRows + row_of_lane, seen, lane >= kTileRows);
       start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, row);
-      next_entry = read(ahead + kWarps);
+      ahead = first_seen(ahead + kWarps);
+      next_entry = read(ahead);
 
       const unsigned char* keys = ring + stage * Ring::kStageBytes;
       const unsigned char* values = keys + Ring::kTile;
@@ -298,7 +313,8 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
         }
       }
       float rescale[kColumns][2];
-      online_softmax(work, seen, tile * kTileRows, scores, rows, rescale);
+      online_softmax<kIsShared>(work, item, first_row, seen, tile * kTileRows, scores, rows,
+                                rescale);
       uint32_t probabilities[kColumns][2];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
