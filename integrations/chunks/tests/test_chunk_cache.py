@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvplane import ops
+from kvplane import Execution, ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
 from kvplane.integrations.chunks import cache as cache_module
@@ -166,6 +167,25 @@ def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_ti
         assert cache.counters["misses_slow"] >= 1
         until(lambda: looked(cache))
         assert cache.counters["failures"] == 0
+
+
+def test_a_look_up_s_plan_is_started_before_that_of_a_later_store(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Execution.start
+
+    async def start_late(self: Execution, plan: Any, **given: Any) -> None:
+        await asyncio.sleep(0.3)
+        await start(self, plan, **given)
+
+    monkeypatch.setattr(Execution, "start", start_late)
+    with cache_of(planes) as cache:
+        assert store(cache) == [True] * 3
+        assert store(cache) == [True] * 3, "whose plan is aborted: the next step's says so"
+        looking = cache.look_up("", [TOKENS])
+        storing = cache.store_named("", [b"name"], PAGES[:1])
+        assert (storing.result(PATIENCE_S), cache.counters["failures"]) == ([True], 0)
+        assert looking.result(PATIENCE_S) is not None
 
 
 @pytest.mark.parametrize("plane", ["data", "control"])
