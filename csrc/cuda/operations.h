@@ -33,7 +33,7 @@ struct Context {
 // calls of all layers that have the same shapes, types and window.
 struct AttentionPlan {
   void* memory;                      // on the device, of attention_plan_bytes
-  std::array<int64_t, 12> settings;  // the sizes and options that it was made for
+  std::array<int64_t, 13> settings;  // the sizes and options that it was made for
 };
 
 struct AttentionOptions {

@@ -12,7 +12,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from kernel_cases import Batch, Case, assert_same_bits, build
+from backends import DeviceBackend
+from kernel_cases import Batch, Case, assert_as_exact_as_torch, assert_same_bits, build, with_pages
 
 from data_plane.kernels.arguments import AttentionArguments, HostLengths
 from data_plane.kernels.backends.cpu import CpuKernels
@@ -84,6 +85,16 @@ def test_what_no_head_sees_does_not_matter(cpu: str, case: Case, dtype: torch.dt
     for s, i in hidden:
         batch.pages[batch.block_tables[s, i]] = torch.nan
     assert_same_bits(batch.attend()[0], expected)
+
+
+@pytest.mark.parametrize("pages_dtype", (torch.bfloat16, torch.float8_e4m3fn), ids=str)
+@pytest.mark.parametrize("heads", ((8, 1), (40, 1)), ids=str)
+def test_a_device_masks_the_rows_of_wide_tiles(
+    device: DeviceBackend, heads: tuple[int, int], pages_dtype: torch.dtype
+) -> None:
+    """Up to 32 rows of a short sequence, which take tiles of 16, and more."""
+    case = Case(((3, 200), (4, 130), (1, 300)), heads, 128, dtype=torch.bfloat16)
+    assert_as_exact_as_torch(with_pages(replace(case, pattern=(32, 1, 3, 1)), pages_dtype))
 
 
 def of_blocks(*shape: int, dtype: str = "uint8") -> Tensor:

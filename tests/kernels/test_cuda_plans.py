@@ -11,6 +11,7 @@ from kernel_cases import FP8, Batch, Case, assert_same_bits, build, with_pages
 
 from data_plane.kernels.arguments import AttentionArguments, SharedPlans
 from data_plane.kernels.backends.cuda import MAX_SHARED_PLANS
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError
 from tests.helpers.data.data_rig import Rig
 from tests.helpers.data.kernel_sets import emulated_kernels
@@ -83,8 +84,10 @@ def test_a_plan_is_refused_for_another_batch(device: DeviceBackend) -> None:
     out = kernels.paged_attention(arguments, plan=plan)
     assert_same_bits(out.cpu(), device.paged_attention(batch.to_attend()))
     options = replace(arguments.options, sliding_window_tokens=100)
+    masked = replace(arguments.options, block_pattern=BlockPattern(16, 1, 2))
     for other in (
         replace(arguments, options=options),
+        replace(arguments, options=masked),
         replace(arguments, max_query_len=70),
         replace(arguments, query=torch.cat([arguments.query] * 2, dim=1)),
     ):
@@ -103,8 +106,13 @@ def test_a_plan_is_refused_for_another_batch(device: DeviceBackend) -> None:
         kernels.paged_attention(arguments, workspace=small, plan=plan)
 
 
-def test_a_batch_that_needs_several_calls_is_planned_for_each(device: DeviceBackend) -> None:
-    batch = build(Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT))
+@pytest.mark.parametrize("masked", (False, True), ids=("plain", "masked"))
+def test_a_batch_that_needs_several_calls_is_planned_for_each(
+    device: DeviceBackend, masked: bool
+) -> None:
+    pattern = (16, 1, 0, 0) if masked else None
+    case = Case(lens=LENS, heads=(2, 1), head_size=16, dtype=BFLOAT, pattern=pattern, masked=masked)
+    batch = build(case)
     expected = device.paged_attention(batch.with_lengths())
     device.kernels.max_workspace_bytes = 3_000
     plans = SharedPlans()

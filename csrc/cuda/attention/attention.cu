@@ -181,17 +181,19 @@ Scratch scratch_in(void* workspace, const PagedAttentionParams& p, int64_t max_p
 // that is not known, because some sequence may be long, assumes decodes, which most short ones are.
 int64_t rows_of_short_sequence(const PagedAttentionParams& p, const AttentionOptions& options) {
   const int64_t group = group_of(p);
+  const int64_t widest = p.blocks.seen == nullptr ? kShortRows : kRowsOfMaskedTile;
   for (const int64_t most : {options.max_short_query_len, options.max_query_len}) {
-    if (most > 0 && is_short(most, group)) return most * group;
+    if (most > 0 && is_short(most, group)) return min_of(widest, most * group);
   }
-  return group;
+  return min_of(widest, group);
 }
 
 // Returns the rows of a tile of several decodes; 0 where no two of them can or need to share one.
 int32_t shared_rows_of(const PagedAttentionParams& p, const AttentionOptions& options) {
   const int64_t rows = rows_of_families(p.pages.head_size);
   const bool fit = 2 * group_of(p) <= rows && p.num_sequences > 1 && p.share_reads;
-  if (!fit || p.sliding_window_tokens > 0 || max_context(p) <= options.split_tokens) return 0;
+  const bool hides = p.sliding_window_tokens > 0 || p.blocks.seen != nullptr;
+  if (!fit || hides || max_context(p) <= options.split_tokens) return 0;
   const size_t bytes = with_stored_type(p.pages.dtype, [&](auto kv) {
     return shared_memory_of_families<decltype(kv)>(p.pages.head_size);
   });
@@ -229,7 +231,7 @@ Work work_of(const PagedAttentionParams& p, const AttentionOptions& options, int
 constexpr size_t kRoomOfSettings = 0, kShortTilesOfSettings = 10;
 
 // Everything that the plan kernel depends on beside the lengths and the tables.
-std::array<int64_t, 12> settings_of(const Work& work) {
+std::array<int64_t, 13> settings_of(const Work& work) {
   return {work.max_partials,
           work.p.num_sequences,
           work.p.num_tokens,
@@ -241,7 +243,8 @@ std::array<int64_t, 12> settings_of(const Work& work) {
           work.cutting.window,
           work.max_query_len,
           int64_t{work.shared_rows} << 32 | work.short_tile_rows,
-          int64_t{work.long_tile_rows} << 32 | work.long_parts};
+          int64_t{work.long_tile_rows} << 32 | work.long_parts,
+          work.p.blocks.seen != nullptr};
 }
 
 }  // namespace

@@ -249,7 +249,9 @@ __global__ void __launch_bounds__(kThreads) attend_fma(Work work, Layout layout)
     Row<kDims> rows[kRowsOfWarp];
     begin_rows(work, item, first_row, num_rows, layout, shared, rows);
     for (int32_t tile = seen.begin / kTokens; tile * kTokens < seen.end; ++tile) {
-      if (!is_tile_seen<false>(work, item, first_row, num_rows, tile * kTokens, kTokens)) continue;
+      if (rows_that_see(work, item, first_row, num_rows, tile * kTokens, kTokens) == 0) {
+        continue;
+      }
       __syncthreads();  // Until the previous tile has been read.
       load_tile<Kv>(work, item, seen, tile, false, layout.head_size, layout.head_size + 1,
                     shared + layout.keys());

@@ -157,22 +157,22 @@ __device__ inline bool sees_block(const Work& work, int32_t sequence, int32_t he
                    block % static_cast<int32_t>(mask.num_blocks)] != 0;
 }
 
-// By a warp, the same for all of its lanes: whether any of an item's rows sees a token of a tile,
-// as far as a mask of blocks says. Tiles that none sees are neither copied nor computed.
-template <bool kIsShared>
-__device__ inline bool is_tile_seen(const Work& work, const Item& item, int32_t first_row,
-                                    int32_t num_rows, int32_t first, int32_t num_tokens) {
-  if (work.p.blocks.seen == nullptr) return true;
-  const int32_t lane = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
+// By a warp, the same for all of its lanes: one bit for each of up to 32 rows of an item, which says
+// whether a mask of blocks shows it a token of a tile. All bits where there is no mask. Tiles of no
+// bits are neither copied nor computed.
+__device__ inline uint32_t rows_that_see(const Work& work, const Item& item, int32_t first_row,
+                                         int32_t num_rows, int32_t first, int32_t num_tokens) {
+  if (work.p.blocks.seen == nullptr) return kWholeWarp;
+  const int32_t row = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp;
   bool is_seen = false;
-  for (int32_t row = lane; row < num_rows; row += kLanesOfWarp) {
-    const RowPlace at = place_of_row<kIsShared>(work, item, first_row + row);
+  if (row < num_rows) {
+    const RowPlace at = place_of_row<false>(work, item, first_row + row);
     const int32_t position = at.sequence->first_position() + at.token;
     for (int32_t key = first; key < first + num_tokens; key += static_cast<int32_t>(kMaskUnit)) {
       is_seen |= sees_block(work, at.sequence->index, at.head, position, key);
     }
   }
-  return __ballot_sync(kWholeWarp, is_seen) != 0;
+  return __ballot_sync(kWholeWarp, is_seen);
 }
 
 // The sequence of an item: the first whose end is past it. The lanes of a warp search 32 places at

@@ -10,7 +10,8 @@ constexpr int kShortRows = 32;
 constexpr int kRowsOfLongTile = 64;
 constexpr int kRowsOfFmaTile = 16;
 constexpr int kTokensOfFmaTile = 32;
-constexpr int kTileRows = 16;  // tokens whose keys or values a warp reads at a time
+constexpr int kRowsOfMaskedTile = 16;  // the most of a short tile under a mask of blocks
+constexpr int kTileRows = 16;          // tokens whose keys or values a warp reads at a time
 
 constexpr int tokens_of_long_tile(int head_size) {
   return head_size <= 128 ? 64 : head_size <= 256 ? 32 : 16;

@@ -477,7 +477,8 @@ def _key_of_pages(arguments: AttentionArguments) -> tuple[object, ...]:
     keys, values = arguments.keys, arguments.values
     between = values.data_ptr() - keys.data_ptr()
     strides = (keys.dtype, keys.shape, keys.stride(), values.shape, values.stride())
-    return (*strides, keys.data_ptr() % 16, between, arguments.options.sliding_window_tokens)
+    hides = arguments.options.sliding_window_tokens, arguments.seen_blocks is not None
+    return (*strides, keys.data_ptr() % 16, between, *hides)
 
 
 def _plan_key(query: torch.Tensor, of_pages: tuple[object, ...]) -> tuple[object, ...]:

@@ -36,6 +36,7 @@ struct Sizes {
   bool has_small_weights = false;
   bool has_options = false;  // a soft cap and sinks
   int64_t num_shared = 0;  // leading blocks that sequences have in common, or as many as they have
+  bool has_mask = false;   // of blocks of keys
 };
 
 // Memory as a device gives it: aligned to 256 bytes, and of the size asked for behind `shift`
@@ -84,6 +85,12 @@ class Check {
       value_scales_.push_back(0.05f / static_cast<float>(h + 1));
     }
     for (int64_t h = 0; h < s_.num_heads; ++h) sinks_.push_back(static_cast<float>(h % 3) - 1.5f);
+    for (size_t s = 0; s < s_.context_lens.size(); ++s) {
+      for (int64_t i = 0; i < s_.num_heads * kMaskPeriod; ++i) {
+        mask_.push_back(is_remote(s, i / kMaskPeriod, i % kMaskPeriod));
+      }
+    }
+    mask_.shrink_to_fit();
     query_ = numbers(num_tokens_ * s_.num_heads * s_.head_size);
     key_ = numbers(context * s_.num_kv_heads * s_.head_size);
     value_ = numbers(context * s_.num_kv_heads * s_.head_size);
@@ -110,6 +117,12 @@ class Check {
  private:
   static constexpr int64_t kSplit = 64;
   static constexpr float kCap = 0.7f;
+  static constexpr int64_t kMaskTokens = 32, kMaskPeriod = 3;
+
+  // Whether a head of a sequence sees a block from everywhere.
+  static bool is_remote(size_t sequence, int64_t head, int64_t block) {
+    return block % kMaskPeriod == (static_cast<int64_t>(sequence) + head) % kMaskPeriod;
+  }
 
   void lay_out() {
     std::vector<int64_t> blocks_of;
@@ -253,6 +266,9 @@ class Check {
     p.share_reads = true;
     p.scale = 1.0f / std::sqrt(static_cast<float>(s_.head_size));
     p.sliding_window_tokens = s_.window;
+    if (s_.has_mask) {
+      p.blocks = {mask_.data(), s_.num_heads * kMaskPeriod, kMaskPeriod, kMaskTokens, 1};
+    }
     if (s_.has_options) {
       p.logit_soft_cap = kCap;
       p.sinks = sinks_.data();
@@ -308,7 +324,7 @@ class Check {
           const int64_t row = (query_starts_[s] + i) * s_.num_heads + h;
           const int64_t position = s_.context_lens[s] - s_.query_lens[s] + i;
           std::vector<double> expected;
-          const double expected_lse = attend(row, h, first_key, position, &expected);
+          const double expected_lse = attend(s, row, h, first_key, position, &expected);
           for (int64_t d = 0; d < s_.head_size; ++d) {
             const double actual = number_at(s_.dtype, out, row * s_.head_size + d);
             if (std::abs(actual - expected[static_cast<size_t>(d)]) <= tolerance) continue;
@@ -336,7 +352,7 @@ class Check {
   }
 
   // In double: the output into `out`, the logarithm of the sum as the result.
-  double attend(int64_t row, int64_t head, int64_t first_key, int64_t position,
+  double attend(size_t sequence, int64_t row, int64_t head, int64_t first_key, int64_t position,
                 std::vector<double>* out) const {
     const int64_t kv_head = head / (s_.num_heads / s_.num_kv_heads);
     const int64_t begin = s_.window > 0 ? std::max<int64_t>(0, position + 1 - s_.window) : 0;
@@ -352,6 +368,9 @@ class Check {
                  cached(*key_, key_row(k) + d, key_scales_[static_cast<size_t>(kv_head)]);
       }
       score /= std::sqrt(static_cast<double>(s_.head_size));
+      const int64_t block = k / kMaskTokens;
+      const bool is_seen = block == position / kMaskTokens || is_remote(sequence, head, block);
+      if (s_.has_mask && !is_seen) score = -std::numeric_limits<double>::infinity();
       scores.push_back(s_.has_options ? kCap * std::tanh(score / kCap) : score);
       largest = std::max(largest, scores.back());
     }
@@ -375,6 +394,7 @@ class Check {
   int64_t num_tokens_ = 0, num_blocks_ = 0, max_blocks_ = 0;
   std::vector<int32_t> tables_;
   std::vector<float> key_scales_, value_scales_, sinks_;
+  std::vector<uint8_t> mask_;  // [num_sequences, num_heads, kMaskPeriod]
   std::vector<int64_t> slots_, query_starts_ = {0};
   std::unique_ptr<DeviceMemory> query_, key_, value_, pages_;
 };
@@ -416,6 +436,10 @@ const Sizes kSizes[] = {
      9},
     {kFp16, kE4m3, 10, 1, 64, 5, 0, {1, 1, 1, 1, 1}, {200, 140, 260, 70, 150}, 0, false, true, 26},
     {kBf16, kBf16, 16, 1, 128, 16, 0, {1, 1, 1}, {70, 150, 140}, 0, false, false, 8},
+    // Masks of blocks: short sequences, of up to 32 rows, and long ones.
+    {kBf16, kBf16, 8, 1, 16, 16, 0, {1, 3, 20}, {250, 190, 150}, 0, false, false, 0, true},
+    {kFp16, kE4m3, 2, 1, 64, 16, 0, {1, 40}, {100, 600}, 0, false, false, 0, true},
+    {kFp32, kFp32, 4, 2, 16, 8, 0, {1, 9}, {150, 110}, 0, false, false, 0, true},
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ from data_plane.execution.shards.row_slices import SliceSizes
 from data_plane.kernels.arguments import HostLengths
 from kvplane.attention_options import AttentionOptions
 from kvplane.block_pattern import BlockPattern
-from kvplane.errors import SessionExpiredError, StaleGenerationError
+from kvplane.errors import InvalidRequestError, SessionExpiredError, StaleGenerationError
 from kvplane.slices import run_to_end
 from kvplane.tensor import Tensor
 from tests.helpers.data.data_rig import Rig
@@ -65,6 +65,21 @@ def test_slices_give_the_bits_of_the_whole(rig: Rig, options: AttentionOptions) 
         whole = rig.executor.layer(1, 0, *tensors, options=options, **of_latest(rig.executor))
         assert whole is not None
         assert torch.equal(in_slices, whole)
+
+
+def test_layers_of_other_masks_are_checked_anew() -> None:
+    """Tensors and options are the same as in the plan before, but not the number of sequences."""
+    rig = Rig()
+    options = AttentionOptions(
+        block_pattern=BlockPattern(16, 1), seen_blocks=Tensor.zeros("uint8", (1, 4, 1))
+    )
+    rows = tokens(2, 4), tokens(2, seed=1), tokens(2, seed=2)
+    rig.start(1, set_blocks(1, [(0, 1)]), set_blocks(2, [(1, 1)]), span(1, 0, 2))
+    for layer in rig.executor.layers:
+        assert rig.run_layer(layer, *rows, options=options) is not None
+    rig.start(2, span(1, 2, 1), span(2, 0, 1))
+    with rig.refuses(InvalidRequestError, "options.seen_blocks"):
+        rig.run_layer(0, *rows, options=options)
 
 
 def test_a_session_that_ends_between_slices_computes_no_further(rig: Rig) -> None:

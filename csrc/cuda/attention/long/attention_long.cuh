@@ -380,11 +380,12 @@ __device__ void attend_long_item(const Work& work, const Item& item, unsigned ch
   float out[Tile::kValueSize / 8][4] = {};
   const int32_t begin = seen.begin / Tile::kTokens;
   const int32_t end = seen.begin < seen.end ? div_ceil(seen.end, Tile::kTokens) : begin;
+  const auto is_seen = [&](int32_t tile, int32_t row) {
+    return rows_that_see(work, item, first_row + row, num_rows - row, tile * Tile::kTokens,
+                         Tile::kTokens) != 0;
+  };
   const auto first_seen = [&](int32_t tile) {
-    while (tile < end && !is_tile_seen<false>(work, item, first_row, num_rows, tile * Tile::kTokens,
-                                              Tile::kTokens)) {
-      ++tile;
-    }
+    while (tile < end && !is_seen(tile, 0) && !is_seen(tile, kRowsOfLongTile / 2)) ++tile;
     return tile;
   };
   int32_t tile = first_seen(begin);

@@ -53,13 +53,12 @@ template <typename Kv, int kHeadSize>
 constexpr int kFewStages = kHeadSize * sizeof(Kv) <= 128 ? 4 : 2;
 
 // Turns scores into probabilities and updates the rows' maxima and sums. `first` is the position of
-// the tile's first token. The outputs so far are to be multiplied by `rescale`. A tile is in one
-// block of a mask.
-template <bool kIsShared, int kColumns>
-__device__ void online_softmax(const Work& work, const Item& item, int32_t first_row, Range seen,
-                               int32_t first, float (&scores)[kColumns][4],
-                               RowsOfThread<kColumns>& rows, float (&rescale)[kColumns][2]) {
-  static_assert(kTileRows == kMaskUnit);
+// the tile's first token, and `shown` has the bits of rows_that_see. The outputs so far are to be
+// multiplied by `rescale`.
+template <int kColumns>
+__device__ void online_softmax(const Work& work, Range seen, int32_t first, uint32_t shown,
+                               float (&scores)[kColumns][4], RowsOfThread<kColumns>& rows,
+                               float (&rescale)[kColumns][2]) {
   const int32_t t = static_cast<int32_t>(threadIdx.x) % 4;
   const int32_t g = static_cast<int32_t>(threadIdx.x) % kLanesOfWarp / 4;
   const SoftCap cap = soft_cap(work);
@@ -67,18 +66,14 @@ __device__ void online_softmax(const Work& work, const Item& item, int32_t first
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      Range own = visible(work.cutting.window, rows.position[c][j]);
-      if (work.p.blocks.seen != nullptr) {
-        const RowPlace at = place_of_row<kIsShared>(work, item, first_row + 8 * c + 2 * t + j);
-        const int32_t sequence = at.sequence->index;
-        if (!sees_block(work, sequence, at.head, rows.position[c][j], first)) own = {0, 0};
-      }
+      const Range own = visible(work.cutting.window, rows.position[c][j]);
+      const bool is_shown = (shown >> (8 * c + 2 * t + j) & 1) != 0;
       float maximum = rows.maximum[c][j];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& score = scores[c][2 * half + j];
         const int32_t position = first + g + 8 * half;
-        const bool is_seen = position >= seen.begin && position < seen.end &&
+        const bool is_seen = is_shown && position >= seen.begin && position < seen.end &&
                              position >= own.begin && position < own.end;
         const float bias = rows.slope[c][j] * static_cast<float>(position - rows.position[c][j]);
         score = is_seen ? cap.of<true>(score * rows.scale[c][j]) + bias : -INFINITY;
@@ -261,18 +256,23 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
     }
     commit_copies();
   };
-  const auto first_seen = [&](int32_t tile) {
-    while (tile < end &&
-           !is_tile_seen<kIsShared>(work, item, first_row, num_rows, tile * kTileRows, kTileRows)) {
-      tile += kWarps;
+  // The warp's first tile, from one on, that some row sees, and which rows do. A tile is in one block
+  // of a mask. The widest tiles leave no registers for a mask, and have none (attention.cu).
+  static_assert(kTileRows == kMaskUnit);
+  const auto first_seen = [&](int32_t tile, uint32_t& shown) {
+    if constexpr (kIsShared || Ring::kRows > kRowsOfMaskedTile) return tile;
+    for (; tile < end; tile += kWarps) {
+      shown = rows_that_see(work, item, first_row, num_rows, tile * kTileRows, kTileRows);
+      if (shown != 0) break;
     }
     return tile;
   };
-  int32_t tile = first_seen(first), ahead = tile;
+  uint32_t shown = kWholeWarp, shown_ahead = kWholeWarp;
+  int32_t tile = first_seen(first, shown), ahead = tile;
 #pragma unroll
   for (int i = 0; i < Ring::kStages - 1; ++i) {
     start_copy(ahead, i, find(ahead));
-    ahead = first_seen(ahead + kWarps);
+    ahead = first_seen(ahead + kWarps, shown_ahead);
   }
   // The next tile's table entries are read while this one's copies are in flight, and only then
   // looked at.
@@ -283,14 +283,14 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
     const int32_t next_split = cut.first + item.split + n + 1;
     const int32_t end_of_split =
         n + 1 < num_splits ? min_of(end, next_split * (cut.tokens / kTileRows)) : end;
-    for (; tile < end_of_split; tile = first_seen(tile + kWarps)) {
+    for (; tile < end_of_split; tile = first_seen(tile + kWarps, shown)) {
       wait_for_copies<Ring::kStages - 2>();
       __syncwarp();  // Until all lanes' copies have arrived and the stage to be filled has been
                      // read.
       const int64_t row = row_of_entry(work, next_entry, item.kv_head,
                                        ahead * kTileRows + row_of_lane, seen, lane >= kTileRows);
       start_copy(ahead, (stage + Ring::kStages - 1) % Ring::kStages, row);
-      ahead = first_seen(ahead + kWarps);
+      ahead = first_seen(ahead + kWarps, shown_ahead);
       next_entry = read(ahead);
 
       const unsigned char* keys = ring + stage * Ring::kStageBytes;
@@ -313,8 +313,7 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
         }
       }
       float rescale[kColumns][2];
-      online_softmax<kIsShared>(work, item, first_row, seen, tile * kTileRows, scores, rows,
-                                rescale);
+      online_softmax(work, seen, tile * kTileRows, shown, scores, rows, rescale);
       uint32_t probabilities[kColumns][2];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
