@@ -157,7 +157,7 @@ __device__ inline bool sees_block(const Work& work, int32_t sequence, int32_t he
                    block % static_cast<int32_t>(mask.num_blocks)] != 0;
 }
 
-// By a warp, the same for all of its lanes: one bit for each of up to 32 rows of an item, which says
+// By a warp, the same for all of its lanes: a bit for each of up to 32 rows of an item, which says
 // whether a mask of blocks shows it a token of a tile. All bits where there is no mask. Tiles of no
 // bits are neither copied nor computed.
 __device__ inline uint32_t rows_that_see(const Work& work, const Item& item, int32_t first_row,

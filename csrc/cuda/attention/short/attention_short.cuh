@@ -256,7 +256,7 @@ __device__ void attend_run(const Work& work, const Item& item, int32_t num_split
     }
     commit_copies();
   };
-  // The warp's first tile, from one on, that some row sees, and which rows do. A tile is in one block
+  // The warp's first tile, from one on, that a row sees, and which rows do. A tile is in one block
   // of a mask. The widest tiles leave no registers for a mask, and have none (attention.cu).
   static_assert(kTileRows == kMaskUnit);
   const auto first_seen = [&](int32_t tile, uint32_t& shown) {
