@@ -20,7 +20,7 @@ PYTHON: Final = ROOT / "build/engines/vllm/bin/python"
 PATIENCE_S: Final = 300.0
 BLOCK: Final = 32  # tokens, of vLLM and of the pool
 NUM_BLOCKS: Final = 512
-PATIENT: Final = {"lookup_s": PATIENCE_S, "transfer_s": PATIENCE_S}
+PATIENT: Final = dict.fromkeys(("connect_s", "lookup_s", "transfer_s"), PATIENCE_S)
 """Options of the tier for a busy machine, where a miss in time would hide what is tested."""
 ENVIRONMENT: Final = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
