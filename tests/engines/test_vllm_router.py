@@ -46,8 +46,10 @@ class Server:
     def __init__(self, log: Path, tier: dict[str, Any]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{self.port}"
-        self._log, self._transfer = log, json.dumps(transfer_of(**tier))
+            port = free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        transfer = json.dumps(transfer_of(**tier))
+        self._flags = ("--port", str(port), "--kv-transfer-config", transfer)
         self.start()
 
     def start(self) -> None:
