@@ -118,7 +118,7 @@ def test_a_prompt_goes_to_the_vllm_whose_pool_has_it(
                 extra_body={"return_token_ids": True, "add_special_tokens": False},
             )
         answer, headers = raw.parse(), raw.headers
-        judge.compare([answer.choices[0].token_ids], [expected[number]])  # type: ignore[attr-defined]
+        judge.compare([answer.choices[0].token_ids], [expected[number]])
         taken = answer.usage.prompt_tokens_details.cached_tokens
         return headers["x-kvplane-pool"], int(headers["x-kvplane-cached-tokens"]), taken
 
