@@ -16,6 +16,7 @@ from kvplane import Execution, ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
 from kvplane.integrations.chunks import cache as cache_module
+from kvplane.prefixes import Loaded, PrefixLoader
 from scripts.planes import Planes, run_planes
 from tests.helpers.waiting import stopped
 
@@ -218,14 +219,25 @@ def test_an_engine_starts_without_planes_and_finds_them_later() -> None:
     cache.close()
 
 
-def test_files_are_read_when_their_blocks_are_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transfer_s", "num_blocks"), [(PATIENCE_S, 3), (0.5, 0)])
+def test_missing_blocks_are_read_from_files_and_slow_files_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer_s: float, num_blocks: int
+) -> None:
+    load = PrefixLoader.load
+
+    async def load_slowly(self: PrefixLoader, tokens: bytes) -> Loaded:
+        await asyncio.sleep(2)
+        return await load(self, tokens)
+
     files = ("--file-tier-dir", str(tmp_path), "--file-tier-bytes", "1000000")
     files = (*files, "--file-tier-after", "1")
     with running(*files) as planes, cache_of(planes) as cache:
         assert store(cache) == [True] * 3
         until(lambda: sum(each.is_file() for each in tmp_path.rglob("*")) >= 3)
-    with running(*files) as planes, cache_of(planes) as cache:
-        assert look_up(cache, TOKENS).num_blocks == [3]
+    monkeypatch.setattr(PrefixLoader, "load", load_slowly)
+    with running(*files) as planes, cache_of(planes, lookup_s=1.0, transfer_s=transfer_s) as cache:
+        assert look_up(cache, TOKENS).num_blocks == [num_blocks]
+        assert cache.counters["failures"] == 0
 
 
 def test_settings_are_read_from_an_engine_s_json() -> None:
