@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_plane import StepBounds
 from kvplane.attention_options import AttentionOptions
+from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError, PlanOutOfOrderError, SessionExpiredError
+from kvplane.tensor import Tensor
 from tests.helpers.data.fixed_steps import (
     BOUNDS,
     OPTIONS,
@@ -171,6 +173,14 @@ def test_a_step_is_for_kernels_that_have_graphs_and_for_open_sessions() -> None:
     stepped.rig.fence(1)
     with stepped.rig.refuses(SessionExpiredError):
         stepped.step.run(stepped.forward, **of_latest(stepped.rig.executor))
+
+
+def test_a_mask_of_blocks_is_not_for_a_step_that_is_replayed() -> None:
+    stepped, seen = Stepped(), Tensor.zeros("uint8", (1, 4, 8))
+    masked = AttentionOptions(block_pattern=BlockPattern(16, 1), seen_blocks=seen)
+    query, key = (torch.zeros(1, num, 8, dtype=torch.bfloat16) for num in (4, 2))
+    with stepped.rig.refuses(InvalidRequestError, "options.seen_blocks"):
+        stepped.step.layer(0, query, key, key, options=masked)
 
 
 def test_a_step_of_another_pass_is_refused() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvplane import ControlClient, DataClient, LayerGroup, ops
+from kvplane import ControlClient, DataClient, LayerGroup, Tensor, ops
+from kvplane.attention_options import AttentionOptions
 from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError, StaleEpochError
 from tests.helpers.sharded_engine import OPTIONS, layer_input, outputs_of, prompt, run
@@ -73,6 +74,23 @@ async def test_copies_of_a_kv_head_know_no_pattern_that_steps_by_query_heads(tmp
     with pytest.raises(InvalidRequestError, match="copy of a KV head") as caught:
         await outputs_of(tmp_path, by_heads(4), replace(layout, groups=(by_head,)))
     assert caught.value.field == "layer.options.block_pattern.head_sliding_step"
+
+
+async def test_a_mask_of_blocks_has_the_same_bits_however_the_pool_is_divided(tmp_path) -> None:
+    seen = Tensor("uint8", (1, NUM_HEADS, 2), bytes(int(i % 3 == 0) for i in range(2 * NUM_HEADS)))
+    masked = AttentionOptions(block_pattern=BlockPattern(16, 1), seen_blocks=seen)
+    outputs = []
+    for num_shards, options in ((1, masked), (2, masked), (1, AttentionOptions())):
+        async with (
+            ShardedPool(tmp_path, by_heads(num_shards)) as pool,
+            ControlClient(pool.address) as control,
+            control.open_session(POOL, LAYOUT) as session,
+            session.open_execution() as execution,
+        ):
+            await execution.start((await session.step([ops.admit(1, prompt(21))])).plan)
+            rows = layer_input(LAYOUT, 0, execution.num_tokens, 0)
+            outputs.append(bytes((await execution.layer(0, *rows, options=options)).data))
+    assert outputs[0] == outputs[1] != outputs[2]
 
 
 async def test_a_layer_that_a_shard_did_not_answer_is_sent_again(tmp_path) -> None:

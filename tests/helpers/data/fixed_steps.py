@@ -12,6 +12,7 @@ import torch
 
 from data_plane import FixedStep, StepBounds
 from kvplane.attention_options import AttentionOptions
+from kvplane.block_pattern import BlockPattern
 from kvplane.layout import Layout
 from tests.helpers.data.data_rig import LAYERS, Rig
 from tests.helpers.data.kernel_sets import emulated_kernels
@@ -29,6 +30,7 @@ OPTIONS = {
     "window-sinks-cap": AttentionOptions(
         sliding_window_tokens=70, sinks=(0.5, -1.0, 2.0, 0.0), logit_soft_cap=20.0
     ),
+    "blocks in a pattern": AttentionOptions(block_pattern=BlockPattern(16, 1, 3, 1)),
     "alibi": AttentionOptions(alibi_slopes=(0.5, 0.25, 0.125, 0.0625)),
 }
 
