@@ -251,6 +251,9 @@ class ChunkCache:
             ]
             if loader is None or not missing:
                 return found
+            if len(missing) > 1 and all(len(each) == self._block_bytes for each in missing):
+                await loader.load_blocks(missing)
+                missing = []
             for prompt in missing:
                 await loader.load(prompt)
             self._release(found)

@@ -14,6 +14,7 @@ import pytest
 from kvplane import ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
+from kvplane.prefixes import PrefixLoader
 from scripts.planes import Planes, run_planes
 from tests.helpers.waiting import stopped
 
@@ -179,6 +180,21 @@ def test_files_are_read_when_their_blocks_are_gone(tmp_path: Path) -> None:
         until(lambda: sum(each.is_file() for each in tmp_path.rglob("*")) >= 3)
     with running(*files) as planes, cache_of(planes) as cache:
         assert look_up(cache, TOKENS).num_blocks == [3]
+
+
+def test_names_are_read_from_files_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("--file-tier-dir", str(tmp_path), "--file-tier-bytes", "1000000")
+    files = (*files, "--file-tier-after", "1")
+    names = [b"name-%d" % i for i in range(8)]
+    with running(*files) as planes, cache_of(planes) as cache:
+        assert cache.store_named("", names, PAGES[:1] * 8).result(PATIENCE_S) == [True] * 8
+        until(lambda: sum(each.is_file() for each in tmp_path.rglob("*")) > 8)  # and a lock
+    monkeypatch.delattr(PrefixLoader, "load")  # one after another
+    with running(*files) as planes, cache_of(planes) as cache:
+        found = cache.look_up_named("", [*names, b"other"]).result(PATIENCE_S)
+        assert found is not None and found.num_blocks == [1] * 8 + [0]
 
 
 def test_settings_are_read_from_an_engine_s_json() -> None:
