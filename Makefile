@@ -47,7 +47,8 @@ build/engines/vllm: tests/engines/requirements.txt
 	@$@/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-build/engines/sglang: tests/engines/sglang.txt build/engines/vllm
+build/engines/sglang: tests/engines/sglang.txt | build/engines/vllm
+	@test -e /usr/include/openssl/sha.h || { echo "SGLang needs libssl-dev (on Debian: apt install libssl-dev)" >&2; exit 1; }
 	@build/engines/vllm/bin/python -m pip install --quiet --no-deps --upgrade --target $@ --requirement $<
 	@touch $@
 
