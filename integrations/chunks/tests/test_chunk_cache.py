@@ -14,6 +14,7 @@ import pytest
 from kvplane import ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
+from kvplane.integrations.chunks import cache as cache_module
 from kvplane.prefixes import PrefixLoader
 from scripts.planes import Planes, run_planes
 from tests.helpers.waiting import stopped
@@ -139,6 +140,32 @@ def test_a_full_pool_and_a_full_queue_drop_stores_and_nothing_is_shut(planes: Pl
         while not cache.store_named("", [b"now"], PAGES[:1]).result(PATIENCE_S)[0]:
             assert time.monotonic() < deadline_s
         assert cache.store_named("", names * 2, pages * 2).result(1) == [False] * 36
+        assert cache.counters["failures"] == 0
+
+
+def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_times(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_PROBE_S", 0.5)
+
+    def looked(cache: ChunkCache) -> bool:
+        found = cache.look_up("", [TOKENS]).result(PATIENCE_S)
+        if found is not None:
+            assert found.num_blocks == [3]
+            assert cache.load(found, 0, [0], rooms(1)).result(PATIENCE_S) == [PAGE_BYTES]
+            cache.release(found)
+        return found is not None
+
+    with cache_of(planes) as cache:
+        assert store(cache) == [True] * 3
+        assert all(looked(cache) for _ in range(3))
+    with cache_of(planes, break_even_bytes_per_s=1.0) as cache:
+        assert all(looked(cache) for _ in range(3))
+    with cache_of(planes, break_even_bytes_per_s=1e15) as cache:
+        assert looked(cache), "nothing is known of its speed"
+        until(lambda: not looked(cache))
+        assert cache.counters["misses_slow"] >= 1
+        until(lambda: looked(cache))
         assert cache.counters["failures"] == 0
 
 
