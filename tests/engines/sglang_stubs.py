@@ -96,4 +96,5 @@ from sglang.srt.mem_cache.pool_host import base, mha  # noqa: E402
 mha.transfer_kv_direct = copy_rows
 mha.transfer_kv_all_layer_direct_lf_pf = copy_to_pages
 mha.transfer_kv_per_layer_direct_pf_lf = copy_from_pages
+base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)

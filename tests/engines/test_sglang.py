@@ -55,6 +55,7 @@ def hicache(control_plane: str, layout: str, **settings: float) -> dict[str, Any
     }
     return {
         "enable_hierarchical_cache": True,
+        "hicache_ratio": 2.0,
         "hicache_io_backend": "direct",  # the kernels of the other need a GPU
         "hicache_mem_layout": layout,
         "hicache_storage_backend": "dynamic",
@@ -216,7 +217,7 @@ def test_pages_of_another_memory_layout_outlive_all_processes_in_files(
     for seed in (1, 2):
         assert sum(expected.ask(first, seed)["num_cached"]) == 0
     num_pages = expected.num_pages(1, 2)
-    wait_until(lambda: len([*files.rglob("?" * 64)]) == num_pages)
+    wait_until(lambda: len([*files.rglob("*.block")]) == num_pages)
     first.kill()
     planes.restart("control", "data")
     assert planes.num_used == 0
