@@ -25,6 +25,7 @@ from kvplane import ControlClient, Execution, Layout, Session, StepResult, ops
 from kvplane.errors import (
     BlockNotWrittenError,
     CapacityError,
+    DeadlineExceededError,
     KvplaneError,
     LayoutMismatchError,
     StaleGenerationError,
@@ -269,21 +270,6 @@ class ChunkCache:
 
     async def _look_up(self, namespace: str, prompts: Sequence[bytes]) -> Found | None:
         async def look_up(lane: _Lane) -> Found:
-            found = await self._pin(lane, prompts)
-            loader = lane.loader
-            missing = [
-                prompt
-                for prompt, num in zip(prompts, found.num_blocks, strict=True)
-                if num < len(prompt) // self._block_bytes
-            ]
-            if loader is None or not missing:
-                return found
-            if len(missing) > 1 and all(len(each) == self._block_bytes for each in missing):
-                await loader.load_blocks(missing)
-                missing = []
-            for prompt in missing:
-                await loader.load(prompt)
-            self._release(found)
             return await self._pin(lane, prompts)
 
         found = None
@@ -291,9 +277,37 @@ class ChunkCache:
             found = await self._tried(namespace, self.settings.lookup_s, look_up)
         else:
             self._count(misses_slow=len(prompts))
+        if found is not None:
+            found = await self._with_files(found, prompts)
         num_hits = 0 if found is None else sum(map(bool, found.num_blocks))
         self._count(hits=num_hits, misses=len(prompts) - num_hits)
         return found
+
+    async def _with_files(self, found: Found, prompts: Sequence[bytes]) -> Found | None:
+        """Return what is found once missing blocks were read from files, as far as there is time:
+        reading them is a transfer.
+        """
+        loader, transfer_s = found._lane.loader, self.settings.transfer_s
+        missing = [
+            prompt
+            for prompt, num in zip(prompts, found.num_blocks, strict=True)
+            if num < len(prompt) // self._block_bytes
+        ]
+        if loader is None or not missing:
+            return found
+
+        async def look_up(lane: _Lane) -> Found:
+            with suppress(TimeoutError, DeadlineExceededError):  # slow files are no failure
+                async with asyncio.timeout(transfer_s):
+                    if all(len(prompt) == self._block_bytes for prompt in missing):  # names
+                        await loader.load_blocks(missing)
+                    else:
+                        for prompt in missing:
+                            await loader.load(prompt)
+            self._release(found)
+            return await self._pin(lane, prompts)
+
+        return await self._tried(found._lane, transfer_s + self.settings.lookup_s, look_up)
 
     async def _pin(self, lane: _Lane, prompts: Sequence[bytes]) -> Found:
         ids = lane.take(max(1, len(prompts)))
@@ -471,7 +485,7 @@ class ChunkCache:
                 beside = await control.open_session(
                     settings.pool_id, self.layout, "files", namespace=session.namespace
                 )
-                loader = PrefixLoader(control, beside, timeout_s=settings.lookup_s)
+                loader = PrefixLoader(control, beside, timeout_s=settings.transfer_s)
         return _Lane(namespace, session, execution, loader)
 
     def _shut(self, namespace: str | None, error: BaseException) -> None:

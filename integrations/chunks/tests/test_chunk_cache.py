@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvplane import ops
+from kvplane import Execution, ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
 from kvplane.integrations.chunks import cache as cache_module
-from kvplane.prefixes import PrefixLoader
+from kvplane.prefixes import Loaded, PrefixLoader
 from scripts.planes import Planes, run_planes
 from tests.helpers.waiting import stopped
 
@@ -169,6 +170,25 @@ def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_ti
         assert cache.counters["failures"] == 0
 
 
+def test_a_look_up_s_plan_is_started_before_that_of_a_later_store(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Execution.start
+
+    async def start_late(self: Execution, plan: Any, **given: Any) -> None:
+        await asyncio.sleep(0.3)
+        await start(self, plan, **given)
+
+    monkeypatch.setattr(Execution, "start", start_late)
+    with cache_of(planes) as cache:
+        assert store(cache) == [True] * 3
+        assert store(cache) == [True] * 3, "whose plan is aborted: the next step's says so"
+        looking = cache.look_up("", [TOKENS])
+        storing = cache.store_named("", [b"name"], PAGES[:1])
+        assert (storing.result(PATIENCE_S), cache.counters["failures"]) == ([True], 0)
+        assert looking.result(PATIENCE_S) is not None
+
+
 @pytest.mark.parametrize("plane", ["data", "control"])
 def test_a_plane_that_hangs_is_a_miss_in_time_and_is_used_again(plane: str) -> None:
     with running() as planes, cache_of(planes, lookup_s=0.3, transfer_s=0.3) as cache:
@@ -199,14 +219,25 @@ def test_an_engine_starts_without_planes_and_finds_them_later() -> None:
     cache.close()
 
 
-def test_files_are_read_when_their_blocks_are_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transfer_s", "num_blocks"), [(PATIENCE_S, 3), (0.5, 0)])
+def test_missing_blocks_are_read_from_files_and_slow_files_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer_s: float, num_blocks: int
+) -> None:
+    load = PrefixLoader.load
+
+    async def load_slowly(self: PrefixLoader, tokens: bytes) -> Loaded:
+        await asyncio.sleep(2)
+        return await load(self, tokens)
+
     files = ("--file-tier-dir", str(tmp_path), "--file-tier-bytes", "1000000")
     files = (*files, "--file-tier-after", "1")
     with running(*files) as planes, cache_of(planes) as cache:
         assert store(cache) == [True] * 3
         until(lambda: sum(each.is_file() for each in tmp_path.rglob("*")) >= 3)
-    with running(*files) as planes, cache_of(planes) as cache:
-        assert look_up(cache, TOKENS).num_blocks == [3]
+    monkeypatch.setattr(PrefixLoader, "load", load_slowly)
+    with running(*files) as planes, cache_of(planes, lookup_s=1.0, transfer_s=transfer_s) as cache:
+        assert look_up(cache, TOKENS).num_blocks == [num_blocks]
+        assert cache.counters["failures"] == 0
 
 
 def test_names_are_read_from_files_together(
