@@ -59,6 +59,7 @@ def hicache(control_plane: str, layout: str, **settings: float) -> dict[str, Any
         "hicache_io_backend": "direct",  # the kernels of the other need a GPU
         "hicache_mem_layout": layout,
         "hicache_storage_backend": "dynamic",
+        "hicache_storage_prefetch_policy": "wait_complete",  # however long kvplane takes
         "hicache_storage_backend_extra_config": json.dumps(extra),
     }
 
@@ -212,7 +213,6 @@ def test_pages_of_another_memory_layout_outlive_all_processes_in_files(
     tier = (*tier, "--file-tier-after", "1")
     planes = KilledPlanes(stack, tmp_path, *flags(MODEL_ID.format(layout)), *tier)
     options = hicache(planes.control.address, layout, lookup_s=2.0)
-    options["hicache_storage_prefetch_policy"] = "wait_complete"
     first = started(stack, tmp_path, "first", **options)
     for seed in (1, 2):
         assert sum(expected.ask(first, seed)["num_cached"]) == 0
