@@ -147,7 +147,8 @@ def test_a_full_pool_and_a_full_queue_drop_stores_and_nothing_is_shut(planes: Pl
 def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_times(
     planes: Planes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_PROBE_S", 0.5)
+    monkeypatch.setattr(cache_module, "_PROBE_S", 4.0)
+    monkeypatch.setattr(cache_module, "_PROBED_S", 2.0)
 
     def looked(cache: ChunkCache) -> bool:
         found = cache.look_up("", [TOKENS]).result(PATIENCE_S)
@@ -166,7 +167,12 @@ def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_ti
         assert looked(cache), "nothing is known of its speed"
         until(lambda: not looked(cache))
         assert cache.counters["misses_slow"] >= 1
+        names = [b"name"]
+        assert cache.store_named("", names, PAGES[:1]).result(PATIENCE_S) == [True]
+        known = cache.look_up_named("", names, to_load=False).result(PATIENCE_S)
+        assert known is not None and known.num_blocks == [1], "it is not stored again"
         until(lambda: looked(cache))
+        assert looked(cache), "an engine asks whether there is something, and then loads it"
         assert cache.counters["failures"] == 0
 
 
@@ -238,6 +244,21 @@ def test_missing_blocks_are_read_from_files_and_slow_files_are_no_failure(
     with running(*files) as planes, cache_of(planes, lookup_s=1.0, transfer_s=transfer_s) as cache:
         assert look_up(cache, TOKENS).num_blocks == [num_blocks]
         assert cache.counters["failures"] == 0
+
+
+def test_names_are_read_from_files_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("--file-tier-dir", str(tmp_path), "--file-tier-bytes", "1000000")
+    files = (*files, "--file-tier-after", "1")
+    names = [b"name-%d" % i for i in range(8)]
+    with running(*files) as planes, cache_of(planes) as cache:
+        assert cache.store_named("", names, PAGES[:1] * 8).result(PATIENCE_S) == [True] * 8
+        until(lambda: sum(each.is_file() for each in tmp_path.rglob("*")) > 8)  # and a lock
+    monkeypatch.delattr(PrefixLoader, "load")  # one after another
+    with running(*files) as planes, cache_of(planes) as cache:
+        found = cache.look_up_named("", [*names, b"other"]).result(PATIENCE_S)
+        assert found is not None and found.num_blocks == [1] * 8 + [0]
 
 
 def test_settings_are_read_from_an_engine_s_json() -> None:
