@@ -22,7 +22,7 @@ def packed_logits(
     Returns float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
     """
     keeps_all = len(last) == len(tokens)  # passed as 0, so that rows are not copied
-    with attention.running(step):
+    with attention.running(step, model):
         output = model(
             input_ids=torch.tensor([tokens], device=model.device),
             position_ids=torch.tensor([positions], device=model.device),

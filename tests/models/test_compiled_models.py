@@ -1,0 +1,87 @@
+"""Models that torch.compile has compiled: the same tokens on a PlaneCache, from few graphs that no
+layer breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
+
+from kvplane.transformers import PlaneCache, close_planes
+from tests.helpers.plane_cache_checks import answer, assert_same, prompts
+
+POOL = {"num_device_blocks": 256}
+MAX_GRAPHS = 3
+"""One of a prompt, one of a token after it, and one of a prompt whose length is left open."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.num += 1
+        return graph.forward
+
+
+def check_generate(model: PreTrainedModel, plain: PreTrainedModel, num_new: int) -> None:
+    """Two batches with padding, of ``num_new`` tokens and of few, the second of another length."""
+    with PlaneCache(model, **POOL) as cache:
+        for batch, num in ((prompts(), num_new), (prompts(num_columns=33), 3)):
+            how = {"max_new_tokens": num, "min_new_tokens": num, **batch}
+            assert_same(answer(model, cache, **how), answer(plain, None, **how))
+            cache.reset()
+    close_planes(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+def test_a_compiled_model_generates_the_same_from_few_graphs(family: str) -> None:
+    """gpt_oss: windows in every other layer, and sinks."""
+    model, graphs = tiny_model(family), Graphs()
+    model.forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
+    check_generate(model, tiny_model(family), 64)
+    assert graphs.num <= MAX_GRAPHS
+
+
+def test_no_graph_breaks_in_a_decoder_layer() -> None:
+    model, graphs = tiny_model("llama"), Graphs()
+    for layer in model.model.layers[:2]:
+        layer.compile(backend=graphs, fullgraph=True)
+    check_generate(model, tiny_model("llama"), 4)
+    assert 0 < graphs.num <= 2 * MAX_GRAPHS
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "family",
+    [
+        "bloom",
+        "deepseek_v3",
+        "falcon",
+        "gemma2",
+        "gemma3n_text",
+        "gpt_oss",
+        "llama",
+        "mpt",
+        "qwen3",
+    ],
+)
+def test_code_that_inductor_has_made_generates_the_same(family: str) -> None:
+    """Between them: ALiBi, latents, windows, soft caps, sinks, and keys that layers share."""
+    model = tiny_model(family)
+    model.forward = torch.compile(model.forward, fullgraph=True)
+    check_generate(model, tiny_model(family), 12)
