@@ -68,7 +68,7 @@ class Running:
     """
 
     step: Step
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor | slice | None
     is_direct: bool
     num_layers: int = 0
     last_layer: int = -1
@@ -79,12 +79,12 @@ _RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
 
 @contextlib.contextmanager
 def running(
-    step: Step, model: PreTrainedModel, tokens: torch.Tensor | None = None
+    step: Step, model: PreTrainedModel, tokens: torch.Tensor | slice | None = None
 ) -> Iterator[Running]:
     """Have ``step`` compute the attention of ``model`` inside this context.
 
-    ``tokens``: the tokens of the batch that the plan computes, int64, as indices into the
-    concatenated rows, in the plan's order; None for all. The output of others is zero.
+    ``tokens``: the tokens of the batch that the plan computes, in its order, as int64 indices into
+    the concatenated rows or as a slice of these; None for all. The output of others is zero.
     """
     absorbed.keep_latents(model, step.latent_layers)
     is_direct = tokens is None and getattr(step, "takes_model_shapes", False)
@@ -260,7 +260,8 @@ def _compute(
     running.num_layers += 1
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
-        out = every.index_copy_(0, running.tokens, out)
+        every[running.tokens] = out
+        out = every
     out = out.view(num_rows, num_columns, *out.shape[1:])
     return out if num_queries == num_columns else out[:, -num_queries:].contiguous()
 
@@ -274,7 +275,7 @@ def _shape(
     return query.new_empty(num_rows, num_queries, num_heads, value.shape[3])
 
 
-def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+def _packed(tensor: torch.Tensor, tokens: torch.Tensor | slice | None) -> torch.Tensor:
     """Reshape [num_rows, num_heads, num_columns, size] to [num_tokens, num_heads, size]."""
     rows = tensor.transpose(1, 2).flatten(0, 1)
     return rows if tokens is None else rows[tokens]

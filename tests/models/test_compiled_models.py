@@ -4,11 +4,9 @@ layer breaks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
+from compiled_graphs import Graphs
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
@@ -18,24 +16,6 @@ from tests.helpers.plane_cache_checks import answer, assert_same, prompts
 POOL = {"num_device_blocks": 256}
 MAX_GRAPHS = 3
 """One of a prompt, one of a token after it, and one of a prompt whose length is left open."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-class Graphs:
-    """A backend of torch.compile that runs graphs as they are, and counts them."""
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        self.num += 1
-        return graph.forward
 
 
 def check_generate(model: PreTrainedModel, plain: PreTrainedModel, num_new: int) -> None:
