@@ -8,7 +8,7 @@ that release 0.1 had, which hold the prompt with a sequence, a plan and a Free; 
 of the same bytes in this process. "now" goes through shared memory. Medians of the turns.
 
 ``--remote``: loads over gRPC instead, by 1, 4 and 8 channels at one time, beside as many TCP
-connections that another process writes the same number of bytes to.
+connections on which another process sends the same number of bytes to the same buffers.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import argparse
 import asyncio
 import itertools
 import multiprocessing
+import selectors
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from benchmarks.common.report import machine, markdown, said, save
 from kvplane import ControlClient, Execution, Session, Tensor, ops
@@ -150,9 +153,12 @@ async def by_turns(address: str, page_bytes: int, num_turns: int) -> dict[str, l
 
 
 async def remote(address: str, page_bytes: int, num_turns: int) -> dict[str, list[float]]:
-    """Return the seconds of loads over gRPC and of as many bytes over TCP, turn by turn."""
+    """Return the seconds of loads over gRPC, and of as many bytes over TCP into the same buffers,
+    turn by turn.
+    """
     times: dict[str, list[float]] = {}
     async with AsyncExitStack() as stack:
+        peers = stack.enter_context(senders(NUM_CHUNKS * page_bytes))
         client = ControlClient(address, timeout_s=60, shared_memory=False)
         control = await stack.enter_async_context(client)
         await control.wait_ready(POOL, timeout_s=60)
@@ -164,46 +170,62 @@ async def remote(address: str, page_bytes: int, num_turns: int) -> dict[str, lis
                 began = time.perf_counter()
                 await asyncio.gather(*(side.load(1) for side in sides[:num]))
                 spent_s = time.perf_counter() - began
-                raw_s = over_tcp(num, NUM_CHUNKS * page_bytes)
+                raw_s = receive([*zip(peers, (side.into for side in sides[:num]), strict=False)])
                 for name, seconds in ((f"load by {num}", spent_s), (f"TCP by {num}", raw_s)):
                     if turn:
                         times.setdefault(name, []).append(seconds / num)
     return times
 
 
-def over_tcp(num_connections: int, num_bytes: int) -> float:
-    """Return the seconds in which another process sends so many bytes on each connection."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        arguments = server.getsockname()[1], num_connections, num_bytes
-        sender = multiprocessing.get_context("fork").Process(target=send, args=arguments)
+@contextmanager
+def senders(num_bytes: int) -> Iterator[list[socket.socket]]:
+    """Yield connections on each of which another process sends so many bytes when it is asked."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        arguments = server.getsockname()[1], max(CHANNELS), num_bytes
+        # Not forked: that would make each page of this process cost a fault when it is written.
+        sender = multiprocessing.get_context("spawn").Process(target=send, args=arguments)
         sender.start()
-        peers = [server.accept()[0] for _ in range(num_connections)]
-        room = memoryview(bytearray(1 << 20))
-        began = time.perf_counter()
-        for peer in peers:
-            peer.send(b"g")
-        left = dict.fromkeys(peers, num_bytes)
-        while left:
-            for peer in [*left]:
-                left[peer] -= peer.recv_into(room)
-                if left[peer] == 0:
-                    del left[peer]
-        spent_s = time.perf_counter() - began
-        sender.join()
-        for peer in peers:
-            peer.close()
-    return spent_s
+        stack.callback(sender.join)
+        yield [stack.enter_context(server.accept()[0]) for _ in range(max(CHANNELS))]
+
+
+def receive(peers: list[tuple[socket.socket, list[memoryview]]]) -> float:
+    """Ask for the bytes of each connection, put them into its buffers, and return the seconds."""
+    began = time.perf_counter()
+    for peer, _ in peers:
+        peer.send(b"g")
+    rooms = {peer: deque(into) for peer, into in peers}
+    while rooms:
+        for peer, left in [*rooms.items()]:
+            num = peer.recv_into(left[0])
+            left[0] = left[0][num:]
+            if not left[0]:
+                left.popleft()
+            if not left:
+                del rooms[peer]
+    return time.perf_counter() - began
 
 
 def send(port: int, num_connections: int, num_bytes: int) -> None:
-    """Connect so often; once asked, send zeros on all connections, a megabyte by turns."""
-    peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_connections)]
-    for peer in peers:
-        peer.recv(1)
-    part = bytes(1 << 20)
-    for first in range(0, num_bytes, len(part)):
-        for peer in peers:
-            peer.sendall(part[: num_bytes - first])
+    """Connect so often. Whenever bytes are asked for on a connection, send them; until all end."""
+    data = memoryview(bytearray(num_bytes))
+    with selectors.DefaultSelector() as waiting:
+        for _ in range(num_connections):
+            waiting.register(socket.create_connection(("127.0.0.1", port)), selectors.EVENT_READ)
+        left: dict[socket.socket, memoryview] = {}
+        while waiting.get_map():
+            for key, _ in waiting.select(0 if left else None):
+                peer = cast(socket.socket, key.fileobj)
+                if peer.recv(1):
+                    left[peer] = data
+                else:
+                    waiting.unregister(peer)
+            for peer, rest in [*left.items()]:
+                peer.sendall(rest[: 1 << 20])
+                left[peer] = rest[1 << 20 :]
+                if not left[peer]:
+                    del left[peer]
 
 
 def main() -> None:

@@ -123,9 +123,13 @@ class Tensor:
         return pb.Tensor(dtype=dtype_to_wire(self.dtype), shape=self.shape, data=bytes(self.data))
 
     @classmethod
-    def from_proto(cls, message: pb.Tensor, *, field: str = "tensor") -> Tensor:
-        """Parse a message. Raises InvalidRequestError naming ``field``.dtype, .shape or .data, and
-        ``field``.memory for elements in shared memory: no region is agreed with any peer.
+    def from_proto(
+        cls, message: pb.Tensor, *, field: str = "tensor", data: memoryview | None = None
+    ) -> Tensor:
+        """Parse a message. ``data``: the elements, where they came beside it; None for its own.
+
+        Raises InvalidRequestError naming ``field``.dtype, .shape or .data, and ``field``.memory for
+        elements in shared memory: no region is agreed with any peer.
         """
         if message.HasField("memory"):
             raise InvalidRequestError(
@@ -134,7 +138,7 @@ class Tensor:
             )
         dtype = dtype_from_wire(message.dtype, field=f"{field}.dtype")
         try:
-            return cls(dtype, tuple(message.shape), message.data)
+            return cls(dtype, tuple(message.shape), message.data if data is None else data)
         except InvalidRequestError as error:
             raise InvalidRequestError(error.message, field=f"{field}.{error.field}") from None
 

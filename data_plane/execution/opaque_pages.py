@@ -11,6 +11,7 @@ and other data planes, under their checksums.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,7 +22,8 @@ from data_plane.kernels.arguments import check_tensor, require
 from kvplane.layout import OPAQUE_HEADER_BYTES
 
 MAX_KEY_BYTES: Final = 64
-_KEY_AT: Final = 8
+_SIZES: Final = struct.Struct("<2i")  # of the page and its key
+_KEY_AT: Final = _SIZES.size
 
 
 class Pages:
@@ -51,39 +53,38 @@ class Pages:
             sizes[i, 1] = len(key)
             headers[i, _KEY_AT : _KEY_AT + len(key)] = np.frombuffer(key, np.uint8)
         self._num_bytes: list[int] = sizes[:, 0].tolist()
-        self._headers = torch.from_numpy(headers)
-        self._pages = pages[0]
+        self._headers = headers
+        self._pages = pages[0].cpu().numpy()
 
     def write(self, first: int, rows: Sequence[torch.Tensor]) -> None:
         """Write the pages from ``first`` on to the memory of blocks, ``rows``. What a page does not
         hold is 0.
         """
+        # numpy copies with this thread alone. torch would take several, which on a busy machine
+        # wait for each other longer than one of them copies a page.
         for i, row in enumerate(rows, first):
+            block = row.numpy() if row.is_cpu else np.empty(len(row), np.uint8)
             end = OPAQUE_HEADER_BYTES + self._num_bytes[i]
-            row[:OPAQUE_HEADER_BYTES].copy_(self._headers[i])
-            row[OPAQUE_HEADER_BYTES:end].copy_(self._pages[i, : self._num_bytes[i]])
-            row[end:].zero_()
+            block[:OPAQUE_HEADER_BYTES] = self._headers[i]
+            block[OPAQUE_HEADER_BYTES:end] = self._pages[i, : self._num_bytes[i]]
+            block[end:] = 0
+            if not row.is_cpu:
+                row.copy_(torch.from_numpy(block))
 
 
-def read(
-    rows: Sequence[torch.Tensor], keys: Sequence[bytes], out: Sequence[torch.Tensor]
-) -> list[int]:
-    """Copy the pages in the memory of blocks, ``rows``, to ``out``, uint8 [page_bytes] each.
-    Returns how many leading bytes of each hold something; the others are 0. ``keys``: checked ones
-    for each page, of which one whose own key differs is read as 0 bytes; empty to compare nothing.
+def read(rows: Sequence[torch.Tensor], keys: Sequence[bytes]) -> list[memoryview]:
+    """Return the leading bytes that hold something of the page in each block's memory, ``rows``:
+    views of that memory on the CPU, copies of a GPU's. ``keys``: checked ones for each page, of
+    which one whose own key differs is read as no bytes; empty to compare nothing.
     """
-    headers = torch.stack([row[:OPAQUE_HEADER_BYTES] for row in rows]).cpu().numpy()
-    sizes = headers[:, :_KEY_AT].view("<i4")
-    num_bytes = []
-    for i, (row, page) in enumerate(zip(rows, out, strict=True)):
-        num, key_bytes = sizes[i].tolist()
-        if keys and headers[i, _KEY_AT : _KEY_AT + key_bytes].tobytes() != keys[i]:
-            num = 0
-        num = min(max(num, 0), len(page))
-        page[:num].copy_(row[OPAQUE_HEADER_BYTES : OPAQUE_HEADER_BYTES + num])
-        page[num:].zero_()
-        num_bytes.append(num)
-    return num_bytes
+    pages = []
+    for i, row in enumerate(rows):
+        block = row.cpu().numpy().data
+        num_bytes, key_bytes = _SIZES.unpack_from(block)
+        if keys and block[_KEY_AT : _KEY_AT + key_bytes] != keys[i]:
+            num_bytes = 0
+        pages.append(block[OPAQUE_HEADER_BYTES:][: max(num_bytes, 0)])
+    return pages
 
 
 def check_keys(keys: Sequence[bytes], num_blocks: int) -> None:

@@ -4,7 +4,8 @@ pools, and published ones, for a file tier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -137,37 +138,35 @@ class TableBlocks:
                 joined[:, torch.from_numpy(each.places)] = part.to(joined.device)
             return joined
 
-    def read_pages(
+    @contextmanager
+    def pages(
         self,
         source: int | plan_pb2.PinGrant,
         blocks: BlockRange,
         entries: Sequence[int],
         keys: Sequence[bytes],
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, list[int], pb.Blocks | None]:
-        """Read opaque pages, of a table of the session ``source`` or of a grant. Returns them as
-        ``opaque_pages.read`` does, in ``out`` unless that is None, and for a table its blocks.
+    ) -> Iterator[tuple[list[memoryview], pb.Blocks | None]]:
+        """Lend opaque pages, of a table of the session ``source`` or of a grant, as
+        ``opaque_pages.read`` returns them, and for a table its blocks.
         """
         opaque_pages.check_keys(keys, len(entries))
-        with self._command.lock, self._command("read_pages"):
+        with ExitStack() as stack:
+            stack.enter_context(self._command.lock)
+            stack.enter_context(self._command("read_pages"))
             refs = None
             if isinstance(source, int):
                 of_table, refs = self._of_table(source, blocks, entries, only_written=False)
                 found = [of_table]
             else:
                 found = self._of_pins(source, blocks.group, entries)
-            if out is None:
-                page_bytes = self._layout.groups[blocks.group].page_bytes
-                out = torch.empty((1, len(entries), page_bytes), dtype=torch.uint8)
-            num_bytes = [0] * len(entries)
+            pages = [memoryview(b"")] * len(entries)
             for places, part, _ in found:
-                with self._compute.rows(part.tier_key, part.blocks) as rows:
-                    at = places.tolist()
-                    of_rows = [keys[i] for i in at] if len(keys) else []
-                    done = opaque_pages.read(rows, of_rows, [out[0, i] for i in at])
-                for i, num in zip(at, done, strict=True):
-                    num_bytes[i] = num
-            return out, num_bytes, refs
+                rows = stack.enter_context(self._compute.rows(part.tier_key, part.blocks))
+                at = places.tolist()
+                of_rows = [keys[i] for i in at] if len(keys) else []
+                for i, page in zip(at, opaque_pages.read(rows, of_rows), strict=True):
+                    pages[i] = page
+            yield pages, refs
 
     def _layers_of(self, blocks: BlockRange) -> range:
         check_group(blocks.group, self._layout, "group")
@@ -191,7 +190,7 @@ class TableBlocks:
         tiers, blocks, generations = (column[groups == group] for column in given)
         places = _check_places(entries, len(blocks), "the grant has", blocks < 0)
         found = []
-        for tier in np.unique(tiers[places]).tolist():
+        for tier in sorted({*tiers[places].tolist()}):
             at = np.flatnonzero(tiers[places] == tier)
             chosen = places[at]
             part = Table(tier_key_of(group, tier), blocks[chosen], generations[chosen])

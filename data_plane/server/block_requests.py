@@ -4,29 +4,34 @@ calls, of Execute streams and of shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.table_blocks import BlockRange
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.server.calls import refuse_fields
 from data_plane.server.local.region import Region
-from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
+from data_plane.server.tensor_codec import data_of, tensor_from_message, without_data
 from data_plane.tier_keys import tier_key_of
 from kvplane.errors import InvalidRequestError, LayoutMismatchError
-from kvplane.wire import columns
+from kvplane.wire import bulk, columns
 from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
+T = TypeVar("T")
+
 # Upper bounds on a response's size without its tensor: in all, and for each block.
 _OVERHEAD_BYTES: Final = 1024
 _BLOCK_REF_BYTES: Final = 16
+_BLOCKS: Final = pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER
+_DATA: Final = tpb.Tensor.DATA_FIELD_NUMBER
 _OPAQUE_ALONE: Final = "is for pools of opaque pages alone"
 
 Shared = Callable[[tpb.MemoryRange, str], Region]
@@ -41,13 +46,23 @@ class BlockRequests:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         (group, *_) = executor.layout.groups
+        self._fingerprint = executor.layout.fingerprint
         self._page_bytes = group.page_bytes
         """Bytes of an opaque page; 0 in a pool of keys and values."""
 
     def read(
-        self, session_id: int, request: pb.ReadBlocksRequest, shared: Shared
-    ) -> pb.ReadBlocksResponse:
-        """Read blocks of a table or of pins. Raises as ``Executor.read_blocks``."""
+        self,
+        session_id: int,
+        request: pb.ReadBlocksRequest,
+        shared: Shared,
+        finish: Callable[[pb.ReadBlocksResponse, Sequence[bytes | memoryview]], T],
+    ) -> T:
+        """Read blocks of a table or of pins. Raises as ``Executor.read_blocks``.
+
+        Returns what ``finish`` makes of the answer and of its tensor's data, which the answer
+        lacks and which may be memory of the pool: it is good for that call. There is none where the
+        request has an output.
+        """
         if not self._page_bytes:
             refuse_fields(request, ("keys",), _OPAQUE_ALONE)
         entries = columns.read(INT32, request.entries, "entries")
@@ -57,32 +72,35 @@ class BlockRequests:
         if request.HasField("pin_grant"):
             refuse_fields(request, ("sequence_id",), "is for a table: this request reads pins")
             pins = self._executor.open_pins(session_id, request.pin_grant)
-        answer = pb.ReadBlocksResponse(layout_fingerprint=self._executor.layout.fingerprint)
-        table: tpb.Blocks | None = None
+        answer = pb.ReadBlocksResponse(layout_fingerprint=self._fingerprint)
         if self._page_bytes:
-            out = self._output(request, len(entries), shared)
+            shape = 1, len(entries), self._page_bytes
+            answer.blocks.CopyFrom(tpb.Tensor(dtype=tpb.ELEMENT_TYPE_UINT8, shape=shape))
             source = session_id if pins is None else pins
-            with device_errors():
-                blocks, num_bytes, table = self._executor.blocks.read_pages(
-                    source, place, entries, request.keys, out
-                )
-            answer.num_bytes = columns.pack(INT32, num_bytes)
+            out = self._output(request, len(entries), shared)
+            lent = self._executor.blocks.pages(source, place, entries, request.keys)
+            with device_errors(), lent as (pages, table):
+                answer.num_bytes = columns.pack(INT32, map(len, pages))
+                if table is not None:
+                    answer.table.CopyFrom(table)
+                if out is None:
+                    rests = [bytes(self._page_bytes - len(page)) for page in pages]
+                    parts = [part for both in zip(pages, rests, strict=True) for part in both]
+                    return finish(answer, parts)
+                for room, page in zip(out, pages, strict=True):
+                    room[: len(page)] = page
+                    room[len(page) :] = 0
+            answer.blocks.memory.CopyFrom(request.output)
+            return finish(answer, ())
+        refuse_fields(request, ("output",), _OPAQUE_ALONE)
+        self._check_answer_fits(request, len(entries))
+        if pins is not None:
+            blocks = self._executor.blocks.read_pinned(pins, place, entries)
         else:
-            refuse_fields(request, ("output",), _OPAQUE_ALONE)
-            self._check_answer_fits(request, len(entries))
-            if pins is not None:
-                blocks = self._executor.blocks.read_pinned(pins, place, entries)
-            else:
-                blocks, table = self._executor.blocks.read(session_id, place, entries)
-        if request.HasField("output"):
-            there = tpb.Tensor(dtype=tpb.ELEMENT_TYPE_UINT8, shape=blocks.shape)
-            there.memory.CopyFrom(request.output)
-            answer.blocks.CopyFrom(there)
-        else:
-            answer.blocks.CopyFrom(tensor_to_message(blocks))
-        if table is not None:
+            blocks, table = self._executor.blocks.read(session_id, place, entries)
             answer.table.CopyFrom(table)
-        return answer
+        answer.blocks.CopyFrom(without_data(blocks))
+        return finish(answer, [data_of(blocks)])
 
     def write(
         self, session_id: int, request: pb.WriteBlocksRequest, shared: Shared
@@ -93,7 +111,7 @@ class BlockRequests:
         executor = self._executor
         if not self._page_bytes:
             refuse_fields(request, ("num_bytes", "keys"), _OPAQUE_ALONE)
-        if request.layout_fingerprint not in (b"", executor.layout.fingerprint):
+        if request.layout_fingerprint not in (b"", self._fingerprint):
             raise LayoutMismatchError(
                 "the blocks were read in a pool whose layout differs from this pool's",
                 field="layout_fingerprint",
@@ -128,20 +146,20 @@ class BlockRequests:
 
     def _output(
         self, request: pb.ReadBlocksRequest, num_blocks: int, shared: Shared
-    ) -> torch.Tensor | None:
+    ) -> NDArray[np.uint8] | None:
         """Return the range that the request's pages go to; None for those of an answer."""
         if not request.HasField("output"):
             self._check_answer_fits(request, num_blocks)
             return None
         region = _in_main_memory(request.output, "output", shared)
-        shape = 1, num_blocks, self._page_bytes
-        return region.view(request.output, torch.uint8, shape, "output")
+        shape = num_blocks, self._page_bytes
+        return region.view(request.output, torch.uint8, shape, "output").numpy()
 
     def _check_answer_fits(self, request: pb.ReadBlocksRequest, num_blocks: int) -> None:
         group = request.group if 0 < request.group < len(self._executor.layout.groups) else 0
         pool = self._executor.pools.tier(tier_key_of(group, tpb.TIER_DEVICE))
         num_layers = request.num_layers if 0 < request.num_layers < pool.shape[1] else pool.shape[1]
-        block_bytes = pool[0, 0].nbytes * num_layers + _BLOCK_REF_BYTES
+        block_bytes = pool.stride(1) * pool.element_size() * num_layers + _BLOCK_REF_BYTES
         most = (MAX_MESSAGE_BYTES - _OVERHEAD_BYTES) // block_bytes
         if num_blocks > most:
             raise InvalidRequestError(
@@ -149,6 +167,30 @@ class BlockRequests:
                 "or layers at a time",
                 field="entries",
             )
+
+
+def in_message(
+    answer: pb.ReadBlocksResponse, data: Sequence[bytes | memoryview]
+) -> pb.ReadBlocksResponse:
+    """Finish an answer as a message."""
+    if data:
+        answer.blocks.data = b"".join(data)
+    return answer
+
+
+def encoded(
+    answer: pb.ReadBlocksResponse,
+    data: Sequence[bytes | memoryview],
+    *,
+    around: Sequence[tuple[bytes, int]] = (),
+) -> bytes:
+    """Finish an answer that has data as its encoding, with one copy of the data. ``around``: the
+    levels around it, as of ``bulk.encode``.
+    """
+    tensor = answer.blocks.SerializeToString()
+    answer.ClearField("blocks")
+    inside = (answer.SerializeToString(), _BLOCKS), (tensor, _DATA)
+    return bulk.encode([*around, *inside], data)
 
 
 def _in_main_memory(place: tpb.MemoryRange, field: str, shared: Shared) -> Region:

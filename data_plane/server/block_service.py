@@ -8,7 +8,7 @@ import grpc.aio
 
 from data_plane.execution.executor import Executor
 from data_plane.execution.plan_runner import StartedPlan
-from data_plane.server.block_requests import BlockRequests
+from data_plane.server.block_requests import BlockRequests, encoded
 from data_plane.server.calls import Calls
 from data_plane.server.fair_queue import Lane
 from data_plane.server.file_tier import FileTier
@@ -34,14 +34,13 @@ class BlockService(execution_pb2_grpc.BlockServiceServicer):
         self._requests = BlockRequests(executor)
         self._files = files
 
-    async def ReadBlocks(
-        self, request: pb.ReadBlocksRequest, context: _Context
-    ) -> pb.ReadBlocksResponse:
+    # An answer is encoded already: the interceptor passes bytes.
+    async def ReadBlocks(self, request: pb.ReadBlocksRequest, context: _Context) -> bytes:
         tenant = self._calls.tenant()
 
-        def command() -> pb.ReadBlocksResponse:
+        def command() -> bytes:
             session_id = self._executor.open(request.grant, tenant=tenant)
-            return self._requests.read(session_id, request, no_region)
+            return self._requests.read(session_id, request, no_region, encoded)
 
         return await self._calls.run(command)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 from google.protobuf.message import Message
@@ -15,7 +16,7 @@ from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.backends.bound_layers import BoundLayer
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
-from data_plane.server.block_requests import BlockRequests
+from data_plane.server.block_requests import BlockRequests, encoded, in_message
 from data_plane.server.calls import refuse_fields
 from data_plane.server.local.region import Region, no_region, overlap
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -57,6 +58,9 @@ class Layer:
     answer: pb.RunLayerResponse
 
 
+_READ: Final = pb.ExecuteResponse.READ_FIELD_NUMBER
+_encoded: Final = partial(encoded, around=[(b"", _READ)])
+
 Share = Callable[[local_pb2.ShareDeviceMemory], pb.ExecuteResponse]
 
 
@@ -89,9 +93,9 @@ class ExecuteStream:
 
     def answer(
         self, request: pb.ExecuteRequest, *, is_local: bool = False
-    ) -> Slices[pb.ExecuteResponse]:
-        """Run a request of the stream and return the response. ``is_local``: it came by the local
-        socket. Raises KvplaneError.
+    ) -> Slices[pb.ExecuteResponse | bytes]:
+        """Run a request of the stream and return the response; that with blocks encoded.
+        ``is_local``: it came by the local socket. Raises KvplaneError.
         """
         kind = request.WhichOneof("message")
         if kind == "open":
@@ -106,8 +110,11 @@ class ExecuteStream:
             return response
         if kind == "read":
             self._check_open(request.read)
-            read = self._blocks.read(self.session_id, request.read, self._shared)
-            return pb.ExecuteResponse(read=read)
+            session_id, read = self.session_id, request.read
+            if not is_local:
+                return self._blocks.read(session_id, read, self._shared, _encoded)
+            message = self._blocks.read(session_id, read, self._shared, in_message)
+            return pb.ExecuteResponse(read=message)
         if kind == "write":
             self._check_open(request.write)
             written = self._blocks.write(self.session_id, request.write, self._shared)
@@ -123,7 +130,8 @@ class ExecuteStream:
         request = whole(packets.parse(pb.ExecuteRequest, packet), packet)
         if request.HasField("share"):
             return self._share(request.share).SerializeToString()
-        return (yield from self.answer(request, is_local=True)).SerializeToString()
+        answer = yield from self.answer(request, is_local=True)
+        return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
     def bind(self, request: pb.RunLayerRequest) -> tuple[Layer, BoundLayer | None]:
         """Parse a layer whose tensors are in regions, and bind it for plans and passes of as many

@@ -58,7 +58,7 @@ class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
 
     async def Execute(
         self, request_iterator: Requests, context: _Context
-    ) -> AsyncIterator[pb.ExecuteResponse]:
+    ) -> AsyncIterator[pb.ExecuteResponse | bytes]:  # the interceptor passes bytes
         stream = ExecuteStream(self._executor, self._calls.tenant())
         requests = self._streams.open(request_iterator)
         try:
@@ -69,7 +69,7 @@ class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
                         return
                     command = partial(stream.answer, request)
                     answer = await self._calls.run_slices(command, stream.session_id)
-                    if answer.HasField("opened"):
+                    if isinstance(answer, pb.ExecuteResponse) and answer.HasField("opened"):
                         admit = request_iterator.check_caller
                         offer = self._offer(stream, request.open.host_id, admit)
                         answer.opened.MergeFrom(pb.ExecutionOpened(local=offer))

@@ -11,6 +11,7 @@ from data_plane.memory.pool import TORCH_DTYPES
 from data_plane.memory.upload import upload
 from kvplane.errors import InvalidRequestError
 from kvplane.tensor import Tensor
+from kvplane.wire.dtypes import dtype_to_wire
 from kvplane.wire.v1 import types_pb2 as pb
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -43,7 +44,20 @@ def tensor_to_message(tensor: torch.Tensor) -> pb.Tensor:
     """Copy a tensor to a message, once it is computed. Raises InternalError if the device
     failed.
     """
+    message = without_data(tensor)
+    message.data = bytes(data_of(tensor))
+    return message
+
+
+def without_data(tensor: torch.Tensor) -> pb.Tensor:
+    """Return a message that says the tensor's type and shape."""
+    return pb.Tensor(dtype=dtype_to_wire(_NAMES[tensor.dtype]), shape=tensor.shape)
+
+
+def data_of(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's data, once it is computed: its own memory on the CPU, a copy of a GPU's.
+    Raises InternalError if the device failed.
+    """
     with device_errors():
         dense = tensor.detach().cpu().contiguous()
-    data = dense.view(torch.uint8).numpy().data if dense.numel() else b""
-    return Tensor(_NAMES[tensor.dtype], tuple(tensor.shape), data).to_proto()
+    return dense.view(-1).view(torch.uint8).numpy().data

@@ -43,10 +43,14 @@ _MAX_LANES: Final = 16
 _FLUSH_S: Final = 0.5
 """How long pins that nobody needs, and receipts, wait for a step that takes them along."""
 _CLOSE_S: Final = 1.0
+_PROBE_S: Final = 10.0
+"""How often a look-up may load although loads do not pay, to see whether they do again."""
+_OLD_SHARE: Final = 0.8
+"""What counts of earlier loads beside one load, when their speed is judged."""
 _TOKEN_BYTES: Final = 4
 COUNTERS: Final = (
     *("hits", "misses", "misses_breaker", "misses_capacity", "misses_evicted"),
-    *("misses_other_key", "misses_session"),
+    *("misses_other_key", "misses_session", "misses_slow"),
     *("bytes_loaded", "bytes_stored", "stores_dropped", "failures"),
 )
 """Prompts that look-ups found or not, and why some were misses; bytes; pages that were not stored;
@@ -112,6 +116,28 @@ class _Lane:
                 await self.session.close(timeout_s=_CLOSE_S)
 
 
+class _Speed:
+    """How fast loads were of late, and when one is tried although they do not pay."""
+
+    def __init__(self) -> None:
+        self._num_bytes = self._taken_s = self._probe_at_s = 0.0
+
+    def add(self, num_bytes: int, taken_s: float) -> None:
+        self._num_bytes = _OLD_SHARE * self._num_bytes + num_bytes
+        self._taken_s = _OLD_SHARE * self._taken_s + taken_s
+
+    def pays(self, break_even_bytes_per_s: float) -> bool:
+        """Return whether to look up and load: also at times where loads are slower than that."""
+        now_s = time.monotonic()
+        if self._num_bytes >= break_even_bytes_per_s * self._taken_s:
+            self._probe_at_s = now_s + _PROBE_S
+            return True
+        if now_s < self._probe_at_s:
+            return False
+        self._probe_at_s = now_s + _PROBE_S
+        return True
+
+
 class ChunkCache:
     """Keeps chunks in a pool. Thread-safe; it has a thread of its own. No method raises but
     ``open``, and none blocks but ``open`` and ``close``: futures have results, never errors.
@@ -136,6 +162,7 @@ class ChunkCache:
         self._lock = threading.Lock()
         self._num_queued_bytes = 0
         self._shut_until_s = 0.0
+        self._speed = _Speed()
         self._lanes: OrderedDict[str, asyncio.Task[_Lane]] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = LoopThread("kvplane chunks")
@@ -256,7 +283,11 @@ class ChunkCache:
             self._release(found)
             return await self._pin(lane, prompts)
 
-        found = await self._tried(namespace, self.settings.lookup_s, look_up)
+        found = None
+        if self._speed.pays(self.settings.break_even_bytes_per_s):
+            found = await self._tried(namespace, self.settings.lookup_s, look_up)
+        else:
+            self._count(misses_slow=len(prompts))
         num_hits = 0 if found is None else sum(map(bool, found.num_blocks))
         self._count(hits=num_hits, misses=len(prompts) - num_hits)
         return found
@@ -285,9 +316,11 @@ class ChunkCache:
 
         if not entries:
             return nothing
+        began_s = time.monotonic()
         loaded = await self._tried(found._lane, self.settings.transfer_s, load)
         if loaded is None:
             return nothing
+        self._speed.add(sum(loaded), time.monotonic() - began_s)
         self._count(bytes_loaded=sum(loaded), misses_other_key=loaded.count(0))
         return loaded
 

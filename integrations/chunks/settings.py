@@ -22,7 +22,8 @@ class ChunkSettings:
     ``lookup_s``: a look-up that takes longer is a miss. ``transfer_s``: a load or store that takes
     longer has failed. ``breaker_s``: how long everything is a miss after a failure.
     ``max_queued_bytes``: of stores that wait; more are dropped. ``connect_s``: how long the
-    engine's start waits for the pool.
+    engine's start waits for the pool. ``break_even_bytes_per_s``: while loads are slower, computing
+    is faster, and look-ups are misses; 0 to load at any speed.
     """
 
     control_plane: str = "127.0.0.1:50051"
@@ -37,6 +38,7 @@ class ChunkSettings:
     breaker_s: float = 5.0
     max_queued_bytes: int = 1 << 30
     connect_s: float = 5.0
+    break_even_bytes_per_s: float = 0.0
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> ChunkSettings:

@@ -67,18 +67,19 @@ async def doctor(
                 found("data plane", "failed", str(error))
                 continue
             is_usable = True
+            settings: dict[str, Any] = {"control_plane": context.address, "pool_id": pool_id}
             rate = f"{speed.bytes_per_s / 1e9:.2f} GB/s {speed.way}"
             if bytes_per_token is not None:
                 loaded = speed.bytes_per_s / bytes_per_token
                 rate += f", {loaded:,.0f} tokens/s"
                 if prefill_tokens_per_s is not None:
                     pays = loaded > prefill_tokens_per_s
+                    settings["break_even_bytes_per_s"] = bytes_per_token * prefill_tokens_per_s
                     rate += f", {loaded / prefill_tokens_per_s:.1f} times computing them"
                     found(
                         "a load pays", "yes" if pays else "no", f"above {prefill_tokens_per_s:,.0f}"
                     )
             found("data plane", "ok", rate)
-            settings = {"control_plane": context.address, "pool_id": pool_id}
             found("settings of a plug-in", "ok", json.dumps(settings))
     context.show(rows)
     return 0 if is_usable else 1

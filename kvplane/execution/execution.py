@@ -18,7 +18,7 @@ from kvplane import ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.execution.pages import read_pages, write_pages
-from kvplane.execution.shard_execution import ShardExecution, answered_tensor
+from kvplane.execution.shard_execution import ShardExecution
 from kvplane.layout import Layout
 from kvplane.results import Pinned, ShardBlocks, Signed
 from kvplane.shard import QueryHeads, Shard
@@ -197,11 +197,11 @@ class Execution:
         answers = await all_of([each.read_blocks(request, timeout_s) for each in self._shards])
         return [
             ShardBlocks(
-                answered_tensor(answer.blocks, "blocks"),
+                blocks,
                 answer.layout_fingerprint,
                 tuple(read(INT32, answer.num_bytes, "num_bytes")),
             )
-            for answer in answers
+            for answer, blocks in answers
         ]
 
     async def write_blocks(

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import (
@@ -38,6 +39,7 @@ from kvplane.transport.local.connection import Addresses, LocalConnection
 from kvplane.transport.local.layer import LocalLayer
 from kvplane.transport.retry import Deadline, retry_until
 from kvplane.transport.stream import Stream
+from kvplane.wire import bulk
 from kvplane.wire.error_codec import from_wire
 from kvplane.wire.plane.v1.plan_pb2 import Plan
 from kvplane.wire.protocol import MAX_LAYER_BYTES
@@ -49,11 +51,23 @@ if TYPE_CHECKING:
     from kvplane_kernels import LayerCall
 
 T = TypeVar("T")
+MessageT = TypeVar("MessageT", bound=Message)
 _Receipted: TypeAlias = (
     pb.StartPlanResponse | pb.RunLayerResponse | pb.WriteBlocksResponse | pb.LoadFileBlocksResponse
 )
 
 _LOGGER: Final = logging.getLogger(__name__)
+# Methods whose answers are read here, with one copy of blocks.
+_READ_BLOCKS: Final = "/kvplane.v1.BlockService/ReadBlocks"
+_EXECUTE: Final = "/kvplane.v1.ExecutionService/Execute"
+# Answers that are under way while another one is read.
+_READS_AHEAD: Final = 2
+# Where their data is, from the outside in.
+_FIELDS: Final = (
+    pb.ExecuteResponse.READ_FIELD_NUMBER,
+    pb.ReadBlocksResponse.BLOCKS_FIELD_NUMBER,
+    types_pb2.Tensor.DATA_FIELD_NUMBER,
+)
 # Data planes whose offer of shared memory could not be taken, which is logged once for each.
 _NOT_JOINED: Final[set[str]] = set()
 
@@ -107,9 +121,14 @@ class ShardExecution:
         self._last_taken = 0  # number of the plan whose receipt was given to ``take_receipt``
         self._plan: _Presented | None = None
         self._begun: _Begun | None = None  # a plan that was sent and not answered yet
-        stub = execution_pb2_grpc.ExecutionServiceStub(connection.channel)
         self._blocks = execution_pb2_grpc.BlockServiceStub(connection.channel)
-        self._stream: Stream[pb.ExecuteRequest, pb.ExecuteResponse] = Stream(lambda: stub.Execute())
+        self._read: Any = connection.channel.unary_unary(
+            _READ_BLOCKS, request_serializer=pb.ReadBlocksRequest.SerializeToString
+        )
+        execute: Any = connection.channel.stream_stream(
+            _EXECUTE, request_serializer=pb.ExecuteRequest.SerializeToString
+        )
+        self._stream: Stream[pb.ExecuteRequest, bytes] = Stream(lambda: execute())
         self._local: LocalConnection | None = None
         self._lock = asyncio.Lock()
 
@@ -262,13 +281,40 @@ class ShardExecution:
 
     async def read_blocks(
         self, request: pb.ReadBlocksRequest, timeout_s: float | None
-    ) -> pb.ReadBlocksResponse:
-        """Send a request to read blocks, with the execution's grant."""
+    ) -> tuple[pb.ReadBlocksResponse, Tensor]:
+        """Send a request to read blocks, with the execution's grant. Returns the answer without its
+        blocks, and these.
+        """
         request.grant.CopyFrom(self._grant)
-        response: pb.ReadBlocksResponse = await self._connection.call(
-            self._blocks.ReadBlocks, request, timeout_s
-        )
-        return response
+        encoded = await self._connection.call(self._read, request, timeout_s)
+        return _blocks_of(encoded, pb.ReadBlocksResponse)
+
+    async def read_in_stream(
+        self,
+        requests: Iterable[pb.ReadBlocksRequest],
+        take: Callable[[pb.ReadBlocksRequest, pb.ReadBlocksResponse, memoryview], None],
+    ) -> None:
+        """Send requests to read blocks over gRPC, in a turn, the next before the answer to one has
+        come. ``take`` is given each with its answer and the data of its blocks.
+        """
+        await self._settle()
+        asked: deque[pb.ReadBlocksRequest] = deque()
+
+        async def take_answers(num_left: int) -> None:
+            while len(asked) > num_left:
+                encoded, request = await self._stream.receive(), asked.popleft()
+                answer, blocks = _blocks_of(encoded, pb.ExecuteResponse)
+                take(request, answer, memoryview(blocks.data))
+
+        try:
+            for request in requests:
+                await self._stream.send(pb.ExecuteRequest(read=request))
+                asked.append(request)
+                await take_answers(_READS_AHEAD)
+            await take_answers(0)
+        finally:
+            if asked:
+                self._drop()  # with the answers that are under way
 
     async def write_blocks(self, request: pb.WriteBlocksRequest, timeout_s: float | None) -> None:
         """Write blocks of the plan started last, and take its receipt with the last of them."""
@@ -289,9 +335,13 @@ class ShardExecution:
         """Try until the deadline, with an open stream and no other call of this execution. What
         lasts until then is cancelled.
         """
+
+        async def opened() -> T:
+            await self._open()
+            return await attempt()
+
         async with deadline.guard(), self._lock:
-            await _tried(deadline, self._open)
-            return await _tried(deadline, attempt)
+            return await _tried(deadline, opened)
 
     async def ask_region(
         self, local: LocalConnection, request: pb.ExecuteRequest
@@ -299,10 +349,7 @@ class ShardExecution:
         """Send a request whose tensors are in the region and return its answer, in a turn. Raises
         its error.
         """
-        if self._begun is not None:
-            by = self._begun.by
-            began = await (self._stream.receive() if by is None else by.receive_soon())
-            self._check_begun(_parse(began) if isinstance(began, bytes) else began)
+        await self._settle()
         local.send(request.SerializeToString())
         answer = _parse(await local.receive_soon())
         if answer.HasField("error"):
@@ -454,7 +501,7 @@ class ShardExecution:
             self._check_begun(_parse(await self._begun.by.receive_soon()))
         await self._stream.send(pb.ExecuteRequest(layer=request))
         if self._begun is not None:
-            self._check_begun(await self._stream.receive())
+            self._check_begun(_parse(await self._stream.receive()))
         answer = (await self._receive("output")).output
         if answer.layer != index:
             self._stream.drop()
@@ -462,7 +509,14 @@ class ShardExecution:
         self._note_receipt(answer)
         if query is None:
             return Tensor(key.dtype, (0,), b"")
-        return answered_tensor(answer.output, "output")
+        return _answered_tensor(answer.output, "output")
+
+    async def _settle(self) -> None:
+        """Receive the answer to a plan that was sent by ``begin``, if it is under way."""
+        if self._begun is not None:
+            by = self._begun.by
+            began = await (self._stream.receive() if by is None else by.receive_soon())
+            self._check_begun(_parse(began))
 
     def _check_begun(self, answer: pb.ExecuteResponse) -> None:
         """Receive the answer to a plan that was sent by ``begin``. Raises its error."""
@@ -548,7 +602,7 @@ class ShardExecution:
             self._take(answer.receipt)
 
     async def _receive(self, wanted: str) -> pb.ExecuteResponse:
-        response = await self._stream.receive()
+        response = _parse(await self._stream.receive())
         if response.WhichOneof("message") not in (wanted, "error"):
             self._stream.drop()
         return _expect(wanted, response)
@@ -558,16 +612,42 @@ async def _tried(deadline: Deadline, attempt: Callable[[], Awaitable[T]]) -> T:
     return await retry_until(deadline, attempt, waits_for_quota=True)
 
 
-def answered_tensor(message: types_pb2.Tensor, field: str) -> Tensor:
-    """Parse a tensor in a data plane's answer. Raises InternalError when it is malformed."""
+def _blocks_of(
+    encoded: bytes, kind: type[pb.ExecuteResponse] | type[pb.ReadBlocksResponse]
+) -> tuple[pb.ReadBlocksResponse, Tensor]:
+    """Return an answer with blocks, and these, of an encoding of this kind. Raises its error."""
+    found = bulk.decode(encoded, _FIELDS if kind is pb.ExecuteResponse else _FIELDS[1:])
+    if found is not None:
+        (*_, answered, tensor), data = found
+        message = _parse_as(pb.ReadBlocksResponse, answered)
+        return message, _answered_tensor(_parse_as(types_pb2.Tensor, tensor), "blocks", data)
+    parsed = _parse_as(kind, encoded)
+    message = _expect("read", parsed).read if isinstance(parsed, pb.ExecuteResponse) else parsed
+    return message, _answered_tensor(message.blocks, "blocks")
+
+
+def _answered_tensor(
+    message: types_pb2.Tensor, field: str, data: memoryview | None = None
+) -> Tensor:
+    """Parse a tensor in a data plane's answer. ``data``: as of ``Tensor.from_proto``. Raises
+    InternalError when it is malformed.
+    """
     try:
-        return Tensor.from_proto(message, field=field)
+        return Tensor.from_proto(message, field=field, data=data)
     except InvalidRequestError as error:
         raise InternalError(f"the data plane's answer is malformed: {error}") from error
 
 
 def _parse(answer: bytes) -> pb.ExecuteResponse:
-    return packets.parse(pb.ExecuteResponse, answer)
+    return _parse_as(pb.ExecuteResponse, answer)
+
+
+def _parse_as(kind: type[MessageT], answer: bytes) -> MessageT:
+    """Parse a data plane's answer. Raises InternalError when it is malformed."""
+    try:
+        return kind.FromString(answer)
+    except DecodeError as error:
+        raise InternalError(f"the data plane's answer is malformed: {error}") from error
 
 
 def _expect(wanted: str, response: pb.ExecuteResponse) -> pb.ExecuteResponse:

@@ -200,7 +200,11 @@ async def test_the_doctor_says_how_fast_a_pool_of_pages_is_and_leaves_nothing_in
         assert "GB/s through shared memory" in rows["data plane"]["said"]
         assert rows["a load pays"]["state"] == "yes"
         settings = json.loads(rows["settings of a plug-in"]["said"])
-        assert settings == {"control_plane": server.address, "pool_id": "chunks"}
+        assert settings == {
+            "control_plane": server.address,
+            "pool_id": "chunks",
+            "break_even_bytes_per_s": 1.0,
+        }
         (usage, *_) = (await chunks.control.get_pool("chunks")).usage
         assert usage.num_free_blocks == usage.num_blocks == 4
         await chunks.put(dict.fromkeys([b"1", b"2", b"3", b"4"], b"x"))

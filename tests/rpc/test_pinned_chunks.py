@@ -17,6 +17,7 @@ import torch
 from kvplane import ControlClient, Tensor, ops
 from kvplane.errors import (
     BadSignatureError,
+    InvalidRequestError,
     NotPermittedError,
     PlaneUnavailableError,
     PoolFullError,
@@ -26,6 +27,7 @@ from kvplane.errors import (
     StaleError,
     StaleGenerationError,
 )
+from kvplane.execution import pages
 from kvplane.prefixes import PrefixLoader
 from kvplane.prefixes import tokens_of as named
 from kvplane.results import Pinned
@@ -84,6 +86,48 @@ async def test_more_pages_than_a_region_has_room_for_go_in_parts() -> None:
     async with control_plane() as server, store(server, **small) as here:
         await here.put(many)
         assert await load(here, await here.pin(*many), [*many]) == [*many.values()]
+
+
+@pytest.fixture
+async def far(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+    """A session without shared memory, whose messages hold two pages."""
+    monkeypatch.setattr(pages, "_MESSAGE_BYTES", 2 * PAGE_BYTES)
+    async with control_plane() as server, store(server, shared_memory=False) as here:
+        yield here
+
+
+MANY = {f"{i}".encode(): f"chunk {i}".encode() * (i + 1) for i in range(11)}
+
+
+async def test_messages_of_one_load_are_under_way_at_one_time(far: Store) -> None:
+    await far.put(MANY)
+    pinned = await far.pin(*MANY)
+    assert await load(far, pinned, [*MANY]) == [*MANY.values()]
+    wrong = [b"another" if i == 4 else name for i, name in enumerate(MANY)]
+    sizes = [*map(len, MANY.values())]
+    assert [*map(len, await load(far, pinned, wrong))] == [*sizes[:4], 0, *sizes[5:]]
+
+
+async def test_a_load_that_ends_between_its_messages_leaves_no_answers_to_the_next(
+    far: Store,
+) -> None:
+    await far.put(MANY)
+    pinned = await far.pin(*MANY)
+    for num_turns in range(40):
+        begun = asyncio.create_task(load(far, pinned, [*MANY]))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        begun.cancel()
+        last = [*MANY][-3:]
+        rooms = [memoryview(bytearray(PAGE_BYTES)) for _ in last]
+        sizes = await far.execution.read_pages(pinned, rooms, [8, 9, 10], keys=last)
+        assert [bytes(room[:n]) for room, n in zip(rooms, sizes, strict=True)] == [
+            MANY[name] for name in last
+        ]
+    with pytest.raises(InvalidRequestError):
+        rooms = [memoryview(bytearray(PAGE_BYTES)) for _ in range(8)]
+        await far.execution.read_pages(pinned, rooms, [0, 1, 99, 3, 4, 5, 6, 7])
+    assert await load(far, pinned, [*MANY]) == [*MANY.values()]
 
 
 async def test_a_block_that_was_taken_after_its_pin_ended_is_refused_and_not_read(

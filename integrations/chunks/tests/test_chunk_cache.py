@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvplane import ops
+from kvplane import Execution, ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
+from kvplane.integrations.chunks import cache as cache_module
 from scripts.planes import Planes, run_planes
 from tests.helpers.waiting import stopped
 
@@ -139,6 +141,51 @@ def test_a_full_pool_and_a_full_queue_drop_stores_and_nothing_is_shut(planes: Pl
             assert time.monotonic() < deadline_s
         assert cache.store_named("", names * 2, pages * 2).result(1) == [False] * 36
         assert cache.counters["failures"] == 0
+
+
+def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_times(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "_PROBE_S", 0.5)
+
+    def looked(cache: ChunkCache) -> bool:
+        found = cache.look_up("", [TOKENS]).result(PATIENCE_S)
+        if found is not None:
+            assert found.num_blocks == [3]
+            assert cache.load(found, 0, [0], rooms(1)).result(PATIENCE_S) == [PAGE_BYTES]
+            cache.release(found)
+        return found is not None
+
+    with cache_of(planes) as cache:
+        assert store(cache) == [True] * 3
+        assert all(looked(cache) for _ in range(3))
+    with cache_of(planes, break_even_bytes_per_s=1.0) as cache:
+        assert all(looked(cache) for _ in range(3))
+    with cache_of(planes, break_even_bytes_per_s=1e15) as cache:
+        assert looked(cache), "nothing is known of its speed"
+        until(lambda: not looked(cache))
+        assert cache.counters["misses_slow"] >= 1
+        until(lambda: looked(cache))
+        assert cache.counters["failures"] == 0
+
+
+def test_a_look_up_s_plan_is_started_before_that_of_a_later_store(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Execution.start
+
+    async def start_late(self: Execution, plan: Any, **given: Any) -> None:
+        await asyncio.sleep(0.3)
+        await start(self, plan, **given)
+
+    monkeypatch.setattr(Execution, "start", start_late)
+    with cache_of(planes) as cache:
+        assert store(cache) == [True] * 3
+        assert store(cache) == [True] * 3, "whose plan is aborted: the next step's says so"
+        looking = cache.look_up("", [TOKENS])
+        storing = cache.store_named("", [b"name"], PAGES[:1])
+        assert (storing.result(PATIENCE_S), cache.counters["failures"]) == ([True], 0)
+        assert looking.result(PATIENCE_S) is not None
 
 
 @pytest.mark.parametrize("plane", ["data", "control"])
