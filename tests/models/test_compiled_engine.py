@@ -64,6 +64,9 @@ def test_an_engine_whose_code_inductor_has_made_gives_the_same_tokens(
         assert answers(compiled_llm) == answers(llm)
 
 
-def test_ranks_are_not_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"tensor_parallel": 2}, {"linears": "packed"}])
+def test_what_cannot_be_compiled_is_refused_before_a_model_is_loaded(
+    other: dict[str, Any], tmp_path: Path
+) -> None:
     with refused(InvalidRequestError, "compile"):
-        LLM(tmp_path, compile=True, tensor_parallel=2)
+        LLM(tmp_path, compile=True, **other)
