@@ -27,7 +27,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.transformers import absorbed
 
 NAME: Final = "kvplane"
-_OPERATOR: Final = "kvplane::attention"
+_QUALIFIED_NAME: Final = "kvplane::attention"
 _MAX_OPTIONS: Final = 1024  # that are kept
 _Floats = tuple[int, tuple[float, ...]]
 
@@ -154,7 +154,7 @@ def _attention(
     is_latent = absorbed.keeps_latents(module)
     if is_latent:
         query = absorbed.over_latents(module, query)
-    out: torch.Tensor = torch.ops.kvplane.attention(
+    out: torch.Tensor = _OPERATOR(
         _PAGES,
         query,
         key,
@@ -203,15 +203,16 @@ def _check(
 # The calls of a graph keep their order, and none is left out, as each one changes the pages. Those
 # are behind the step, so a tensor without elements stands for all of them.
 torch.library.define(
-    _OPERATOR,
+    _QUALIFIED_NAME,
     "(Tensor(a!) pages, Tensor query, Tensor key, Tensor value, int layer, float scale, "
     "int window, float soft_cap, Tensor? sinks, Tensor? slopes, bool is_latent) -> Tensor",
 )
+_OPERATOR: Final = torch.ops.kvplane.attention.default
 with torch.inference_mode(mode=False):
     _PAGES: Final = torch.empty(0)
 
 
-@torch.library.impl(_OPERATOR, "CompositeExplicitAutograd")
+@torch.library.impl(_QUALIFIED_NAME, "CompositeExplicitAutograd")
 def _compute(
     pages: torch.Tensor,
     query: torch.Tensor,
@@ -266,7 +267,7 @@ def _compute(
     return out if num_queries == num_columns else out[:, -num_queries:].contiguous()
 
 
-@torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
+@torch.library.register_fake(_QUALIFIED_NAME)  # type: ignore[untyped-decorator]
 def _shape(
     pages: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> torch.Tensor:
