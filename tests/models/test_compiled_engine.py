@@ -52,16 +52,16 @@ def test_a_compiled_engine_gives_the_same_tokens_from_a_graph_for_each_size_of_a
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model_type", ["bloom", "deepseek_v3", "gemma2", "gpt_oss", "qwen3"])
 def test_an_engine_whose_code_inductor_has_made_gives_the_same_tokens(
     model_type: str, tmp_path: Path, control_plane: str
 ) -> None:
     save_tiny(model_type, tmp_path)
-    with (
-        opened(tmp_path, control_plane, pool_id="as-written") as llm,
-        opened(tmp_path, control_plane, pool_id="compiled", compile=True) as compiled_llm,
-    ):
-        assert answers(compiled_llm) == answers(llm)
+    with opened(tmp_path, control_plane, pool_id="as-written") as llm:
+        wanted = answers(llm)
+    with opened(tmp_path, control_plane, pool_id="compiled", compile=True) as llm:
+        assert answers(llm) == wanted
 
 
 @pytest.mark.parametrize("other", [{"tensor_parallel": 2}, {"linears": "packed"}])

@@ -72,6 +72,7 @@ INDUCTOR = (
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", INDUCTOR)
 def test_code_that_inductor_has_made_generates_the_same(family: str) -> None:
     model = tiny_model(family)
