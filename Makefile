@@ -36,7 +36,7 @@ test-nightly: setup  ## Run the nightly tier: the long tests that make test leav
 test-skew: setup  ## Run the last release as each plane and as the engine, beside this tree
 	@$(BIN)/python -m pytest -n 0 -v tests/e2e/test_skew.py $(PYTEST_ARGS)
 
-test-engines: setup build/engines/vllm  ## Run the tests of engines of others: vLLM, on a CPU
+test-engines: setup build/engines/sglang  ## Run the tests of engines of others: vLLM and SGLang, on a CPU
 	@$(BIN)/python -m pytest -n 0 -v -s -m nightly $(PYTEST_ARGS) tests/engines
 
 # On Linux, pip finds builds for CUDA of the three that are uninstalled, which cannot be imported here.
@@ -45,6 +45,11 @@ build/engines/vllm: tests/engines/requirements.txt
 	@$@/bin/python -m pip install --quiet --requirement $<
 	@$@/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$@/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+build/engines/sglang: tests/engines/sglang.txt | build/engines/vllm
+	@test -e /usr/include/openssl/sha.h || { echo "SGLang needs libssl-dev (on Debian: apt install libssl-dev)" >&2; exit 1; }
+	@build/engines/vllm/bin/python -m pip install --quiet --no-deps --upgrade --target $@ --requirement $<
 	@touch $@
 
 # Ray listens on all interfaces, so it gets a network of its own.

@@ -77,6 +77,14 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
         help="Where attention runs: in the pool's data plane; or in this process, which then holds"
         " the pool with the sizes and the layout below.",
     )
+    memory_utilization: float = setting(
+        0.9,
+        help="Share of the free memory that an embedded pool takes together with the largest step,"
+        " which is run once to measure it, if --num-device-blocks is 0.",
+        unit="fraction",
+        minimum=0.01,
+        maximum=1.0,
+    )
     dtype: str = setting(
         "auto",
         choices=("auto", *FLOAT_BYTES),

@@ -208,7 +208,7 @@ class LLM:
             self._link.namespace = self._loaded.namespace
             self._backend: DataBackend
             if config.tensor_parallel == 1:
-                self._backend = backend_of(config, layout, loop)
+                self._backend = backend_of(config, layout, loop, self._loaded.model)
             else:
                 self._backend = ParallelBackend(config, layout, loop, self._loaded.model)
             plane.callback(self._backend.stop)
@@ -218,7 +218,7 @@ class LLM:
             self._core = _core(config, layout, self._loaded, self._link, self._backend)
             self._num_slots = 0
             self._sized_by: Session | None = None
-            self._pool_slots()
+            _log.info("pool has room for tokens=%d", self._pool_slots())
             self._closing = self._closing.pop_all()
 
     def _add_all(

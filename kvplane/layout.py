@@ -53,6 +53,7 @@ _CACHE_KINDS: Final = {
 }
 _TO_KIND: Final = {name: kind for kind, name in _CACHE_KINDS.items()}
 _MAX_SHOWN_CHARS: Final = 60
+_NUM_SAME_SHOWN: Final = 18  # characters before the first that differs
 _SCALES: Final = ("key_scales", "value_scales")
 
 
@@ -252,7 +253,7 @@ class Layout:
         """Return a text with each field that differs: this layout's value, then the other's."""
         mine, others = dict(_flat(asdict(self))), dict(_flat(asdict(other)))
         return ", ".join(
-            f"{name} {_shown(mine.get(name))} and not {_shown(others.get(name))}"
+            f"{name} {' and not '.join(_shown(mine.get(name), others.get(name)))}"
             for name in dict.fromkeys((*mine, *others))
             if mine.get(name) != others.get(name)
         )
@@ -375,9 +376,15 @@ def _flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, value
 
 
-def _shown(value: Any) -> str:
-    text = "none" if value is None else str(value)
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+def _shown(*values: Any) -> list[str]:
+    """Return two values as short texts that do not leave out where they begin to differ."""
+    texts = ["none" if value is None else str(value) for value in values]
+    differ = (i for i, (one, other) in enumerate(zip(*texts, strict=False)) if one != other)
+    begin = next(differ, min(map(len, texts))) - _NUM_SAME_SHOWN
+    if begin > _MAX_SHOWN_CHARS // 2:
+        texts = [f"...{text[begin:]}" for text in texts]
+    most = _MAX_SHOWN_CHARS
+    return [text if len(text) <= most else f"{text[: most - 3]}..." for text in texts]
 
 
 def _require(ok: bool, field: str, wanted: str) -> None:

@@ -125,7 +125,7 @@ class PrefixLoader:
                     before = await self._num_cached(column)  # others may have loaded it
                     try:
                         is_loaded = before >= num_tokens or await self._try_to_load(
-                            column[: num_tokens * _INT32_BYTES]
+                            [column[: num_tokens * _INT32_BYTES]]
                         )
                     except CapacityError:
                         return Loaded(before, 0)
@@ -134,6 +134,22 @@ class PrefixLoader:
                     return Loaded(num_cached, num_cached - before)
                 num_cached = await self._num_cached(column)
         return Loaded(num_cached, 0)
+
+    async def load_blocks(self, prompts: Sequence[ops.Tokens]) -> None:
+        """Load prompts of one block, such as names, by one plan: those that are in files. They must
+        not be cached. Otherwise like ``load``; where the pool has no room for all, none is loaded.
+        """
+        columns = [ops.pack_tokens(prompt) for prompt in prompts]
+        async with Deadline.after(self._timeout_s).guard():
+            for _ in range(_MAX_TRIES if self._has_files else 0):
+                found = await all_of([self._num_in_files(column) for column in columns])
+                columns = [column for column, num in zip(columns, found, strict=True) if num]
+                async with self._turn:
+                    try:
+                        if not columns or await self._try_to_load(columns, are_cached=False):
+                            return
+                    except CapacityError:
+                        return
 
     async def close(self) -> None:
         """End every call of the loader. Its session stays open."""
@@ -159,22 +175,31 @@ class PrefixLoader:
         )
         return match.num_cached_tokens
 
-    async def _try_to_load(self, column: bytes) -> bool:
-        """Load ``column``, whole blocks. Returns whether all of it is cached now. Raises
-        CapacityError where there is no room.
+    async def _try_to_load(self, columns: Sequence[bytes], *, are_cached: bool = True) -> bool:
+        """Load ``columns``, each of whole blocks, by one plan. ``are_cached``: whether leading
+        blocks may be. Returns whether all of them are cached now. Raises CapacityError where there
+        is no room.
         """
         if self._is_behind:
             await self._free_all()
-        self._last_id += 1
+        ids = range(self._last_id + 1, self._last_id + 1 + len(columns))
+        self._last_id = ids[-1]
         is_loaded = False
         self._is_behind = True
         try:
-            result = await self._session.step([ops.admit(self._last_id, column)])
-            self._is_behind = result.plan is not None or not result.results[0].failures
-            is_loaded = await self._fill(result.raise_for_status(), self._last_id, column)
+            result = await self._session.step(
+                [
+                    ops.admit(i, column, skip_prefix_lookup=not are_cached)
+                    for i, column in zip(ids, columns, strict=True)
+                ]
+            )
+            self._is_behind = result.plan is not None or not all(
+                each.failures for each in result.results
+            )
+            is_loaded = await self._fill(result.raise_for_status(), ids, columns)
             if is_loaded:
                 with suppress(KvplaneError):
-                    await self._free([self._last_id])
+                    await self._free(ids)
                     self._is_behind = False
         finally:
             if self._is_behind:
@@ -182,13 +207,18 @@ class PrefixLoader:
                     await self._free_all()
         return is_loaded
 
-    async def _fill(self, result: StepResult, sequence_id: int, column: bytes) -> bool:
+    async def _fill(self, result: StepResult, ids: Sequence[int], columns: Sequence[bytes]) -> bool:
         plan = result.plan
         if plan is None:
             return False
         execution = await self._opened()
         await execution.start(plan, timeout_s=self._timeout_s)
-        await execution.load_files(sequence_id, column, timeout_s=self._timeout_s)
+        await all_of(
+            [
+                execution.load_files(i, column, timeout_s=self._timeout_s)
+                for i, column in zip(ids, columns, strict=True)
+            ]
+        )
         if execution.has_run:
             await self._session.submit_receipts()
         return execution.has_run

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from transformers import PreTrainedModel
+
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.results import ShardInfo, Signed
@@ -42,25 +44,46 @@ class SharedSession:
 
 
 def backend_of(
-    config: EngineSettings, layout: Layout, loop: LoopThread, rank: int = 0
+    config: EngineSettings,
+    layout: Layout,
+    loop: LoopThread,
+    model: PreTrainedModel,
+    rank: int = 0,
 ) -> DataBackend:
-    """Return the backend of one rank, which is 0 when there is one. Raises UnavailableError when an
-    embedded data plane cannot register in time.
+    """Return the backend of one rank, which is 0 when there is one. ``model``: the rank's part.
+
+    An embedded pool whose size is not given takes what a step of the model leaves: raises
+    NeverFitsError when that is nothing, and UnavailableError when it cannot register in time.
     """
     if config.data_plane == "embedded":
-        return _embedded(config, layout, rank)
+        return _embedded(config, layout, model, rank)
     if config.tensor_parallel == 1:
         return RemoteBackend(loop, config.call_timeout_s, config.client_tls)
     return RankBackend(loop, config.call_timeout_s, config.client_tls, rank, config.tensor_parallel)
 
 
-def _embedded(config: EngineSettings, layout: Layout, rank: int) -> DataBackend:
+def _embedded(
+    config: EngineSettings, layout: Layout, model: PreTrainedModel, rank: int
+) -> DataBackend:
     # It needs the data plane's own packages.
-    from kvplane.runtime.embedded import EmbeddedBackend
+    from kvplane.runtime.embedded import EmbeddedBackend, chosen_device
 
+    from ..running.step_memory import utilization_beside_step
+
+    utilization = config.memory_utilization
+    if not config.num_device_blocks and chosen_device() == "cpu":
+        utilization = utilization_beside_step(
+            model,
+            layout,
+            utilization=utilization,
+            num_processes=config.tensor_parallel,
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+        )
     return EmbeddedBackend(
         layout,
         config.recovery_timeout_s,
+        memory_utilization=utilization,
         control_plane=config.control_plane,
         pool_id=config.pool_id,
         num_shards=config.tensor_parallel,

@@ -53,7 +53,7 @@ class ParallelBackend:
 
             def begin() -> None:
                 keep_part(model, layout, self._group)
-                self._own = backend_of(config, layout, loop)
+                self._own = backend_of(config, layout, loop, model)
                 self._closing.callback(self._own.stop)
 
             ranks.together(self._group, begin)

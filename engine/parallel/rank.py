@@ -173,7 +173,7 @@ class _RankWorker:
             config.model, layout.dtype, probe=False, max_total_tokens=config.max_total_tokens
         ).model
         keep_part(self._model, layout, self._group)
-        self._backend = backend_of(config, layout, loop, self._group.rank)
+        self._backend = backend_of(config, layout, loop, self._model, self._group.rank)
         self._closing.callback(self._backend.stop)
 
     def do(self, kind: bytes, body: bytes) -> ExecuteResponse | None:

@@ -25,6 +25,7 @@ from kvplane import ControlClient, Execution, Layout, Session, StepResult, ops
 from kvplane.errors import (
     BlockNotWrittenError,
     CapacityError,
+    DeadlineExceededError,
     KvplaneError,
     LayoutMismatchError,
     StaleGenerationError,
@@ -44,7 +45,10 @@ _FLUSH_S: Final = 0.5
 """How long pins that nobody needs, and receipts, wait for a step that takes them along."""
 _CLOSE_S: Final = 1.0
 _PROBE_S: Final = 10.0
-"""How often a look-up may load although loads do not pay, to see whether they do again."""
+_PROBED_S: Final = 1.0
+"""How often, and for how long, look-ups may load although loads do not pay: to see whether they do
+again.
+"""
 _OLD_SHARE: Final = 0.8
 """What counts of earlier loads beside one load, when their speed is judged."""
 _TOKEN_BYTES: Final = 4
@@ -117,10 +121,10 @@ class _Lane:
 
 
 class _Speed:
-    """How fast loads were of late, and when one is tried although they do not pay."""
+    """How fast loads were of late, and when some are tried although they do not pay."""
 
     def __init__(self) -> None:
-        self._num_bytes = self._taken_s = self._probe_at_s = 0.0
+        self._num_bytes = self._taken_s = self._probe_at_s = self._probe_until_s = 0.0
 
     def add(self, num_bytes: int, taken_s: float) -> None:
         self._num_bytes = _OLD_SHARE * self._num_bytes + num_bytes
@@ -129,13 +133,11 @@ class _Speed:
     def pays(self, break_even_bytes_per_s: float) -> bool:
         """Return whether to look up and load: also at times where loads are slower than that."""
         now_s = time.monotonic()
-        if self._num_bytes >= break_even_bytes_per_s * self._taken_s:
+        is_fast = self._num_bytes >= break_even_bytes_per_s * self._taken_s
+        if is_fast or now_s >= self._probe_at_s:
             self._probe_at_s = now_s + _PROBE_S
-            return True
-        if now_s < self._probe_at_s:
-            return False
-        self._probe_at_s = now_s + _PROBE_S
-        return True
+            self._probe_until_s = now_s if is_fast else now_s + _PROBED_S
+        return is_fast or now_s < self._probe_until_s
 
 
 class ChunkCache:
@@ -195,9 +197,14 @@ class ChunkCache:
         """
         return self._begin(self._look_up(namespace, prompts))
 
-    def look_up_named(self, namespace: str, names: Sequence[bytes]) -> Future[Found | None]:
-        """Look up chunks that were stored by name: ``num_blocks`` is 1 for one that is cached."""
-        return self.look_up(namespace, [*map(_named, names)])
+    def look_up_named(
+        self, namespace: str, names: Sequence[bytes], *, to_load: bool = True
+    ) -> Future[Found | None]:
+        """Look up chunks that were stored by name: ``num_blocks`` is 1 for one that is cached.
+        ``to_load``: false to see what need not be stored, which reads no files, and is known also
+        while loads do not pay.
+        """
+        return self._begin(self._look_up(namespace, [*map(_named, names)], to_load=to_load))
 
     def load(
         self,
@@ -267,30 +274,48 @@ class ChunkCache:
 
     # On the thread
 
-    async def _look_up(self, namespace: str, prompts: Sequence[bytes]) -> Found | None:
+    async def _look_up(
+        self, namespace: str, prompts: Sequence[bytes], *, to_load: bool = True
+    ) -> Found | None:
         async def look_up(lane: _Lane) -> Found:
-            found = await self._pin(lane, prompts)
-            loader = lane.loader
-            missing = [
-                prompt
-                for prompt, num in zip(prompts, found.num_blocks, strict=True)
-                if num < len(prompt) // self._block_bytes
-            ]
-            if loader is None or not missing:
-                return found
-            for prompt in missing:
-                await loader.load(prompt)
-            self._release(found)
             return await self._pin(lane, prompts)
 
         found = None
-        if self._speed.pays(self.settings.break_even_bytes_per_s):
+        if not to_load or self._speed.pays(self.settings.break_even_bytes_per_s):
             found = await self._tried(namespace, self.settings.lookup_s, look_up)
         else:
             self._count(misses_slow=len(prompts))
+        if found is not None and to_load:
+            found = await self._with_files(found, prompts)
         num_hits = 0 if found is None else sum(map(bool, found.num_blocks))
         self._count(hits=num_hits, misses=len(prompts) - num_hits)
         return found
+
+    async def _with_files(self, found: Found, prompts: Sequence[bytes]) -> Found | None:
+        """Return what is found once missing blocks were read from files, as far as there is time:
+        reading them is a transfer.
+        """
+        loader, transfer_s = found._lane.loader, self.settings.transfer_s
+        missing = [
+            prompt
+            for prompt, num in zip(prompts, found.num_blocks, strict=True)
+            if num < len(prompt) // self._block_bytes
+        ]
+        if loader is None or not missing:
+            return found
+
+        async def look_up(lane: _Lane) -> Found:
+            with suppress(TimeoutError, DeadlineExceededError):  # slow files are no failure
+                async with asyncio.timeout(transfer_s):
+                    if all(len(prompt) == self._block_bytes for prompt in missing):  # names
+                        await loader.load_blocks(missing)
+                    else:
+                        for prompt in missing:
+                            await loader.load(prompt)
+            self._release(found)
+            return await self._pin(lane, prompts)
+
+        return await self._tried(found._lane, transfer_s + self.settings.lookup_s, look_up)
 
     async def _pin(self, lane: _Lane, prompts: Sequence[bytes]) -> Found:
         ids = lane.take(max(1, len(prompts)))
@@ -468,7 +493,7 @@ class ChunkCache:
                 beside = await control.open_session(
                     settings.pool_id, self.layout, "files", namespace=session.namespace
                 )
-                loader = PrefixLoader(control, beside, timeout_s=settings.lookup_s)
+                loader = PrefixLoader(control, beside, timeout_s=settings.transfer_s)
         return _Lane(namespace, session, execution, loader)
 
     def _shut(self, namespace: str | None, error: BaseException) -> None:

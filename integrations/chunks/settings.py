@@ -20,10 +20,10 @@ class ChunkSettings:
     engine's own. ``ca`` to ``token_file``: paths, as of ``kvplane.Tls``.
 
     ``lookup_s``: a look-up that takes longer is a miss. ``transfer_s``: a load or store that takes
-    longer has failed. ``breaker_s``: how long everything is a miss after a failure.
-    ``max_queued_bytes``: of stores that wait; more are dropped. ``connect_s``: how long the
-    engine's start waits for the pool. ``break_even_bytes_per_s``: while loads are slower, computing
-    is faster, and look-ups are misses; 0 to load at any speed.
+    longer has failed; a look-up reads files for as long. ``breaker_s``: how long everything is a
+    miss after a failure. ``max_queued_bytes``: of stores that wait; more are dropped.
+    ``connect_s``: how long the engine's start waits for the pool. ``break_even_bytes_per_s``: while
+    loads are slower, computing is faster, and look-ups are misses; 0 to load at any speed.
     """
 
     control_plane: str = "127.0.0.1:50051"

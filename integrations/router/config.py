@@ -46,6 +46,11 @@ class RouterSettings(HttpServerSettings, ClientTls):
         help="How often engines are asked for their models.",
     )
     namespace: str = setting("", help="Namespace of the engines' prefixes.")
+    engines_need_pools: bool = setting(
+        True,
+        help="Whether engines hold their requests while their pool is lost. Engines of others, such"
+        " as vLLM, compute without it.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

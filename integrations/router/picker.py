@@ -41,7 +41,8 @@ class Pick:
 
 class Picker:
     """Chooses among engines. ``pool_of``: the pool of each, by name. ``indexes``: of followed
-    pools; other pools count as empty. ``lost``: pools on which engines can do nothing now.
+    pools; other pools count as empty. ``lost``: pools that no session can be opened on now; unless
+    ``needs_pools``, engines answer without them.
 
     ``tokens_per_s``: rate of an engine until its own is known.
     """
@@ -52,12 +53,14 @@ class Picker:
         *,
         hit_bias: float = HIT_BIAS,
         tokens_per_s: float = TOKENS_PER_S,
+        needs_pools: bool = True,
     ) -> None:
         self.indexes: dict[str, PoolIndex] = {}
         self.lost: set[str] = set()
         self.loads = {engine: EngineLoad(tokens_per_s) for engine in pool_of}
         self.pool_of = dict(pool_of)
         self._hit_bias = hit_bias
+        self._needs_pools = needs_pools
         self._busy = _BUSY_AT_FIRST
         self._turn = count()
         self._last_turn = dict.fromkeys(pool_of, -1)
@@ -73,7 +76,8 @@ class Picker:
     ) -> Pick | None:
         """Return the engine for a request's prompts, of those ``among``, or of all; None when there
         is none. ``num_unread_tokens``: more tokens, not known to be cached. An engine of a lost
-        pool, which holds its requests, is picked only if there is no other.
+        pool is picked only if there is no other; or, if it answers without it, as one of an empty
+        pool.
 
         Of nearly equal engines, picks the one with the fewest open requests, then the one not
         picked for longest.
@@ -85,9 +89,10 @@ class Picker:
         self._busy += _GAIN * (sum(map(bool, waits_s.values())) / len(waits_s) - self._busy)
         weight = (1 - self._busy) ** self._hit_bias
         num_tokens = num_unread_tokens + sum(map(len, prompts))
+        unknown = set() if self._needs_pools else self.lost
         cached = {
             pool: sum(map(self.indexes[pool].num_cached_tokens, prompts))
-            for pool in {self.pool_of[engine] for engine in waits_s}
+            for pool in {self.pool_of[engine] for engine in waits_s} - unknown
             if pool in self.indexes
         }
         picks = []
@@ -105,9 +110,12 @@ class Picker:
         return best
 
     def _usable(self, among: Collection[str]) -> list[str]:
-        """Return the engines among these whose pools are not lost, or all if there are none."""
+        """Return the engines among these whose pools are not lost, or all if there are none, or if
+        engines answer without their pools.
+        """
         engines = [engine for engine in self.loads if engine in among]
-        usable = [engine for engine in engines if self.pool_of[engine] not in self.lost]
+        lost = self.lost if self._needs_pools else ()
+        usable = [engine for engine in engines if self.pool_of[engine] not in lost]
         return usable or engines
 
     def sent(self, pick: Pick, now_s: float, *, is_told: bool) -> int:

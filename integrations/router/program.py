@@ -63,7 +63,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 async def _route(config: RouterSettings) -> None:
     reader = PromptReader(config.tokenizer)
     pools = config.pools()
-    picker = Picker(pools)
+    picker = Picker(pools, needs_pools=config.engines_need_pools)
     async with AsyncExitStack() as stack:
         stack.callback(reader.close)
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -170,13 +170,17 @@ class KvplaneHiCache(HiCacheStorage):  # type: ignore[misc]
         identity = self._pools[pool].identity
         return [hashlib.sha256(identity + key.encode()).digest() for key in keys]
 
-    def _cached(self, pool: str, keys: Keys, *, only_leading: bool = False) -> list[bool]:
-        """Return whether each page is cached. ``only_leading``: ask for none after a miss."""
+    def _cached(
+        self, pool: str, keys: Keys, *, only_leading: bool = False, to_load: bool = True
+    ) -> list[bool]:
+        """Return whether each page is cached. ``only_leading``: ask for none after a miss.
+        ``to_load``: as of ``ChunkCache.look_up_named``.
+        """
         cached: list[bool] = []
         for begin in range(0, len(keys), _MAX_LOOKED_UP):
             names = self._names(pool, keys[begin : begin + _MAX_LOOKED_UP])
-            found = self._cache.look_up_named(self._namespace, names).result()
-            if found is None:
+            looking = self._cache.look_up_named(self._namespace, names, to_load=to_load)
+            if (found := looking.result()) is None:
                 break
             self._cache.release(found)
             cached += map(bool, found.num_blocks)
@@ -199,7 +203,7 @@ class KvplaneHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _store(self, pool: str, keys: Keys, pages: Sequence[Any]) -> list[bool]:
         """Store the pages that are not cached. Returns whether each is cached now."""
-        cached = self._cached(pool, keys)
+        cached = self._cached(pool, keys, to_load=False)
         missing = [i for i, is_cached in enumerate(cached) if not is_cached]
         names = self._names(pool, [keys[i] for i in missing])
         flat = [pages[i].contiguous() for i in missing]  # lives until all is stored

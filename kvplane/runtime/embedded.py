@@ -66,8 +66,13 @@ def device_for(model_device: torch.device) -> str:
     """Return the device of a model's pool: its GPU where the kernels run on one, otherwise the CPU.
     To another device the tensors of a layer would cross the link twice.
     """
-    is_served = model_device.type == "cuda" and choose_device("auto", this_machine).type == "cuda"
+    is_served = model_device.type == "cuda" and chosen_device() == "cuda"
     return str(model_device) if is_served else "cpu"
+
+
+def chosen_device() -> str:
+    """Return the type of the device on which a pool is put that is not told where."""
+    return choose_device("auto", this_machine).type
 
 
 def serves_latents(device: str = "auto") -> bool:

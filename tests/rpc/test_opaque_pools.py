@@ -175,6 +175,36 @@ async def test_chunks_are_in_files_at_once_and_outlive_both_planes(tmp_path: Pat
         assert await here.get(b"second") is None
 
 
+async def test_chunks_are_loaded_from_files_by_one_plan(tmp_path: Path) -> None:
+    """A file that is wrong costs another one, and its chunk; no room costs all of them."""
+    files = {"file_tier_dir": tmp_path, "file_tier_bytes": 2**20, "file_tier_after": 1}
+    chunks = {b"chunk-%d" % i: b"%d" % i * 50 for i in range(20)}
+    async with control_plane() as server, store(server, **files) as here:
+        await here.put(chunks)
+        await until(lambda: num_files(here) == len(chunks))
+    bad, *_ = (each for each in tmp_path.rglob("*") if each.is_file() and each.stat().st_size)
+    content = bad.read_bytes()
+    bad.write_bytes(content[:-PAGE_BYTES] + b"?" + content[1 - PAGE_BYTES :])
+    names = [named(name) for name in (*chunks, b"never stored")]
+    async with control_plane() as server, store(server, **files) as here:
+        loader = PrefixLoader(here.control, here.session, timeout_s=PATIENCE_S)
+        async with loader:
+            before = here.session.last_number
+            await loader.load_blocks(names)
+            assert here.session.last_number - before < 10, "two plans, of which one is undone"
+        found = {name: await here.get(name) for name in chunks}
+        assert sum(each is None for each in found.values()) == 1
+        assert all(each in (None, chunks[name]) for name, each in found.items())
+    async with control_plane() as server, store(server, **files, num_device_blocks=5) as here:
+        async with PrefixLoader(here.control, here.session, timeout_s=PATIENCE_S) as loader:
+            await loader.load_blocks(names)
+            assert not any([await here.num_cached(name) for name in chunks])
+            await loader.load_blocks(names[:6])
+        assert sum([await here.num_cached(name) > 0 for name in chunks]) == 5
+        usage, *_ = (await here.control.get_pool(POOL)).usage
+        assert usage.num_held_blocks == 0
+
+
 def num_files(here: Store) -> int:
     assert here.plane.files is not None
     return here.plane.files.files.num_files

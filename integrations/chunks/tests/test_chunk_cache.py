@@ -16,6 +16,7 @@ from kvplane import Execution, ops
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
 from kvplane.integrations.chunks import cache as cache_module
+from kvplane.prefixes import Loaded, PrefixLoader
 from scripts.planes import Planes, run_planes
 from tests.helpers.waiting import stopped
 
@@ -146,7 +147,8 @@ def test_a_full_pool_and_a_full_queue_drop_stores_and_nothing_is_shut(planes: Pl
 def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_times(
     planes: Planes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_PROBE_S", 0.5)
+    monkeypatch.setattr(cache_module, "_PROBE_S", 4.0)
+    monkeypatch.setattr(cache_module, "_PROBED_S", 2.0)
 
     def looked(cache: ChunkCache) -> bool:
         found = cache.look_up("", [TOKENS]).result(PATIENCE_S)
@@ -165,7 +167,12 @@ def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_ti
         assert looked(cache), "nothing is known of its speed"
         until(lambda: not looked(cache))
         assert cache.counters["misses_slow"] >= 1
+        names = [b"name"]
+        assert cache.store_named("", names, PAGES[:1]).result(PATIENCE_S) == [True]
+        known = cache.look_up_named("", names, to_load=False).result(PATIENCE_S)
+        assert known is not None and known.num_blocks == [1], "it is not stored again"
         until(lambda: looked(cache))
+        assert looked(cache), "an engine asks whether there is something, and then loads it"
         assert cache.counters["failures"] == 0
 
 
@@ -218,14 +225,40 @@ def test_an_engine_starts_without_planes_and_finds_them_later() -> None:
     cache.close()
 
 
-def test_files_are_read_when_their_blocks_are_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transfer_s", "num_blocks"), [(PATIENCE_S, 3), (0.5, 0)])
+def test_missing_blocks_are_read_from_files_and_slow_files_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer_s: float, num_blocks: int
+) -> None:
+    load = PrefixLoader.load
+
+    async def load_slowly(self: PrefixLoader, tokens: bytes) -> Loaded:
+        await asyncio.sleep(2)
+        return await load(self, tokens)
+
     files = ("--file-tier-dir", str(tmp_path), "--file-tier-bytes", "1000000")
     files = (*files, "--file-tier-after", "1")
     with running(*files) as planes, cache_of(planes) as cache:
         assert store(cache) == [True] * 3
         until(lambda: sum(each.is_file() for each in tmp_path.rglob("*")) >= 3)
+    monkeypatch.setattr(PrefixLoader, "load", load_slowly)
+    with running(*files) as planes, cache_of(planes, lookup_s=1.0, transfer_s=transfer_s) as cache:
+        assert look_up(cache, TOKENS).num_blocks == [num_blocks]
+        assert cache.counters["failures"] == 0
+
+
+def test_names_are_read_from_files_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("--file-tier-dir", str(tmp_path), "--file-tier-bytes", "1000000")
+    files = (*files, "--file-tier-after", "1")
+    names = [b"name-%d" % i for i in range(8)]
     with running(*files) as planes, cache_of(planes) as cache:
-        assert look_up(cache, TOKENS).num_blocks == [3]
+        assert cache.store_named("", names, PAGES[:1] * 8).result(PATIENCE_S) == [True] * 8
+        until(lambda: sum(each.is_file() for each in tmp_path.rglob("*")) > 8)  # and a lock
+    monkeypatch.delattr(PrefixLoader, "load")  # one after another
+    with running(*files) as planes, cache_of(planes) as cache:
+        found = cache.look_up_named("", [*names, b"other"]).result(PATIENCE_S)
+        assert found is not None and found.num_blocks == [1] * 8 + [0]
 
 
 def test_settings_are_read_from_an_engine_s_json() -> None:

@@ -16,9 +16,9 @@ from tests.helpers.workloads import make_requests
 PROMPT = list(range(1, 10))
 
 
-def picker(**pool_of: str) -> Picker:
+def picker(*, needs_pools: bool = True, **pool_of: str) -> Picker:
     """Make engines at 4 tokens a second. Pool "warm" has the first 8 tokens of the prompt."""
-    made = Picker(pool_of, hit_bias=1.0, tokens_per_s=4.0)
+    made = Picker(pool_of, hit_bias=1.0, tokens_per_s=4.0, needs_pools=needs_pools)
     for pool in {*pool_of.values()}:
         made.indexes[pool] = PoolIndex(4)
     if "warm" in made.indexes:
@@ -84,6 +84,15 @@ def test_engines_of_lost_pools_are_picked_last() -> None:
     assert engines.pick([PROMPT], 0.0, among={"b"}).engine == "b"  # type: ignore[union-attr]
     engines.lost.add("cold")
     assert engines.pick([PROMPT], 0.0).engine == "b"  # type: ignore[union-attr]
+
+
+def test_engines_that_answer_without_their_pool_are_picked_as_if_it_were_empty() -> None:
+    engines = picker(needs_pools=False, a="cold", b="warm")
+    engines.lost.add("warm")
+    engines.loads["a"].sent(100, 4, 0.0, is_told=True)
+    pick = engines.pick([PROMPT], 0.0)
+    assert pick is not None
+    assert (pick.engine, pick.num_cached_tokens) == ("b", 0)
 
 
 def test_a_pool_that_nothing_is_known_of_counts_as_empty() -> None:

@@ -209,6 +209,24 @@ def test_opaque_pages_are_refused_with(change: dict[str, Any], field: str) -> No
         replace(layout, groups=(replace(layout.groups[0], **change),))
 
 
+def test_long_ids_are_shown_from_where_they_differ() -> None:
+    model = "sglang/Qwen/Qwen3-235B-A22B-Instruct-2507/0123456789abcdef0123456789abcdef01234567"
+    mine, others = (
+        Layout.of_opaque_pages(f"{model}/bfloat16/{end}", 64)
+        for end in ("page_first", "layer_first")
+    )
+    assert mine.differences(others) == (
+        "model_id ...01234567/bfloat16/page_first and not ...01234567/bfloat16/layer_first"
+    )
+    longer = Layout.of_opaque_pages(f"{mine.model_id}mla", 64)
+    assert mine.differences(longer) == (
+        "model_id ...float16/page_first and not ...float16/page_firstmla"
+    )
+    assert mine.differences(Layout.of_opaque_pages("other", 64)) == (
+        f"model_id {model[:57]}... and not other"
+    )
+
+
 def test_opaque_pages_are_the_only_group() -> None:
     layout = Layout.of_opaque_pages("vllm/tiny", 4096)
     with refused(InvalidRequestError, "layout.groups"):

@@ -1,0 +1,108 @@
+"""How much memory the largest step takes beside the weights and the pool, found by running one.
+
+As vLLM does, the engine computes it before the pool is sized. Attention is left out: its kernels
+have a limit of their own (``Kernels.scratch_bytes``), which the pool's size takes into account.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from data_plane.memory.sizing import free_bytes
+from kvplane.attention_options import AttentionOptions
+from kvplane.errors import NeverFitsError
+from kvplane.layout import Layout
+from kvplane.transformers.models.packed import packed_logits
+
+from ..request import SamplingParams
+from ..sampling.sampler import sample
+
+_LOGGER: Final = logging.getLogger(__name__)
+_PROCESS: Final = Path("/proc/self")
+_RESETS_PEAK: Final = "5"
+
+
+def utilization_beside_step(
+    model: PreTrainedModel,
+    layout: Layout,
+    *,
+    utilization: float,
+    num_processes: int,
+    max_batch_tokens: int,
+    max_sequences: int,
+) -> float:
+    """Return which share of the free memory a pool on the CPU may take, so that it takes
+    ``utilization`` of it together with the largest step. ``num_processes``: those on this machine
+    that do the same. Raises NeverFitsError where that step alone takes more.
+    """
+    step = _LargestStep(layout)
+    step.run(model, max_batch_tokens, max_sequences)  # weights are read from files when first used
+    free = free_bytes(torch.device("cpu"))
+    before = _kib("VmRSS")
+    with suppress(OSError):  # without it, what was taken before may count too
+        (_PROCESS / "clear_refs").write_text(_RESETS_PEAK)
+    step.run(model, max_batch_tokens, max_sequences)
+    step_bytes = 1024 * max(0, _kib("VmHWM") - before)
+    usable = free * utilization / num_processes - step_bytes
+    _LOGGER.info("measured free_bytes=%d step_bytes=%d", free, step_bytes)
+    if usable <= 0:
+        raise NeverFitsError(
+            f"a step of {max_batch_tokens} tokens takes {step_bytes} bytes, and {free} are free: "
+            "compute fewer at one time",
+            field="max_batch_tokens",
+        )
+    return usable / free
+
+
+class _Row:
+    """A sequence whose next token is drawn in the way that takes most memory."""
+
+    params = SamplingParams(temperature=1.0, top_p=0.9)
+    stream = 0
+    tokens = (0,)
+    num_prompt_tokens = 1
+
+
+class _LargestStep:
+    """Runs the model with attention that only returns zeros."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.latent_layers = layout.latent_layers
+        self._group_of = {layer: group for group in layout.groups for layer in group.layers}
+
+    def run(self, model: PreTrainedModel, max_batch_tokens: int, max_sequences: int) -> None:
+        """Compute as many tokens as a step may have, of as many sequences, and sample."""
+        num_sequences = min(max_sequences, max_batch_tokens)
+        tokens_each = max_batch_tokens // num_sequences
+        num_tokens = tokens_each * num_sequences
+        positions = [i % tokens_each for i in range(num_tokens)]
+        last = range(tokens_each - 1, num_tokens, tokens_each)
+        logits = packed_logits(model, [0] * num_tokens, positions, last, self)
+        sample(logits, [_Row()] * num_sequences)
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Return zeros of the output's shape: see ``kvplane.transformers.attention.Step``."""
+        size = self._group_of[index].value_size if value is None else value.shape[-1]
+        return query.new_zeros(*query.shape[:2], size)
+
+
+def _kib(name: str) -> int:
+    """Return one of this process's sizes in KiB."""
+    for line in (_PROCESS / "status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1])
+    return 0
