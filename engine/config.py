@@ -102,6 +102,11 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
         help="The model's linear layers: torch's own, or oneDNN's with packed weights, which are"
         " faster on a CPU, for the types that it supports there.",
     )
+    compile: bool = setting(
+        False,
+        help="Compile the steps in which sequences get one token each, for 1, 2, 4 and so on up to"
+        " --max-sequences of them, before the engine starts. Needs a C++ compiler on a CPU.",
+    )
     timeout_s: float = setting(
         10.0,
         unit="s",
@@ -127,6 +132,10 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
         super().__post_init__()
         if not self.model.is_dir():
             raise InvalidRequestError(f"{self.model} is not a folder", field="model")
+        if self.compile and (self.tensor_parallel > 1 or self.linears != "torch"):
+            raise InvalidRequestError(
+                "is for one process, and for linear layers of torch", field="compile"
+            )
 
     @property
     def call_timeout_s(self) -> float:

@@ -26,6 +26,7 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 from .config import EngineSettings
 from .models import loader
+from .models.compiled import CompiledDecoder
 from .models.loader import Message
 from .parallel.backends import backend_of
 from .parallel.leader import ParallelBackend
@@ -353,6 +354,10 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
         kv_dtype=kv_dtype,
         groups=loaded.groups,
     )
+    if config.compile:
+        latent = bool(layout.latent_layers)
+        decoder = CompiledDecoder(loaded.model, config.max_sequences, latent=latent)
+        loaded = replace(loaded, decoder=decoder)
     return loaded, layout if pool is None else layout.with_scales_of(pool)
 
 

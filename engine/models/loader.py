@@ -28,6 +28,7 @@ from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independe
 
 from ..sampling.detokenizer import REPLACEMENT
 from . import baichuan
+from .compiled import CompiledDecoder
 
 NO_LIMIT: Final = 2**31 - 1
 _TOKENIZER_FILES: Final = (
@@ -54,7 +55,7 @@ class LoadedModel:
     ``repetition_penalty``: from the model's generation config; 1 for none. ``max_total_tokens``:
     ``NO_LIMIT`` where the config has none; ``limit`` names it in errors. ``groups``: the layers'
     caches, by the probe, or else by the config. ``namespace``: of its keys, which are separate
-    where RoPE has the frequencies of one length.
+    where RoPE has the frequencies of one length. ``decoder``: of steps that are compiled.
     """
 
     model: PreTrainedModel
@@ -68,6 +69,7 @@ class LoadedModel:
     limit: str
     namespace: str = ""
     repetition_penalty: float = 1.0
+    decoder: CompiledDecoder | None = None
 
     @property
     def num_heads(self) -> int:

@@ -42,6 +42,7 @@ from kvplane.sync.loop_thread import Pending, wait
 from kvplane.transformers import attention
 from kvplane.transformers.models.packed import packed_logits
 
+from ..models.compiled import CompiledDecoder
 from ..models.loader import LoadedModel
 from ..request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
 from ..sampling.detokenizer import Detokenizer
@@ -158,8 +159,10 @@ class Runner:
     are computed only at the end of each span.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: CompiledDecoder | None = None) -> None:
+        """``decoder``: computes the steps in which each sequence has one token."""
         self._model = model
+        self._decoder = decoder
 
     def run(self, spans: Sequence[Span], step: attention.Step) -> torch.Tensor:
         """Compute ``spans`` by ``step``. Returns float32 logits [spans, vocabulary]."""
@@ -173,6 +176,8 @@ class Runner:
             tokens += known or span.sequence.tokens[-1:]
             positions += range(span.first_position, stop)
             last.append(len(tokens) - 1)
+        if self._decoder is not None and len(tokens) == len(spans):
+            return self._decoder.logits(tokens, positions, step)
         return packed_logits(self._model, tokens, positions, last, step)
 
 
@@ -200,7 +205,7 @@ class EngineCore:
         self._backend = backend
         self._scheduler = scheduler
         self._max_sequences = scheduler.max_sequences
-        self._runner = Runner(loaded.model)
+        self._runner = Runner(loaded.model, loaded.decoder)
         self._recovery_timeout_s = recovery_timeout_s
         self._plans_ahead = plans_ahead
         self._max_plan_s = max_plan_s if backend.has_passes else 0.0

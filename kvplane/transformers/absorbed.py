@@ -10,12 +10,45 @@ not projected.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from kvplane.errors import InvalidRequestError
+
+_ATTRIBUTE: Final = "_kvplane_latents"
+
+
+class _Kept:
+    """The layers of a model that keep latents in the forward pass that runs: an attribute of the
+    model and of its attention modules, which code that torch.compile traces can read.
+    """
+
+    def __init__(self) -> None:
+        self.layers: frozenset[int] = frozenset()
+
+
+def share(model: Any) -> None:
+    """Let ``keep_latents`` reach the attention modules of ``model`` that have latents."""
+    kept = _Kept()
+    for module in model.modules():
+        if has_latents(module):
+            setattr(module, _ATTRIBUTE, kept)
+            setattr(model, _ATTRIBUTE, kept)
+
+
+def keep_latents(model: Any, layers: frozenset[int]) -> None:
+    """Have these layers of ``model`` pass latents on from now on, and others keys and values."""
+    kept = model.__dict__.get(_ATTRIBUTE)
+    if kept is not None:
+        kept.layers = layers
+
+
+def keeps_latents(module: Any) -> bool:
+    """Return whether an attention module passes its latents on."""
+    kept = module.__dict__.get(_ATTRIBUTE)
+    return kept is not None and module.layer_idx in kept.layers
 
 
 def has_latents(module: Any) -> bool:
@@ -40,11 +73,11 @@ def over_latents(module: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def from_latents(module: Any, out: torch.Tensor) -> torch.Tensor:
-    """Map attention's sums of latents [num_tokens, num_heads, kv_lora_rank] to outputs [num_tokens,
-    num_heads, v_head_dim].
+    """Map attention's sums of latents [..., num_heads, kv_lora_rank] to outputs [..., num_heads,
+    v_head_dim].
     """
     _, of_values = _projection(module, out.dtype)
-    return torch.einsum("thr,hvr->thv", out, of_values)
+    return torch.einsum("...hr,hvr->...hv", out, of_values)
 
 
 def _projection(module: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,30 +1,35 @@
 """Attention of a transformers model, computed by a data plane.
 
-Transformers calls attention by name through its AttentionInterface. The name "kvplane" passes q, k
-and v of each layer to the step that runs now, which a context variable holds, and returns that
-step's output. The mask of that name is None on purpose: a plan's spans say which positions a token
-sees, so there is nothing left to mask. The model's arguments for a layer's attention are passed on
-as AttentionOptions.
+Transformers calls attention by name through its AttentionInterface. The name "kvplane" is one
+operator of torch, ``kvplane::attention``: torch.compile takes it into its graph as it is, and knows
+its output's shape. When it runs, it passes q, k and v of the layer to the step that runs now, which
+a context variable holds, and returns that step's output. The mask of that name is None on purpose:
+a plan's spans say which positions a token sees, so there is nothing left to mask. The model's
+arguments for a layer's attention are passed on as AttentionOptions.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 import torch
 from torch.nn.functional import pad
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
 from kvplane.transformers import absorbed
 
 NAME: Final = "kvplane"
-_KEPT: Final = "_kvplane_options"
+_QUALIFIED_NAME: Final = "kvplane::attention"
+_MAX_OPTIONS: Final = 1024  # that are kept
+_Floats = tuple[int, tuple[float, ...]]
 
 
 class Step(Protocol):
@@ -63,7 +68,7 @@ class Running:
     """
 
     step: Step
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor | slice | None
     is_direct: bool
     num_layers: int = 0
     last_layer: int = -1
@@ -73,12 +78,15 @@ _RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
 
 
 @contextlib.contextmanager
-def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]:
-    """Have ``step`` compute the model's attention inside this context.
+def running(
+    step: Step, model: PreTrainedModel, tokens: torch.Tensor | slice | None = None
+) -> Iterator[Running]:
+    """Have ``step`` compute the attention of ``model`` inside this context.
 
-    ``tokens``: the tokens of the batch that the plan computes, int64, as indices into the
-    concatenated rows, in the plan's order; None for all. The output of others is zero.
+    ``tokens``: the tokens of the batch that the plan computes, in its order, as int64 indices into
+    the concatenated rows or as a slice of these; None for all. The output of others is zero.
     """
+    absorbed.keep_latents(model, step.latent_layers)
     is_direct = tokens is None and getattr(step, "takes_model_shapes", False)
     forward = Running(step, tokens, is_direct)
     token = _RUNNING.set(forward)
@@ -86,14 +94,7 @@ def running(step: Step, tokens: torch.Tensor | None = None) -> Iterator[Running]
         yield forward
     finally:
         _RUNNING.reset(token)
-
-
-def keeps_latents(module: Any) -> bool:
-    """Return whether the running step, if there is one, keeps the latents of ``module``."""
-    forward = _RUNNING.get(None)
-    if forward is None or not absorbed.has_latents(module):
-        return False
-    return module.layer_idx in forward.step.latent_layers
+        absorbed.keep_latents(model, frozenset())
 
 
 def register() -> None:
@@ -109,6 +110,7 @@ def check_masks() -> None:
     AttentionMaskInterface.register(NAME, _refuse_later_tokens)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _refuse_later_tokens(
     batch_size: int,
     kv_length: int,
@@ -132,28 +134,6 @@ def _refuse_later_tokens(
         )
 
 
-def _running_for(module: torch.nn.Module) -> Running:
-    """Return the forward pass that a layer belongs to."""
-    if getattr(module, "is_causal", None) is False and not hasattr(module, "layer_idx"):
-        raise InvalidRequestError(
-            f"{type(module).__name__} keeps no keys, as in an image's encoder: call "
-            'model.set_attn_implementation({"text_config": "kvplane", "vision_config": "sdpa"}), '
-            "with the names of its configs",
-            field="model",
-        )
-    running = _RUNNING.get(None)
-    if running is None:
-        raise InvalidRequestError(
-            'attention "kvplane" computes with a cache: give cache=PlaneCache(model), or '
-            "past_key_values=PlaneCache(model) before transformers 5.24. Passes that generate makes"
-            " beside it, as for guidance_scale or an assistant model, have none: they need another"
-            " attention",
-            field="cache",
-        )
-    return running
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -166,8 +146,38 @@ def _attention(
     """Compute attention of query [num_rows, num_heads, num_queries, head_size], the last columns,
     with key and value [num_rows, num_kv_heads, num_columns, size] after RoPE. Returns [num_rows,
     num_queries, num_heads, size of value].
+
+    torch.compile traces this function: what depends on the step that runs is in the operator.
     """
-    if attention_mask is not None:
+    _check(module, query, attention_mask, arguments.get("position_bias"))
+    scale = float(scaling or 0.0)
+    is_latent = absorbed.keeps_latents(module)
+    if is_latent:
+        query = absorbed.over_latents(module, query)
+    out: torch.Tensor = _OPERATOR(
+        _PAGES,
+        query,
+        key,
+        value,
+        module.layer_idx,
+        scale,
+        arguments.get("sliding_window") or 0,
+        float(arguments.get("softcap") or 0.0),
+        arguments.get("s_aux"),
+        _slopes(module),
+        is_latent,
+    )
+    return absorbed.from_latents(module, out) if is_latent else out, None
+
+
+def _check(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+) -> None:
+    """Raise InvalidRequestError for a call whose arguments "kvplane" does not serve."""
+    if mask is not None:
         raise InvalidRequestError(
             "is not served: a token sees all positions up to its own, or a window of them",
             field="attention_mask",
@@ -176,110 +186,153 @@ def _attention(
         raise InvalidRequestError(
             "has no gradient: compute under torch.no_grad()", field="attention"
         )
-    running = _running_for(module)
-    index = module.layer_idx
+    if position_bias is not None:  # no option expresses it
+        raise InvalidRequestError("attention has a position bias", field="model")
+    index = getattr(module, "layer_idx", None)
+    if index is None and getattr(module, "is_causal", None) is False:
+        raise InvalidRequestError(
+            f"{type(module).__name__} keeps no keys, as in an image's encoder: call "
+            'model.set_attn_implementation({"text_config": "kvplane", "vision_config": "sdpa"}), '
+            "with the names of its configs",
+            field="model",
+        )
     if not isinstance(index, int):
         raise TypeError(f"layer_idx of {type(module).__name__} is {index!r}, not an int")
-    if index == running.last_layer:
-        raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
-    options = options_of(module, scaling, arguments)
-    is_latent = keeps_latents(module)
-    if running.is_direct and not is_latent and query.shape[2] == key.shape[2]:
-        out = running.step.layer(index, query, key, value, options=options)
-        running.last_layer = index
-        running.num_layers += 1
-        return out, None
-    if is_latent:
-        query = absorbed.over_latents(module, query)
+
+
+# The calls of a graph keep their order, and none is left out, as each one changes the pages. Those
+# are behind the step, so a tensor without elements stands for all of them.
+torch.library.define(
+    _QUALIFIED_NAME,
+    "(Tensor(a!) pages, Tensor query, Tensor key, Tensor value, int layer, float scale, "
+    "int window, float soft_cap, Tensor? sinks, Tensor? slopes, bool is_latent) -> Tensor",
+)
+_OPERATOR: Final = torch.ops.kvplane.attention.default
+with torch.inference_mode(mode=False):
+    _PAGES: Final = torch.empty(0)
+
+
+@torch.library.impl(_QUALIFIED_NAME, "CompositeExplicitAutograd")
+def _compute(
+    pages: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    is_latent: bool,
+) -> torch.Tensor:
+    """Have the running step compute a layer. Shapes are those of ``_attention``; where latents are
+    kept, ``key`` is the latent, and ``value`` its part that the output is made of.
+    """
+    running = _RUNNING.get(None)
+    if running is None:
+        raise InvalidRequestError(
+            'attention "kvplane" computes with a cache: give cache=PlaneCache(model), or '
+            "past_key_values=PlaneCache(model) before transformers 5.24. Passes that generate makes"
+            " beside it, as for guidance_scale or an assistant model, have none: they need another"
+            " attention",
+            field="cache",
+        )
+    if layer == running.last_layer:
+        raise InvalidRequestError(f"layer {layer} calls attention twice", field="model")
+    options = options_of(scale, window, soft_cap, sinks, slopes)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
+    if running.is_direct and not is_latent and num_queries == num_columns:
+        out = running.step.layer(layer, query, key, value, options=options)
+        running.last_layer = layer
+        running.num_layers += 1
+        return out
     # Layers that share keys with earlier ones may leave out columns whose logits are not needed.
     if num_queries != num_columns:
         query = pad(query, (0, 0, num_columns - num_queries, 0))
     out = running.step.layer(
-        index,
+        layer,
         _packed(query, running.tokens),
         _packed(key, running.tokens),
         None if is_latent else _packed(value, running.tokens),
         options=options,
     )
-    if is_latent:
-        out = absorbed.from_latents(module, out)
-    running.last_layer = index
+    running.last_layer = layer
     running.num_layers += 1
     if running.tokens is not None:
         every = out.new_zeros(num_rows * num_columns, *out.shape[1:])
-        out = every.index_copy_(0, running.tokens, out)
+        every[running.tokens] = out
+        out = every
     out = out.view(num_rows, num_columns, *out.shape[1:])
-    return out if num_queries == num_columns else out[:, -num_queries:], None
+    return out if num_queries == num_columns else out[:, -num_queries:].contiguous()
 
 
-def _packed(tensor: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+@torch.library.register_fake(_QUALIFIED_NAME)  # type: ignore[untyped-decorator]
+def _shape(
+    pages: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    """Return an output of the right shape, as torch.compile asks for."""
+    num_rows, num_heads, num_queries = query.shape[:3]
+    return query.new_empty(num_rows, num_queries, num_heads, value.shape[3])
+
+
+def _packed(tensor: torch.Tensor, tokens: torch.Tensor | slice | None) -> torch.Tensor:
     """Reshape [num_rows, num_heads, num_columns, size] to [num_tokens, num_heads, size]."""
     rows = tensor.transpose(1, 2).flatten(0, 1)
     return rows if tokens is None else rows[tokens]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Options of a module, and the arguments they were made from. Sinks and slopes, a layer's
-    parameters, are compared by identity and count of changes: comparing values costs more than
-    making options.
-    """
-
-    numbers: tuple[float, ...]
-    sinks: torch.Tensor | None
-    slopes: torch.Tensor | None
-    options: AttentionOptions
-
-
 def options_of(
-    module: torch.nn.Module, scaling: float | None, arguments: Mapping[str, Any]
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> AttentionOptions:
-    """Return the options of an attention call of ``module``; it caches them for later calls.
-
-    ``scaling`` and ``arguments``, the other keyword arguments, have transformers' names.
-    ALiBi slopes, float32 [num_heads], are an attribute of the module, "alibi_slopes", because
-    transformers has no argument for them. Raises InvalidRequestError for a position bias, which no
-    option expresses.
+    """Return the options of an attention call; equal ones are made once. ``sinks`` and ALiBi
+    ``slopes``: [num_heads].
     """
-    if arguments.get("position_bias") is not None:
-        raise InvalidRequestError("attention has a position bias", field="model")
-    scale = float(scaling or 0.0)
-    window = arguments.get("sliding_window") or 0
-    soft_cap = float(arguments.get("softcap") or 0.0)
-    sinks, slopes = arguments.get("s_aux"), _slopes(module)
-    num_changes = _num_changes(sinks), _num_changes(slopes)
-    numbers: tuple[float, ...] = (scale, window, soft_cap, *num_changes)
-    kept: _Kept | None = module.__dict__.get(_KEPT)
-    if (
-        kept is None
-        or kept.numbers != numbers
-        or kept.sinks is not sinks
-        or kept.slopes is not slopes
-    ):
-        options = AttentionOptions(
-            scale=scale,
-            sliding_window_tokens=window,
-            alibi_slopes=_floats(slopes),
-            sinks=_floats(sinks),
-            logit_soft_cap=soft_cap,
-        )
-        kept = _Kept(numbers, sinks, slopes, options)
-        setattr(module, _KEPT, kept)
-    return kept.options
+    return _options(scale, window, soft_cap, _floats(sinks), _floats(slopes))
+
+
+@lru_cache(maxsize=_MAX_OPTIONS)
+def _options(
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: tuple[float, ...],
+    slopes: tuple[float, ...],
+) -> AttentionOptions:
+    return AttentionOptions(
+        scale=scale,
+        sliding_window_tokens=window,
+        alibi_slopes=slopes,
+        sinks=sinks,
+        logit_soft_cap=soft_cap,
+    )
 
 
 def _slopes(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return the module's ALiBi slopes, if any. ``getattr`` takes microseconds without them."""
+    """Return the module's ALiBi slopes, float32 [num_heads], if any: transformers has no argument
+    for them. ``getattr`` takes microseconds without them.
+    """
     own = module.__dict__
     slopes: torch.Tensor | None = own.get("alibi_slopes")
     return own.get("_buffers", own).get("alibi_slopes") if slopes is None else slopes
 
 
-def _num_changes(tensor: torch.Tensor | None) -> int:
-    """Return how often a tensor was changed in place; not counted for inference tensors."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+_FLOATS: Final[MutableMapping[torch.Tensor, _Floats]] = WeakTensorKeyDictionary()
+"""Numbers of sinks and slopes, a layer's parameters, with the count of changes they are of: to read
+them at each call would cost more than all else here.
+"""
 
 
 def _floats(tensor: torch.Tensor | None) -> tuple[float, ...]:
-    return () if tensor is None else tuple(tensor.detach().float().flatten().tolist())
+    if tensor is None:
+        return ()
+    # Changes of inference tensors are not counted.
+    version = 0 if tensor.is_inference() else tensor._version
+    known = _FLOATS.get(tensor)
+    if known is None or known[0] != version:
+        known = _FLOATS[tensor] = version, tuple(tensor.detach().float().flatten().tolist())
+    return known[1]

@@ -251,7 +251,8 @@ class PlaneCache(Cache):
         start = first + inputs.leave_out(kwargs, min(computed) - first)
         tokens = _computed_tokens(computed, start, stop, ids.device)
         self._forward = ExitStack()
-        self._running = self._forward.enter_context(attention.running(self._planes.backend, tokens))
+        running = attention.running(self._planes.backend, module, tokens)
+        self._running = self._forward.enter_context(running)
         self._extent.num_columns, self._num_columns_after = start, stop
         kwargs["position_ids"] = positions[:, start - first :]
         return kwargs

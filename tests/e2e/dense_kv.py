@@ -35,7 +35,7 @@ class DenseKv:
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], first: int) -> torch.Tensor:
         """float32 [tokens from ``first`` on, vocabulary]."""
-        with attention.running(self):
+        with attention.running(self, self._loaded.model):
             output = self._loaded.model(
                 input_ids=torch.tensor([token_ids]),
                 position_ids=torch.arange(len(token_ids))[None],

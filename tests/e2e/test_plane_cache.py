@@ -176,17 +176,6 @@ def test_a_module_that_took_one_of_our_names_is_named(monkeypatch: pytest.Monkey
         PlaneCache(tiny_llama(), **POOL)
 
 
-def test_a_compiled_model_gives_what_it_gives_otherwise(model: PreTrainedModel) -> None:
-    ids = one_prompt()["input_ids"]
-    want = forward(model, None, ids).logits
-    compiled = tiny_llama()
-    compiled.forward = torch.compile(compiled.forward, backend="eager")
-    with PlaneCache(compiled, **POOL) as cache:
-        got = forward(compiled, cache, ids).logits
-        torch.testing.assert_close(got, want, atol=ATOL, rtol=0)
-    close_planes(compiled)
-
-
 @pytest.mark.parametrize("family", ["bloom", "falcon", "mpt"])
 def test_an_adapted_model_attends_as_before_once_its_planes_are_closed(family: str) -> None:
     model = tiny_model(family)

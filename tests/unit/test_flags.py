@@ -42,8 +42,9 @@ def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str
         ((ControlPlaneSettings,), 36),
         # 45 beside --opaque-page-bytes, --model-id and --file-tier-after.
         ((DataPlaneSettings,), 48),
-        # 50 beside --grace-s, --max-connections, --memory-utilization, and four of /metrics.
-        (ENGINE, 57),
+        # 50 beside --grace-s, --max-connections, --memory-utilization, --compile, and four of
+        # /metrics.
+        (ENGINE, 58),
     ],
 )
 def test_programs_have_at_most_so_many_flags(

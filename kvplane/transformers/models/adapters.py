@@ -87,6 +87,7 @@ def _attend(
 
 def _hand_on_latents(model: PreTrainedModel) -> None:
     """Change the layers of ``model`` that have latents, so that they pass them on."""
+    absorbed.share(model)
     modules: list[Any] = list(model.modules())
     for module in modules:
         if absorbed.has_latents(module):
@@ -99,7 +100,7 @@ def _expand_kv(
     """Map [num_rows, 1, num_columns, kv_lora_rank] and [..., qk_rope_head_dim] to keys and values,
     or to the stored latent and its first part, which takes the value's place.
     """
-    if attention.keeps_latents(module):
+    if absorbed.keeps_latents(module):
         return torch.cat((latent, rotary), dim=-1), latent
     expanded: tuple[torch.Tensor, torch.Tensor]
     expanded = type(module).expand_kv(module, latent, rotary)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,15 +18,23 @@ def packed_logits(
     positions: Sequence[int],
     last: Sequence[int],
     step: attention.Step,
+    *,
+    forward: Callable[..., Any] | None = None,
+    width: int = 0,
 ) -> torch.Tensor:
     """Run a forward pass of one row that several sequences share, with attention by ``step``.
     Returns float32 logits [len(last), vocabulary], after the tokens that ``last`` counts from 0.
+
+    ``forward``: computes ``model``, if not as it is written. ``width``: tokens that the row is
+    padded to; ``step`` computes none of the padding.
     """
-    keeps_all = len(last) == len(tokens)  # passed as 0, so that rows are not copied
-    with attention.running(step):
-        output = model(
-            input_ids=torch.tensor([tokens], device=model.device),
-            position_ids=torch.tensor([positions], device=model.device),
+    num_tokens = len(tokens)
+    padding = [0] * (width - num_tokens)
+    keeps_all = len(last) == num_tokens  # passed as 0, so that rows are not copied
+    with attention.running(step, model, slice(num_tokens) if padding else None):
+        output = (forward or model)(
+            input_ids=torch.tensor([[*tokens, *padding]], device=model.device),
+            position_ids=torch.tensor([[*positions, *padding]], device=model.device),
             use_cache=False,
             logits_to_keep=0
             if keeps_all
@@ -33,5 +42,5 @@ def packed_logits(
         )
     logits: torch.Tensor = output.logits[0]
     if len(logits) != len(last):  # the model computes them for every token
-        logits = logits[list(last)]
+        logits = logits[:num_tokens] if keeps_all else logits[list(last)]
     return logits.float()

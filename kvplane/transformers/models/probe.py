@@ -196,7 +196,7 @@ def _measure(
 
     Raises InvalidRequestError unless every layer that ran calls attention once.
     """
-    recorder = _Recorder(of_config)
+    recorder = Recorder(of_config)
     run(recorder)
     found = recorder.shapes
     if not found:
@@ -215,7 +215,7 @@ def _measure(
     return [found.get(index) or like.get(shape, shape) for index, shape in enumerate(of_config)]
 
 
-class _Recorder:
+class Recorder:
     """A step that records the shape of each layer's call by its index, and returns zeros."""
 
     def __init__(self, of_config: Sequence[LayerShape]) -> None:
