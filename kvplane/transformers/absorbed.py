@@ -38,6 +38,11 @@ def share(model: Any) -> None:
             setattr(model, _ATTRIBUTE, kept)
 
 
+def may_keep_latents(model: Any) -> bool:
+    """Return whether ``share`` found layers in ``model`` that can pass latents on."""
+    return _ATTRIBUTE in model.__dict__
+
+
 def keep_latents(model: Any, layers: frozenset[int]) -> None:
     """Have these layers of ``model`` pass latents on from now on, and others keys and values."""
     kept = model.__dict__.get(_ATTRIBUTE)

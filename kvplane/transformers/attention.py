@@ -37,7 +37,7 @@ class Step(Protocol):
 
     @property
     def latent_layers(self) -> frozenset[int]:
-        """The model's layers that keep latents."""
+        """The model's layers that keep latents. Only models that have latents ask for it."""
         ...
 
     def layer(
@@ -86,7 +86,8 @@ def running(
     ``tokens``: the tokens of the batch that the plan computes, in its order, as int64 indices into
     the concatenated rows or as a slice of these; None for all. The output of others is zero.
     """
-    absorbed.keep_latents(model, step.latent_layers)
+    may_keep = absorbed.may_keep_latents(model)  # of other models no step need say what it keeps
+    absorbed.keep_latents(model, step.latent_layers if may_keep else frozenset())
     is_direct = tokens is None and getattr(step, "takes_model_shapes", False)
     forward = Running(step, tokens, is_direct)
     token = _RUNNING.set(forward)
