@@ -169,24 +169,17 @@ class BlockRequests:
             )
 
 
-def in_message(
-    answer: pb.ReadBlocksResponse, data: Sequence[bytes | memoryview]
-) -> pb.ReadBlocksResponse:
-    """Finish an answer as a message."""
-    if data:
-        answer.blocks.data = b"".join(data)
-    return answer
-
-
 def encoded(
     answer: pb.ReadBlocksResponse,
     data: Sequence[bytes | memoryview],
     *,
     around: Sequence[tuple[bytes, int]] = (),
 ) -> bytes:
-    """Finish an answer that has data as its encoding, with one copy of the data. ``around``: the
-    levels around it, as of ``bulk.encode``.
+    """Finish an answer as its encoding, with one copy of the data. ``around``: the levels around
+    it, as of ``bulk.encode``.
     """
+    if not data:
+        return bulk.encode(around, [answer.SerializeToString()])
     tensor = answer.blocks.SerializeToString()
     answer.ClearField("blocks")
     inside = (answer.SerializeToString(), _BLOCKS), (tensor, _DATA)

@@ -16,7 +16,7 @@ from data_plane.execution.plan_runner import PlanLayer
 from data_plane.kernels.backends.bound_layers import BoundLayer
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.memory.upload import upload
-from data_plane.server.block_requests import BlockRequests, encoded, in_message
+from data_plane.server.block_requests import BlockRequests, encoded
 from data_plane.server.calls import refuse_fields
 from data_plane.server.local.region import Region, no_region, overlap
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
@@ -94,7 +94,7 @@ class ExecuteStream:
     def answer(
         self, request: pb.ExecuteRequest, *, is_local: bool = False
     ) -> Slices[pb.ExecuteResponse | bytes]:
-        """Run a request of the stream and return the response; that with blocks encoded.
+        """Run a request of the stream and return the response; one with blocks is encoded.
         ``is_local``: it came by the local socket. Raises KvplaneError.
         """
         kind = request.WhichOneof("message")
@@ -110,11 +110,7 @@ class ExecuteStream:
             return response
         if kind == "read":
             self._check_open(request.read)
-            session_id, read = self.session_id, request.read
-            if not is_local:
-                return self._blocks.read(session_id, read, self._shared, _encoded)
-            message = self._blocks.read(session_id, read, self._shared, in_message)
-            return pb.ExecuteResponse(read=message)
+            return self._blocks.read(self.session_id, request.read, self._shared, _encoded)
         if kind == "write":
             self._check_open(request.write)
             written = self._blocks.write(self.session_id, request.write, self._shared)
