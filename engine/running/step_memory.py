@@ -15,10 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from data_plane.memory.sizing import free_bytes
-from kvplane.attention_options import AttentionOptions
 from kvplane.errors import NeverFitsError
 from kvplane.layout import Layout
+from kvplane.models.model_layers import layer_shapes
 from kvplane.transformers.models.packed import packed_logits
+from kvplane.transformers.models.probe import Recorder
 
 from ..request import SamplingParams
 from ..sampling.sampler import sample
@@ -41,13 +42,13 @@ def utilization_beside_step(
     ``utilization`` of it together with the largest step. ``num_processes``: those on this machine
     that do the same. Raises NeverFitsError where that step alone takes more.
     """
-    step = _LargestStep(layout)
-    step.run(model, max_batch_tokens, max_sequences)  # weights are read from files when first used
+    largest = model, layout, max_batch_tokens, max_sequences
+    run_largest_step(*largest)  # weights are read from files when they are first used
     free = free_bytes(torch.device("cpu"))
     before = _kib("VmRSS")
     with suppress(OSError):  # without it, what was taken before may count too
         (_PROCESS / "clear_refs").write_text(_RESETS_PEAK)
-    step.run(model, max_batch_tokens, max_sequences)
+    run_largest_step(*largest)
     step_bytes = 1024 * max(0, _kib("VmHWM") - before)
     usable = free * utilization / num_processes - step_bytes
     _LOGGER.info("measured free_bytes=%d step_bytes=%d", free, step_bytes)
@@ -69,35 +70,20 @@ class _Row:
     num_prompt_tokens = 1
 
 
-class _LargestStep:
-    """Runs the model with attention that only returns zeros."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.latent_layers = layout.latent_layers
-        self._group_of = {layer: group for group in layout.groups for layer in group.layers}
-
-    def run(self, model: PreTrainedModel, max_batch_tokens: int, max_sequences: int) -> None:
-        """Compute as many tokens as a step may have, of as many sequences, and sample."""
-        num_sequences = min(max_sequences, max_batch_tokens)
-        tokens_each = max_batch_tokens // num_sequences
-        num_tokens = tokens_each * num_sequences
-        positions = [i % tokens_each for i in range(num_tokens)]
-        last = range(tokens_each - 1, num_tokens, tokens_each)
-        logits = packed_logits(model, [0] * num_tokens, positions, last, self)
-        sample(logits, [_Row()] * num_sequences)
-
-    def layer(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor | None,
-        *,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """Return zeros of the output's shape: see ``kvplane.transformers.attention.Step``."""
-        size = self._group_of[index].value_size if value is None else value.shape[-1]
-        return query.new_zeros(*query.shape[:2], size)
+def run_largest_step(
+    model: PreTrainedModel, layout: Layout, max_batch_tokens: int, max_sequences: int
+) -> None:
+    """Compute as many tokens as a step may have, of as many sequences, and sample. Attention only
+    returns zeros.
+    """
+    num_sequences = min(max_sequences, max_batch_tokens)
+    tokens_each = max_batch_tokens // num_sequences
+    num_tokens = tokens_each * num_sequences
+    positions = [i % tokens_each for i in range(num_tokens)]
+    last = range(tokens_each - 1, num_tokens, tokens_each)
+    step = Recorder(layer_shapes(model.config, latent=bool(layout.latent_layers)))
+    logits = packed_logits(model, [0] * num_tokens, positions, last, step)
+    sample(logits, [_Row()] * num_sequences)
 
 
 def _kib(name: str) -> int:

@@ -55,7 +55,7 @@ def test_a_model_with_a_fat_mlp_gets_a_smaller_pool_and_its_steps_fit_beside_it(
     before = step_memory._kib("VmRSS")
     pool = torch.ones(int(fat_share * FREE), dtype=torch.uint8)
     (step_memory._PROCESS / "clear_refs").write_text("5")
-    step_memory._LargestStep(fat[1]).run(fat[0], MAX_TOKENS, 16)
+    step_memory.run_largest_step(*fat, MAX_TOKENS, 16)
     assert 1024 * (step_memory._kib("VmHWM") - before) <= FREE, len(pool)
 
 
