@@ -1,5 +1,5 @@
-"""What the tests of engines share: an engine as a process that answers lines of JSON, and planes
-that are killed and started again.
+"""Runs an engine as a process that answers lines of JSON, and planes that are killed and started
+again.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.planes import ROOT
+from tests.engines.programs import PATIENCE_S
 from tests.engines.questions import prompts_of
 from tests.engines.vllm_engines import (
-    PATIENCE_S,
     PATIENT,
     PYTHON,
     Judge,
@@ -88,7 +88,7 @@ def test_an_engine_killed_in_a_store_leaves_nothing_of_it(judge: Judge, pools: P
     pools.start_data()
     dying = pools.engine("dying", num_whole_stores=num_whole, **PATIENT)
     other = pools.engine("other", **PATIENT)
-    dying.ask(1)
+    dying.question(1)
     assert dying.process.wait(PATIENCE_S) == -signal.SIGKILL
     assert pools.usage().num_held_blocks > 0, "the session has not ended with its engine"
 
@@ -159,7 +159,7 @@ def test_two_engines_at_one_time_store_one_copy(judge: Judge, pools: Pools) -> N
     for engine in engines:  # both have started before either is asked
         judge.ask(engine, 2)
     for engine in engines:
-        engine.ask(1)
+        engine.question(1)
     for engine in engines:
         judge.read(engine, 1)
         engine.end()

@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from scripts.planes import ROOT
+from tests.engines.programs import PATIENCE_S
 from tests.engines.questions import prompts_of
 from tests.engines.vllm_engines import (
     BLOCK,
     ENVIRONMENT,
-    PATIENCE_S,
     PATIENT,
     PYTHON,
     Judge,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -13,11 +11,12 @@ from typing import Any, Final
 from kvplane.results import TierUsage
 from kvplane.sync import ControlClient
 from scripts.planes import ROOT, Plane, start
+from tests.engines import programs
+from tests.engines.programs import PATIENCE_S
 from tests.engines.questions import prompts_of
 from tests.helpers.waiting import wait_until
 
 PYTHON: Final = ROOT / "build/engines/vllm/bin/python"
-PATIENCE_S: Final = 300.0
 BLOCK: Final = 32  # tokens, of vLLM and of the pool
 NUM_BLOCKS: Final = 512
 PATIENT: Final = dict.fromkeys(("connect_s", "lookup_s", "transfer_s"), PATIENCE_S)
@@ -60,7 +59,7 @@ def transfer_of(**tier: Any) -> dict[str, Any]:
     }
 
 
-class Engine:
+class Engine(programs.Engine):
     """vLLM as a process. ``tier``: options of kvplane's; None for vLLM alone. ``weights``: their
     version. ``num_whole_stores``: after so many it is killed in the middle of one.
     """
@@ -73,55 +72,20 @@ class Engine:
         weights: int = 1,
         num_whole_stores: int | None = None,
     ) -> None:
-        self.log = log
         options = {
             "transfer": None if tier is None else transfer_of(**tier),
             "weights": weights,
             "num_whole_stores": num_whole_stores,
         }
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [PYTHON, Path(__file__).with_name("vllm_process.py"), json.dumps(options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                cwd=ROOT,
-                env=os.environ | ENVIRONMENT,
-            )
+        program = Path(__file__).with_name("vllm_process.py")
+        super().__init__([PYTHON, program, json.dumps(options)], ENVIRONMENT, log)
 
-    def ask(self, seed: int, salt: str = "a", lora: Path | None = None, weights: int = 1) -> None:
-        """Send a question. ``lora``: an adapter's folder."""
-        question = {
-            "prompts": prompts_of(seed),
-            "salt": salt,
-            "lora": None if lora is None else str(lora),
-            "weights": weights,
-        }
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
-        self.process.stdin.flush()
-
-    def read(self) -> Answer:
-        """Wait for the next answer."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                answer: Answer = json.loads(line)
-                return answer
-        raise AssertionError(self.log.read_text()[-2000:])
-
-    def end(self) -> None:
-        """End it as its user would."""
-        try:
-            self.process.communicate(timeout=PATIENCE_S)
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """End it at once, and close its pipes."""
-        self.process.kill()
-        self.process.communicate()
+    def question(
+        self, seed: int, salt: str = "a", lora: Path | None = None, weights: int = 1
+    ) -> None:
+        """Ask for the answers to a seed's prompts. ``lora``: an adapter's folder."""
+        adapter = None if lora is None else str(lora)
+        self.ask(prompts=prompts_of(seed), salt=salt, lora=adapter, weights=weights)
 
 
 class Judge:
@@ -133,21 +97,21 @@ class Judge:
         self.num_same = self.num_answers = 0
 
     def expected(self, seed: int, lora: Path | None = None, weights: int = 1) -> Answer:
-        """What it answers, asked once."""
+        """Return what it answers; it is asked once."""
         question = seed, lora, weights
         if question not in self._known:
-            self.engine.ask(seed, lora=lora, weights=weights)
-            self._known[question] = self.engine.read()
+            self.engine.question(seed, lora=lora, weights=weights)
+            self._known[question] = self.engine.answer()
         return self._known[question]
 
     def ask(self, engine: Engine, seed: int, salt: str = "a", **how: Any) -> Answer:
         """Return an engine's answer, which is the expected one."""
-        engine.ask(seed, salt, **how)
+        engine.question(seed, salt, **how)
         return self.read(engine, seed, **how)
 
     def read(self, engine: Engine, seed: int, **how: Any) -> Answer:
         """Return the answer of an engine that was asked."""
-        answer = engine.read()
+        answer = engine.answer()
         self.compare(answer["answers"], self.expected(seed, **how)["answers"])
         return answer
 
@@ -204,12 +168,12 @@ class Pools:
         return engine
 
     def usage(self) -> TierUsage:
-        """What the control plane says of the device's blocks."""
+        """Return what the control plane says of the device's blocks."""
         with ControlClient(self.control.address) as control:
             return control.get_pool("default").usage[0]
 
     def num_sessions(self) -> int:
-        """How many sessions are open."""
+        """Count the open sessions."""
         with ControlClient(self.control.address) as control:
             return len(control.list_sessions("default"))
 
