@@ -117,7 +117,7 @@ def start(backend: DataBackend, plan: Signed) -> ExecuteResponse:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What rank 0 sends to another rank to start it. ``meeting``: see ``RankGroup``."""
+    """Tells another rank how to start; rank 0 sends it. ``meeting``: see ``RankGroup``."""
 
     config: EngineSettings
     layout: Layout

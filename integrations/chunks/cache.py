@@ -46,11 +46,11 @@ _FLUSH_S: Final = 0.5
 _CLOSE_S: Final = 1.0
 _PROBE_S: Final = 10.0
 _PROBED_S: Final = 1.0
-"""How often, and for how long, look-ups may load although loads do not pay: to see whether they do
-again.
+"""While loads do not pay, look-ups may still load once in ``_PROBE_S``, for ``_PROBED_S``, which
+shows whether loads pay again.
 """
 _OLD_SHARE: Final = 0.8
-"""What counts of earlier loads beside one load, when their speed is judged."""
+"""The speed is judged by the last load and this share of what earlier ones count."""
 _TOKEN_BYTES: Final = 4
 COUNTERS: Final = (
     *("hits", "misses", "misses_breaker", "misses_capacity", "misses_evicted"),

@@ -44,7 +44,7 @@ async def doctor(
     bytes_per_token: float | None,
     prefill_tokens_per_s: float | None,
 ) -> int:
-    """Whether an engine here would reach a pool of opaque pages, and how fast pages come back;
+    """Say whether an engine here would reach a pool of opaque pages, and how fast pages come back;
     exit code 0 if one can be used.
     """
     rows: list[dict[str, Any]] = []

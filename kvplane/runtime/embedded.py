@@ -95,7 +95,7 @@ class EmbeddedBackend:
 
     has_passes = True
     takes_model_shapes = True
-    """Whether ``layer`` takes tensors in transformers' shapes: it does, see ``Step``."""
+    """Says that ``layer`` takes tensors in transformers' shapes: see ``Step``."""
 
     def open(self, session: OpenedSession) -> None:
         """Open the session at the executor, by its grant."""

@@ -74,7 +74,7 @@ class DenseKv:
         return output[0].transpose(0, 1)
 
     def _stored(self, numbers: torch.Tensor, scale: float) -> torch.Tensor:
-        """What is read after ``numbers`` were written."""
+        """Return what is read after ``numbers`` were written."""
         if self._dtype is None:
             return numbers
         of_float32 = torch.tensor(scale)

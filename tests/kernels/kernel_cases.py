@@ -275,7 +275,7 @@ def _unwritten(pages: Any) -> Any:
 def has_bits_of_its_own(
     isa: str, dtype: torch.dtype, pages_dtype: torch.dtype, head_size: int
 ) -> bool:
-    """Whether an instruction set may give other bits than baseline, which fuses nothing."""
+    """Return whether an instruction set may give other bits than baseline, which fuses nothing."""
     stored = isa != "baseline" and pages_dtype != torch.float32 and head_size % 16 == 0
     return stored or (isa == "avx512bf16" and dtype == torch.bfloat16)
 

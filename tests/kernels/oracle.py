@@ -11,7 +11,7 @@ import torch
 
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Pattern = tuple[int, int, int, int]
-"""Of block-sparse attention: block tokens, local blocks, vertical stride, head sliding step."""
+"""A pattern of block-sparse attention has block tokens, local blocks, stride and sliding step."""
 FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
