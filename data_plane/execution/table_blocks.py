@@ -146,8 +146,8 @@ class TableBlocks:
         entries: Sequence[int],
         keys: Sequence[bytes],
     ) -> Iterator[tuple[list[memoryview], pb.Blocks | None]]:
-        """Lend opaque pages, of a table of the session ``source`` or of a grant, as
-        ``opaque_pages.read`` returns them, and for a table its blocks.
+        """Lend opaque pages in the form that ``opaque_pages.read`` returns. ``source``: a session's
+        id, to read one of its tables, or a grant. For a table, yields its blocks too.
         """
         opaque_pages.check_keys(keys, len(entries))
         with ExitStack() as stack:

@@ -1,8 +1,8 @@
-"""A model whose steps of decoding are compiled: one program for each number of sequences that is a
-power of two. Fewer sequences are padded to it.
+"""A model whose decode steps are compiled, one program for each batch size that is a power of two.
+Other batch sizes are padded up to the next one.
 
-All are compiled before the engine opens its session, because a compilation takes seconds to
-minutes. Steps with a part of a prompt have any number of tokens, and run as the model is written.
+All programs are compiled before the engine opens its session, because compiling takes seconds to
+minutes. Steps that include prefill tokens can have any number of tokens, and run eagerly.
 """
 
 from __future__ import annotations

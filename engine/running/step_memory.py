@@ -38,9 +38,10 @@ def utilization_beside_step(
     max_batch_tokens: int,
     max_sequences: int,
 ) -> float:
-    """Return which share of the free memory a pool on the CPU may take, so that it takes
-    ``utilization`` of it together with the largest step. ``num_processes``: those on this machine
-    that do the same. Raises NeverFitsError where that step alone takes more.
+    """Return the fraction of the free memory to give a pool on the CPU, so that the pool and the
+    largest step together use at most ``utilization`` of it. ``num_processes``: how many processes
+    of this machine size a pool this way, this one included. Raises NeverFitsError if the step alone
+    exceeds the limit.
     """
     largest = model, layout, max_batch_tokens, max_sequences
     run_largest_step(*largest)  # weights are read from files when they are first used

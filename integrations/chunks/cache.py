@@ -131,7 +131,9 @@ class _Speed:
         self._taken_s = _OLD_SHARE * self._taken_s + taken_s
 
     def pays(self, break_even_bytes_per_s: float) -> bool:
-        """Return whether to look up and load: also at times where loads are slower than that."""
+        """Return whether to look up and load. While loads are slower than the given speed, this is
+        still true now and then, so that their speed is measured again.
+        """
         now_s = time.monotonic()
         is_fast = self._num_bytes >= break_even_bytes_per_s * self._taken_s
         if is_fast or now_s >= self._probe_at_s:
@@ -200,9 +202,9 @@ class ChunkCache:
     def look_up_named(
         self, namespace: str, names: Sequence[bytes], *, to_load: bool = True
     ) -> Future[Found | None]:
-        """Look up chunks that were stored by name: ``num_blocks`` is 1 for one that is cached.
-        ``to_load``: false to see what need not be stored, which reads no files, and is known also
-        while loads do not pay.
+        """Look up chunks that were stored by name. In the result, ``num_blocks`` is 1 for a cached
+        chunk and 0 otherwise. ``to_load``: False to check only which chunks need not be stored
+        again; this reads no files, and works even while loads are declined as too slow.
         """
         return self._begin(self._look_up(namespace, [*map(_named, names)], to_load=to_load))
 
