@@ -25,13 +25,14 @@ from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.results import OperationResult, PoolInfo
 from kvplane.session import Session
 from kvplane.transformers import attention
+from kvplane.transformers.columns import ColumnLayer, Extent
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
@@ -39,44 +40,6 @@ from kvplane.transformers.planes import Planes, PlaneSettings, check_length, pla
 attention.register()
 
 _FIELD: Final = "cache"
-
-
-class _Extent:
-    """The number of columns that the model has seen so far."""
-
-    num_columns = 0
-
-
-class _ColumnLayer(CacheLayerMixin):
-    """A cache layer as transformers sees it: a number of columns, the same for all layers."""
-
-    is_croppable = True
-
-    def __init__(self, extent: _Extent) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._extent = extent
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing, because there is nothing to allocate."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys and values as they are: see ``PlaneCache.update``."""
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of all columns, and the first one's index, 0."""
-        return self._extent.num_columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of columns so far."""
-        return self._extent.num_columns
-
-    def get_max_length(self) -> int:
-        """Return -1, which means that the layer itself has no limit."""
-        return -1
 
 
 class PlaneCache(Cache):
@@ -97,8 +60,8 @@ class PlaneCache(Cache):
         self._model = weakref.ref(model)
         self._settings = settings
         self._planes = planes_of(model, PlaneSettings(**settings))
-        self._extent = _Extent()
-        super().__init__(layers=[_ColumnLayer(self._extent)] * self._planes.num_layers)
+        self._extent = Extent()
+        super().__init__(layers=[ColumnLayer(self._extent)] * self._planes.num_layers)
         self._rows: list[_Row] = []
         self._pending: list[ops.Operation] = []  # for the next step
         self._held = _Held(self._planes)
