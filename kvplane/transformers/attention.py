@@ -64,7 +64,8 @@ class Step(Protocol):
 @dataclass(slots=True)
 class Running:
     """State of a forward pass. ``num_layers``: calls of attention so far. ``is_direct``: whether
-    the step takes transformers' shapes and computes all tokens.
+    the step takes transformers' shapes and computes all tokens. ``noted_layer``: see
+    ``note_layer``.
     """
 
     step: Step
@@ -72,6 +73,7 @@ class Running:
     is_direct: bool
     num_layers: int = 0
     last_layer: int = -1
+    noted_layer: int | None = None
 
 
 _RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
@@ -96,6 +98,15 @@ def running(
     finally:
         _RUNNING.reset(token)
         absorbed.keep_latents(model, frozenset())
+
+
+def note_layer(index: int) -> None:
+    """Say that the next call of attention is that of layer ``index``. Its module may serve several
+    layers, as in Zamba2, and have no index of its own.
+    """
+    running = _RUNNING.get(None)
+    if running is not None:
+        running.noted_layer = index
 
 
 def register() -> None:
@@ -239,6 +250,8 @@ def _compute(
             " attention",
             field="cache",
         )
+    if running.noted_layer is not None:
+        layer, running.noted_layer = running.noted_layer, None
     if layer == running.last_layer:
         raise InvalidRequestError(f"layer {layer} calls attention twice", field="model")
     options = options_of(scale, window, soft_cap, sinks, slopes)

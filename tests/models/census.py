@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
-from kvplane.layout import LayerGroup
+from kvplane.layout import STATE, LayerGroup
 from kvplane.models.model_layers import layer_groups
 from kvplane.runtime.probe_planes import ProbePlanes
 from kvplane.transformers import attention
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
-from kvplane.transformers.models.probe import probe
+from kvplane.transformers.models.probe import probe, states_of
+from kvplane.transformers.states import StateCache, States
 from tests.models.tiny_models import TYPES, VOCABULARY, tiny_model
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -112,6 +113,7 @@ def examine(model_type: str) -> Row:
         where = f"{error.field} " if error.message.startswith("must") else ""
         return Row(model_type, REFUSED, _plain(f"{where}{error.message}"))
     needs = check_exact(model, groups)
+    groups = tuple(group for group in groups if group.cache_kind != STATE)
     if "latents" in needs:  # their keys and values can be kept instead
         check_exact(model, probe(model, latent=False))
     if len(groups) > 1:
@@ -130,6 +132,7 @@ def check_exact(model: PreTrainedModel, groups: Sequence[LayerGroup]) -> list[st
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in _LENGTHS]
     wanted = _eager(model, tokens)
+    groups = [group for group in groups if group.cache_kind != STATE]
     observer = Observer(ProbePlanes(groups, "float32", _LENGTHS))
     off = float((_through(model, tokens, observer) - wanted).abs().max() / wanted.std())
     assert off <= _TOLERANCE, f"{model.config.model_type}: logits are {off:.2g} deviations off"
@@ -151,7 +154,11 @@ def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
 def _through(
     model: PreTrainedModel, tokens: Sequence[list[int]], observer: Observer
 ) -> torch.Tensor:
+    states = states_of(model)
     adapters.set_attention(model, attention.NAME)
+    if states is not None:
+        observer.needs["running states"] = None
+        return _through_states(model, tokens, observer, states)
     rows = []
     for spans in _PASSES:
         observer.planes.begin(spans)
@@ -159,6 +166,26 @@ def _through(
         positions = [p for _, first, n in spans for p in range(first, first + n)]
         rows.append(packed_logits(model, ids, positions, range(len(ids)), observer))
     return torch.cat(rows)
+
+
+@torch.inference_mode()
+def _through_states(
+    model: PreTrainedModel, tokens: Sequence[list[int]], observer: Observer, states: States
+) -> torch.Tensor:
+    """Each span in a row of its own, which continues from the pages of the one before."""
+    logits, pages = [], dict[int, torch.Tensor]()
+    for i, first, n in (span for spans in _PASSES for span in spans):
+        cache = StateCache(model, states)
+        if first:
+            cache.restore(pages[i])
+        observer.planes.begin([(i, first, n)])
+        ids = torch.tensor([tokens[i][first : first + n]])
+        positions = torch.arange(first, first + n)[None]
+        with attention.running(observer, model):
+            output = model(ids, position_ids=positions, cache=cache, use_cache=True)
+        logits.append(output.logits[0].float())
+        pages[i] = cache.pages()
+    return torch.cat(logits)
 
 
 def _plain(reason: str) -> str:
