@@ -181,6 +181,47 @@ def conversation(model: PreTrainedModel, **settings: Any) -> None:
             branch.close()
 
 
+def block_edges(model: PreTrainedModel, **settings: Any) -> None:
+    """Compare prompts that end before, at and after each block's edge, twice each: first cut to
+    there, then with other tokens behind, which continue from the last edge before the prompt's end.
+    """
+    row = prompts(seed=7, num_columns=60)["input_ids"][:1]
+    other = prompts(seed=8)["input_ids"][:1, :9]
+    for length in (15, 16, 17, 31, 32, 33, 48, 49, 60):
+        whole = (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+        for ids in (row[:, :length], torch.cat([row[:, :length], other], dim=1)):
+            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            want = answer(model, None, **given, max_new_tokens=3)
+            with PlaneCache(model, **settings) as cache:
+                assert_same(answer(model, cache, **given, max_new_tokens=3), want)
+                is_again = ids.shape[1] > length or (length - 1) % BLOCK_SIZE
+                assert cache.num_cached_tokens == [whole if is_again else whole - BLOCK_SIZE]
+
+
+def rows_with_hits(model: PreTrainedModel, **settings: Any) -> None:
+    """Compare batches whose rows were computed before up to the same column, to columns from which
+    an earlier one is common, to none, and with padding in which blocks end nowhere together.
+    """
+    rows = prompts(seed=9, num_columns=56)["input_ids"][:2]
+
+    def check(first: int, second: int, padding: int, cached: list[int]) -> None:
+        ids = torch.stack([rows[0, :first], pad(rows[1, :second], (first - second, 0))])
+        mask = (torch.arange(first) >= torch.tensor([0, padding])[:, None]).long()
+        ids, given = ids * mask, {"attention_mask": mask}
+        want = answer(model, None, input_ids=ids, **given, max_new_tokens=4)
+        with PlaneCache(model, **settings) as cache:
+            got = answer(model, cache, input_ids=ids, **given, max_new_tokens=4)
+            assert_same(got, want)
+            assert cache.num_cached_tokens == cached
+
+    check(20, 20, 0, [0, 0])  # checkpoints of both after 16 tokens
+    check(40, 24, 16, [0, 0])  # the rows' hits begin at columns 16 and 32
+    check(40, 24, 16, [32, 16])  # now both have one at column 32
+    check(40, 40, 0, [16, 16])  # one had 32 tokens, the other 16
+    check(40, 35, 5, [0, 0])
+    check(40, 40, 0, [32, 32])
+
+
 CHECKS: tuple[Check, ...] = (
     greedy_with_padding,
     second_call,
