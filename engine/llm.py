@@ -32,6 +32,7 @@ from .parallel.backends import backend_of
 from .parallel.leader import ParallelBackend
 from .request import Delta, RequestOutput, SamplingParams
 from .running.core import EngineCore
+from .scheduling.checkpoints import CheckpointScheduler
 from .scheduling.loading import LoadingScheduler
 from .scheduling.scheduler import Scheduler
 from .stats import EngineStats
@@ -297,8 +298,10 @@ def _core(
         "max_batch_tokens": config.max_batch_tokens,
         "max_sequences": config.max_sequences,
     }
-    if link.has_file_tier:
-        scheduler: Scheduler = LoadingScheduler(link.begin_load, **settings)
+    if loaded.states is not None:
+        scheduler: Scheduler = CheckpointScheduler(config.checkpoint_every_blocks, **settings)
+    elif link.has_file_tier:
+        scheduler = LoadingScheduler(link.begin_load, **settings)
     else:
         scheduler = Scheduler(**settings)
     return EngineCore(
@@ -347,6 +350,11 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
         packs=packs,
         max_total_tokens=config.max_total_tokens,
     )
+    if loaded.states is not None and (config.compile or config.tensor_parallel > 1):
+        raise InvalidRequestError(
+            "is not served for a model with running states",
+            field="compile" if config.compile else "tensor_parallel",
+        )
     layout = layout_from_hf(
         config.model,
         block_size_tokens=config.block_size_tokens if pool is None else pool.block_size_tokens,
