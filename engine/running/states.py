@@ -81,8 +81,8 @@ class StateRunner:
         """Return the batch whose rows are the sequences of ``spans``; one without a state is alone,
         and begins, or continues from a checkpoint.
         """
-        states = [span.sequence.state for span in spans]
-        first = states[0]
+        states: list[_RowState] = [span.sequence.state for span in spans]
+        first: _RowState | None = states[0]
         if first is None:
             (span,) = spans
             cache = StateCache(self._model, self._states)

@@ -508,7 +508,7 @@ class PlaneCache(Cache):
         self._rows = rows
         for layer in self.layers if self._states is not None else ():
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                LinearAttentionCacheLayerMixin.reorder_cache(layer, torch.tensor(indices))
+                LinearAttentionCacheLayerMixin.reorder_cache(layer, torch.LongTensor(indices))
 
 
 class _Held:

@@ -31,7 +31,7 @@ _UNIT_BYTES: Final = 64
 _KINDS: Final = ("conv_states", "recurrent_states")
 
 
-class _StateAndColumnLayer(LinearAttentionLayer, ColumnLayer):
+class _StateAndColumnLayer(LinearAttentionLayer, ColumnLayer):  # type: ignore[override]
     """A layer with a running state and with attention, as Falcon-H1 has."""
 
     is_compileable = False
@@ -49,11 +49,10 @@ def cache_layers(config: PreTrainedConfig, extent: Extent) -> list[Any]:
 
 
 def _without_keys(layer: Any, extent: Extent) -> Any:
+    num_states = getattr(layer, "number_of_states", 0)
     if not isinstance(layer, CacheLayerMixin):
         return layer
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        return _StateAndColumnLayer(extent, layer.number_of_states)
-    return ColumnLayer(extent)
+    return _StateAndColumnLayer(extent, num_states) if num_states else ColumnLayer(extent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +121,8 @@ class States:
                 self._set(layers[index], tensor, rows.view(-1, *tensor.shape))
 
     def _set(self, layer: Any, tensor: _StateTensor, rows: torch.Tensor) -> None:
-        LinearAttentionLayer.lazy_initialization(
-            layer, **{tensor.kind: rows}, state_idx=tensor.index
-        )
+        empty: dict[str, Any] = {tensor.kind: rows, "state_idx": tensor.index}
+        LinearAttentionLayer.lazy_initialization(layer, **empty)
         getattr(layer, tensor.kind)[tensor.index].copy_(rows)
         layer.has_previous_state[tensor.index] = True
 

@@ -189,8 +189,9 @@ def _through_states(
 
 
 def _plain(reason: str) -> str:
-    """Without the type's name, and figures of the comparison, which differ by machine."""
+    """Without the type's name, that of a layer's type, and figures, which differ by machine."""
     reason = re.sub("^a model of type '[^']*':? ", "", reason)
+    reason = re.sub(r"^layer \d+ is of type '[^']*'", "a layer is of another type", reason)
     reason = re.sub(r" \([^()]* off, [^()]* allowed\)", "", reason).strip().replace("\n", " ")
     return reason.replace("gives other logits through kvplane than through transformers", _DIFFERS)
 

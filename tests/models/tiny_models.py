@@ -86,6 +86,8 @@ _SIZES: Final = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
 }
