@@ -101,6 +101,10 @@ class Shard:
         end = self.first_layer + self.num_layers
         return tuple(x for x in layout.groups[group].layers if self.first_layer <= x < end)
 
+    def state_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Return the model's layers whose states the shard keeps, ascending."""
+        return () if layout.state_group is None else self.group_layers(layout, layout.state_group)
+
     def kv_heads(self, layout: Layout, group: int) -> range:
         """Return the KV heads of a group's layers that the shard holds."""
         num_heads, most = layout.groups[group].num_kv_heads, most_kv_heads(layout)
