@@ -26,6 +26,7 @@ from transformers.models.mpt import modeling_mpt
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from kvplane.transformers import absorbed, attention
+from kvplane.transformers.models.positions import adapt_positions
 
 Forward = Callable[..., Any]
 _ADAPTED: Final = "_kvplane_adapted"
@@ -33,8 +34,9 @@ _ADAPTED: Final = "_kvplane_adapted"
 
 def adapt(model: PreTrainedModel) -> None:
     """Change the attention modules of ``model`` that this file knows, so that they use "kvplane"
-    and pass latents on.
+    and pass latents on, and its position embeddings.
     """
+    adapt_positions(model)
     _hand_on_latents(model)
     modules: list[Any] = list(model.modules())
     for module in modules:
