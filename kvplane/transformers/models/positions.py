@@ -47,16 +47,13 @@ def adapt_positions(model: PreTrainedModel) -> None:
     if _ATTRIBUTE in model.__dict__:
         return
     positions = _Positions(model.config)
-    for name, module in list(model.named_modules())[1:]:
+    for module in list(model.modules())[1:]:
         if not _takes_positions(module):
             continue
         if hasattr(module, _MAKE):
             positions.first = _first_position(module)
         elif not isinstance(module, torch.nn.Embedding) or _takes_positions(model):
             continue
-        parts = name.split(".")
-        for i in range(1, len(parts)):
-            _hook(model.get_submodule(".".join(parts[:i])), positions, _keep)
         if hasattr(module, _MAKE):
             _hook(module, positions, _move)
         else:
@@ -71,16 +68,18 @@ def first_position(model: PreTrainedModel) -> int:
     return positions.first
 
 
+def give_positions(model: PreTrainedModel, position_ids: torch.Tensor) -> None:
+    """Say before a forward pass of ``model`` which positions, int64 [num_rows, num_columns], its
+    tokens have.
+    """
+    positions: _Positions | None = model.__dict__.get(_ATTRIBUTE)
+    if positions is not None:
+        positions.given = position_ids
+
+
 def _hook(module: torch.nn.Module, positions: _Positions, hook: Any) -> None:
     setattr(module, _ATTRIBUTE, positions)
     module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _keep(module: Any, _: Any, kwargs: dict[str, Any]) -> None:
-    """Keep the positions that a module around the embedding was given."""
-    given = kwargs.get(_NAME)
-    if given is not None:
-        getattr(module, _ATTRIBUTE).given = given
 
 
 def _move(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
