@@ -363,8 +363,8 @@ def check_length(model: PreTrainedModel, num_tokens: int) -> None:
 
 
 def close_planes(model: PreTrainedModel) -> None:
-    """End the sessions of a model's caches, and the planes that are embedded for them. A BLOOM, MPT
-    or Falcon attends as before its first cache.
+    """End the sessions of a model's caches, and the planes that are embedded for them. An
+    adapted model attends as before its first cache.
     """
     with _OPEN_LOCK:
         for planes in _OPEN.pop(model, {}).values():

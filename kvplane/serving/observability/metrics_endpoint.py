@@ -1,5 +1,5 @@
-"""``/metrics`` for Prometheus, and ``/healthz`` for probes that cannot speak gRPC, over HTTP or
-HTTPS from threads of their own.
+"""``/metrics`` for Prometheus; ``/healthz`` (whether a process is alive) and ``/ready`` (whether it
+serves) for probes that cannot speak gRPC. Over HTTP or HTTPS, from threads of their own.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def serve_metrics(
         if environ["PATH_INFO"] == "/healthz":
             is_up = is_serving()
             start_response("200 OK" if is_up else "503 Service Unavailable", headers)
-            return [b"SERVING\n" if is_up else b"NOT_SERVING\n"]
+            return [b"YES\n" if is_up else b"NO\n"]
         if not access.permits(environ.get("HTTP_AUTHORIZATION", "")):
             headers.append(("WWW-Authenticate", 'Basic realm="metrics"'))
             start_response("401 Unauthorized", headers)
