@@ -132,10 +132,8 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
         super().__post_init__()
         if not self.model.is_dir():
             raise InvalidRequestError(f"{self.model} is not a folder", field="model")
-        if self.compile and (self.tensor_parallel > 1 or self.linears != "torch"):
-            raise InvalidRequestError(
-                "is for one process, and for linear layers of torch", field="compile"
-            )
+        if self.compile and self.tensor_parallel > 1:
+            raise InvalidRequestError("is for one process", field="compile")
 
     @property
     def call_timeout_s(self) -> float:
