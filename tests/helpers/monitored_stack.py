@@ -82,7 +82,7 @@ class MonitoredStack:
     def start_plane(self, name: str) -> None:
         """Start a plane, or start it again where it was."""
         self.planes[name].start()
-        wait_for(lambda: self._get(name, "healthz"), lambda said: said == "SERVING\n", name)
+        wait_for(lambda: self._get(name, "ready"), lambda said: said == "OK\n", name)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the present series of an expression."""
