@@ -17,11 +17,13 @@ from kvplane.serving.observability.metrics import SHARED, Declaration
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-`make metrics-page` writes this page from the declarations in `kvplane/serving/observability/metrics.py` and in `metrics.py` of each program.
+`make metrics-page` writes this page from what `kvplane/serving/observability/metrics.py` and the
+`metrics.py` of each program declare.
 
-Each plane serves `/metrics`, `/healthz` and `/ready` at `--metrics-port` (9101 and 9102 by default). `/healthz` is 200 while the event loop runs, and
-503 when it has been stuck for 30 s; `/ready` is 200 while the plane serves. An engine and a router serve `/metrics`, `/healthz` and, for readiness,
-`/health` at their own address. Values are in base units. All programs have the usual `process_*` metrics and `kvplane_build_info`.
+Each plane serves `/metrics` at `--metrics-port` (9101 and 9102 by default), `/healthz` (503 when
+the event loop has been stuck for 30 s) and `/ready` (200 while it serves). An engine and a router
+serve `/metrics`, `/healthz` and, for readiness, `/health` at their own address. Values are in base
+units. All have the usual `process_*` metrics and `kvplane_build_info`.
 """
 SECTIONS = (
     ("Of both planes", "On a data plane they have the label `pool` too.", SHARED),
