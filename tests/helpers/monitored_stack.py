@@ -113,7 +113,9 @@ class MonitoredStack:
         await asyncio.to_thread(wait_for, self.firing, clear, f"{names} have cleared")
 
     def _start_prometheus(self) -> None:
-        config = (RULES / "prometheus.yml").read_text()
+        config, _, _ = (
+            (RULES / "prometheus.yml").read_text().partition("  - job_name: kvplane_engine")
+        )
         for target, name in (
             ("control-plane:9101", "control_plane"),
             ("data-plane:9102", "data_plane"),
