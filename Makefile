@@ -105,7 +105,7 @@ fix: setup  ## Format the code and mend what ruff can mend
 protos:  ## Generate the stubs of the contract again
 	@scripts/protos.sh
 
-boards: setup  ## Write the Grafana boards from scripts/boards.py
+boards: setup  ## Write the Grafana boards from deploy/grafana/panels.yml
 	@$(BIN)/python -m scripts.boards
 
 page-picture: setup  ## Take a picture of the page under load, into docs/page.png; needs chromium

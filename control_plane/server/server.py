@@ -145,6 +145,7 @@ class ControlPlaneServer(PlaneServer):
             also_bind=config.plane_bind,
         )
         shown = {"version": release(), "incarnation": str(incarnation)}
+        self.metrics.tenant_label = self._access.metrics_label
         self._page = PageServer(core.view_pools, self._access, shown)
 
     @classmethod

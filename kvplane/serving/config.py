@@ -87,7 +87,7 @@ class MetricsSettings(ListenerSettings):
     HEADING: ClassVar[str] = "Metrics"
 
     metrics_port: int = setting(
-        help="Port of /metrics and /healthz; 0 picks a free one, -1 is off.",
+        help="Port of /metrics, /healthz and /ready; 0 picks a free one, -1 is off.",
         minimum=-1,
         maximum=65_535,
     )
