@@ -154,7 +154,7 @@ class ControlPlaneServer(PlaneServer):
         """
         self = cls(config)
         if config.page_port >= 0:
-            await self._page.start(self._server.host, config.page_port, config.tls)
+            await self._page.start(self._server.host, config.page_port, config.server_tls)
             _LOGGER.info("page address=%s:%d", self._server.host, self._page.port)
         elector = None
         if config.election:

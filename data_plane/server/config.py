@@ -202,18 +202,18 @@ class DataPlaneSettings(
         """How to connect to other data planes, with the identity that this one has at the control
         plane; None for plain text.
         """
-        if self.tls is None:
+        if self.server_tls is None:
             return None
-        return self.tls_with(self.tls_certificate, self.tls_key, "")
+        return self.tls_with(self.tls_cert, self.tls_key, "")
 
     @property
     def control_tls(self) -> Tls | None:
         """How to connect to the control plane; None for plain text. The server's own certificate,
         if there is one, identifies this process to the control plane.
         """
-        if not self.planes_tls:
+        if not self.tls:
             return None
-        return self.tls_with(self.tls_certificate, self.tls_key, self.planes_name)
+        return self.tls_with(self.tls_cert, self.tls_key, self.tls_name)
 
 
 def _range(text: str, field: str) -> tuple[int, int] | None:

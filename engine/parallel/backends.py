@@ -91,12 +91,12 @@ def _embedded(
         num_device_blocks=config.num_device_blocks,
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,
-        planes_tls=config.planes_tls,
-        planes_ca=config.planes_ca,
-        planes_name=config.planes_name,
-        planes_token_file=config.planes_token_file,
-        tls_certificate=config.planes_certificate,
-        tls_key=config.planes_key,
+        tls=config.client_tls is not None,
+        tls_ca=config.tls_ca,
+        tls_name=config.tls_name,
+        token_file=config.token_file,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
     )
 
 

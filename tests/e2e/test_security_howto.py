@@ -78,7 +78,7 @@ def test_the_page_works_as_written(tmp_path: Path) -> None:
 
 
 async def an_engine_passes_as_no_plane(folder: Path) -> None:
-    stolen = {"tls_certificate": folder / "engine-1.pem", "tls_key": folder / "engine-1.key"}
+    stolen = {"tls_cert": folder / "engine-1.pem", "tls_key": folder / "engine-1.key"}
     async with control_plane(**stolen) as plane:
         for name in ("", "engine-1"):
             tls = Tls(ca_file=folder / "ca.pem", server_name=name)

@@ -57,7 +57,7 @@ def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
         ("control_plane", {"model": Path("m"), "control_plane": ":50051"}),
         ("pool_id", {"model": Path("m"), "pool_id": ""}),
         ("block_size_tokens", {"model": Path("m"), "block_size_tokens": 12}),
-        ("tls_certificate", {"model": Path("m"), "tls_certificate": Path("c")}),
+        ("tls_cert", {"model": Path("m"), "tls_cert": Path("c")}),
     ],
 )
 def test_settings_that_contradict_are_refused(field: str, settings: dict[str, Any]) -> None:
