@@ -60,7 +60,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the control plane's program with the settings of ``argv`` and ``environ``; returns the
     exit code, or exits for bad settings.
     """
-    config = parse(ControlPlaneSettings, PROGRAM, argv, environ)
+    config = parse(ControlPlaneSettings, PROGRAM, argv, environ, "kvplane control")
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:

@@ -12,6 +12,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.results import ShardInfo, Signed
 from kvplane.runtime.backend import DataBackend, OpenedSession, RemoteBackend
+from kvplane.serving.config import memory_of
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import Tls
@@ -70,12 +71,12 @@ def _embedded(
 
     from ..running.step_memory import utilization_beside_step
 
-    utilization = config.memory_utilization
-    if not config.num_device_blocks and chosen_device() == "cpu":
-        utilization = utilization_beside_step(
+    memory = memory_of(config.memory)
+    if isinstance(memory, float) and not config.num_device_blocks and chosen_device() == "cpu":
+        memory = utilization_beside_step(
             model,
             layout,
-            utilization=utilization,
+            utilization=memory,
             num_processes=config.tensor_parallel,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
@@ -83,7 +84,7 @@ def _embedded(
     return EmbeddedBackend(
         layout,
         config.recovery_timeout_s,
-        memory_utilization=utilization,
+        memory=f"{100 * memory:.9f}%" if isinstance(memory, float) else config.memory,
         control_plane=config.control_plane,
         pool_id=config.pool_id,
         num_shards=config.tensor_parallel,

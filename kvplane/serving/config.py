@@ -6,6 +6,7 @@ The engine reads its settings before gRPC may be imported, so what needs gRPC is
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
 """Host names that stand for all addresses of a machine."""
+_SHIFTS: Final = {"": 0, "B": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +257,7 @@ class PlanesSettings(Settings):
         "127.0.0.1:50051",
         help="Addresses host:port, with commas, of all control planes that may lead, or"
         " dns:///host:port.",
+        shared=True,
     )
     tls: bool = setting(False, help="Reach the planes over TLS.")
     tls_ca: Path | None = setting(
@@ -376,6 +379,18 @@ class PoolSettings(BlockSettings):
         super().__post_init__()
         if not 1 <= len(self.pool_id) <= 128:
             raise InvalidRequestError("must be 1 to 128 characters", field="pool_id")
+
+
+def memory_of(text: str) -> int | float:
+    """Parse the setting ``memory``: "8GiB" as bytes, an int; "50%" as a share, a float up to 1.
+    Raises InvalidRequestError.
+    """
+    if found := re.fullmatch(r"([0-9]{1,15})(|B|[KMGT]iB)", text):
+        return int(found[1]) << _SHIFTS[found[2][:1]]
+    found = re.fullmatch(r"([0-9]{1,3}(\.[0-9]{1,15})?)%", text)
+    if found and 0 < float(found[1]) <= 100:
+        return float(found[1]) / 100
+    raise InvalidRequestError("must be bytes, as in 8GiB, or a share, as in 50%", field="memory")
 
 
 def read_text(path: Path, field: str) -> str:

@@ -34,7 +34,11 @@ SERVE = ("serve", "--model", ".")
     [
         (["fly"], {}, "fly"),
         (["generate", "--prompt", "x"], {}, "model"),
-        (["generate", "--prompt", "x", "--model", "/nowhere"], {}, "model"),
+        (
+            ["generate", "--prompt", "x", "--model", "/nowhere"],
+            {},
+            "not a folder: 'hf download",
+        ),
         (["generate", "--model", "."], {}, "prompt"),
         ([*ASK, "--max-tokens", "0"], {}, "max-tokens"),
         ([*ASK, "--top-p", "nan"], {}, "top-p"),
