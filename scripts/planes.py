@@ -43,8 +43,16 @@ def start(
     """
     if settings is None:
         settings = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS)}
-    where = {"bind": bind, "environ": settings, "cwd": ROOT}
-    process = Process(stack, program, *arguments, python=python, output=output, **where)
+    process = Process(
+        stack,
+        program,
+        *arguments,
+        bind=bind,
+        environ=settings,
+        python=python,
+        output=output,
+        cwd=ROOT,
+    )
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while process.popen.poll() is None and time.monotonic() < deadline_s:
         if address := process.address():

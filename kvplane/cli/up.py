@@ -28,6 +28,7 @@ _DEFAULTS: Final = {
     "KVPLANE_CONTROL_PLANE_PAGE_PORT": "9103",
     "KVPLANE_DATA_PLANE_BIND": "127.0.0.1:50052",
     "KVPLANE_ENGINE_SERVE_BIND": "127.0.0.1:8000",
+    # The data plane's log says how many tokens its memory holds.
 } | {f"KVPLANE_{name}_LOG_LEVEL": "warning" for name in ("CONTROL_PLANE", "ENGINE_SERVE")}
 # Runs in the new process, not between fork and exec: gRPC's threads may be running in this one.
 _END_WITH_PARENT: Final = """
