@@ -1,4 +1,4 @@
-"""``python -m engine serve``: serves a model over HTTP until a signal.
+"""``kvplane serve``: serves a model over HTTP until a signal.
 
 The HTTP application has OpenAI's paths, health and metrics.
 

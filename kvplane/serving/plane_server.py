@@ -133,7 +133,8 @@ class PlaneServer:
         descriptors = [service.descriptor for service in services]
         self._service_names = [each.full_name for each in descriptors]
         self._access = AccessList(config.access_file)
-        if config.access_file is not None and config.tls is None and not is_loopback(config.bind):
+        tls = config.server_tls
+        if config.access_file is not None and tls is None and not is_loopback(config.bind):
             _LOGGER.warning("insecure bind=%s: others can read the callers' tokens", config.bind)
         self._gate = Gate(self._access, descriptors)
         bounds = {
@@ -149,7 +150,7 @@ class PlaneServer:
         self._server = serving.build(
             config.bind,
             also_bind=also_bind,
-            tls=config.tls,
+            tls=tls,
             max_message_bytes=max_message_bytes,
             max_connections=serving.most_connections(),
             interceptors=[

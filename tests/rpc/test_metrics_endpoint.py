@@ -176,7 +176,7 @@ def test_a_login_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_metrics_that_others_could_read_in_the_clear_need_a_word_for_it() -> None:
-    tls = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key"}
+    tls = {"tls_cert": TLS / "server.pem", "tls_key": TLS / "server.key"}
     with refused(InvalidRequestError, "metrics_host"):
         ControlPlaneSettings(bind="0.0.0.0:0", **tls)
     with refused(InvalidRequestError, "metrics_tls"):
