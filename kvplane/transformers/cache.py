@@ -43,6 +43,7 @@ from kvplane.transformers import attention
 from kvplane.transformers.columns import ColumnLayer, Extent
 from kvplane.transformers.inputs import Inputs, first_columns, inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
+from kvplane.transformers.models.positions import give_positions
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
 from kvplane.transformers.states import cache_layers
 
@@ -252,6 +253,7 @@ class PlaneCache(Cache):
         start = first + inputs.leave_out(kwargs, min(computed) - first)
         self._enter(module, computed, start, stop)
         kwargs["position_ids"] = positions[:, start - first :]
+        give_positions(module, kwargs["position_ids"])
         return kwargs
 
     def _enter(
@@ -384,6 +386,7 @@ class PlaneCache(Cache):
             self._append(tokens, ends, keep=True)
             self._restore(cached)
             self._enter(module, computed, start, checkpoint)
+            give_positions(module, before["position_ids"])
             with torch.no_grad():
                 module.forward(**before)  # without hooks: they are for the pass that was asked for
             self._store(ends)

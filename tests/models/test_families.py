@@ -85,7 +85,7 @@ def test_an_embedded_pool_gives_what_eager_attention_gives(
     ("family", "message"),
     [
         ("diffllama", "attention twice|gives other logits"),
-        ("gpt_neo", "in its own code"),
+        ("cpmant", "in its own code"),
         ("jamba", "passes of several tokens do not continue its running states"),
         ("llama4_text", "only full and sliding attention"),
         ("mamba", "no layer with attention"),

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvplane.transformers import attention
+from kvplane.transformers.models.positions import give_positions
 from kvplane.transformers.states import StateCache
 
 
@@ -32,10 +33,12 @@ def packed_logits(
     num_tokens = len(tokens)
     padding = [0] * (width - num_tokens)
     keeps_all = len(last) == num_tokens  # passed as 0, so that rows are not copied
+    position_ids = torch.tensor([[*positions, *padding]], device=model.device)
+    give_positions(model, position_ids)
     with attention.running(step, model, slice(num_tokens) if padding else None):
         output = (forward or model)(
             input_ids=torch.tensor([[*tokens, *padding]], device=model.device),
-            position_ids=torch.tensor([[*positions, *padding]], device=model.device),
+            position_ids=position_ids,
             use_cache=False,
             logits_to_keep=0
             if keeps_all
@@ -60,10 +63,12 @@ def row_logits(
     last token of each.
     """
     first = torch.tensor(first_positions, device=model.device)[:, None]
+    position_ids = first + torch.arange(len(rows[0]), device=model.device)
+    give_positions(model, position_ids)
     with attention.running(step, model):
         output = model(
             input_ids=torch.tensor(rows, device=model.device),
-            position_ids=first + torch.arange(len(rows[0]), device=model.device),
+            position_ids=position_ids,
             cache=cache,
             use_cache=True,
             logits_to_keep=1,
