@@ -22,6 +22,8 @@ BLOCK_SIZE = 16
 PADDING = (0, 5, 17)
 NUM_COLUMNS = 40
 ATOL = 5e-5
+SCAN_ATOL = 2e-4
+"""Scans over states add up in another order when a prompt is cut elsewhere."""
 
 # The name of the cache's argument in the installed release of transformers.
 ARGUMENT: Final = (
@@ -97,8 +99,10 @@ def forward(model: PreTrainedModel, cache: Cache | None, *ids: torch.Tensor, **h
 def assert_same(got: Any, want: Any) -> None:
     torch.testing.assert_close(got.sequences, want.sequences)
     if want.logits is not None:
+        is_hybrid = hasattr(want[ARGUMENT].layers[0], "recurrent_states")
+        atol = SCAN_ATOL if is_hybrid else ATOL
         torch.testing.assert_close(
-            torch.stack(got.logits), torch.stack(want.logits), atol=ATOL, rtol=0
+            torch.stack(got.logits), torch.stack(want.logits), atol=atol, rtol=0
         )
 
 
