@@ -282,7 +282,8 @@ class PackedLinear(torch.nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(linear.weight.detach().to("meta"), requires_grad=False)
         self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.register_buffer("_packed", packed, persistent=False)  # torch.compile may freeze it
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""
