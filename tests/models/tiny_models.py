@@ -90,6 +90,7 @@ _SHARED: Final = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input"
 _ROPE: Final = {"rope_type": "default", "rope_theta": 10_000.0}
 _OF_TYPE: Final[dict[str, dict[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 16, "mamba_d_head": 8},
+    "big_bird": {"attention_type": "original_full"},  # the other kind is no decoder's
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
     },
