@@ -303,6 +303,10 @@ class Pool:
             raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
         return owner
 
+    def num_owned(self, tenant: str) -> int:
+        """Return how many device blocks tables of the tenant's sessions refer to, of all groups."""
+        return sum(group.num_owned(self.owner(tenant)) for group in self.groups)
+
     # Publications
 
     def announce(self) -> None:
