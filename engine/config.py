@@ -77,10 +77,21 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
         help="Where attention runs: in the pool's data plane; or in this process, which then holds"
         " the pool with the sizes and the layout below.",
     )
+    device: str = setting(
+        "auto",
+        help='Device of the model, sampling and an embedded pool: "cpu", "cuda", "cuda:N", or'
+        ' "auto": the first GPU. Rank R of --tensor-parallel takes the R-th GPU from there on.',
+    )
+    graphs: bool = setting(
+        True,
+        help="On a GPU with an embedded pool: capture the steps in which sequences get one token"
+        " each as CUDA graphs, one for each of some batch sizes, and replay them.",
+    )
     memory_utilization: float = setting(
         0.9,
-        help="Share of the free memory that an embedded pool takes together with the largest step,"
-        " which is run once to measure it, if --num-device-blocks is 0.",
+        help="Share of the CPU's free memory, or of all of a GPU's, that an embedded pool takes"
+        " together with the largest step, which is run once to measure it, if --num-device-blocks"
+        " is 0. On a GPU it includes the weights and the captured graphs.",
         unit="fraction",
         minimum=0.01,
         maximum=1.0,
