@@ -22,6 +22,7 @@ from typing import Any, Final
 from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError
 from kvplane.wire.dtypes import dtype_from_wire, dtype_to_wire
+from kvplane.wire.protocol import MAX_LAYER_BYTES
 from kvplane.wire.twin import whole
 from kvplane.wire.v1 import types_pb2 as pb
 
@@ -38,8 +39,8 @@ KV_BYTES: Final = FLOAT_BYTES | FP8_BYTES
 BYTE: Final = "uint8"
 """The type of opaque pages."""
 ELEMENT_BYTES: Final = KV_BYTES | {BYTE: 1}
-MAX_PAGE_BYTES: Final = 63 * 1024 * 1024
-"""Bytes of the largest opaque page: a message, of up to 64 MiB, has a page and its plan."""
+MAX_PAGE_BYTES: Final = MAX_LAYER_BYTES
+"""Bytes of the largest opaque page."""
 OPAQUE_HEADER_BYTES: Final = 128
 """Bytes before those of an opaque page, as ``data_plane/execution/opaque_pages.py`` says."""
 KEYS_AND_VALUES: Final = "keys_and_values"

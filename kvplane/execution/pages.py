@@ -15,14 +15,13 @@ from kvplane.transport.local import packets
 from kvplane.transport.local.connection import LocalConnection
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
-from kvplane.wire.protocol import MAX_MESSAGE_BYTES
+from kvplane.wire.protocol import MAX_LAYER_BYTES
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import types_pb2 as tpb
 
 # Those of 2 or 4 MiB load 24 MiB in 0.8 of the time of those of 8 (benchmarks.blocks --remote):
 # one is made while another is sent. One page is always sent whole.
 _MESSAGE_BYTES: Final = 2 << 20
-_MAX_BYTES: Final = MAX_MESSAGE_BYTES - (1 << 20)  # beside a plan, where a region was lost
 _MAX_PAGES: Final = 512  # that a packet has room for, with their keys
 _NAMES_BYTES: Final = 64  # that name the region and the kind of the message
 
@@ -119,7 +118,7 @@ def _parts(shard: ShardExecution, done: int, num_pages: int, page_bytes: int) ->
     while done < num_pages:
         local, room_bytes = shard.local, _MESSAGE_BYTES
         if local is not None and len(local.memory) >= page_bytes:
-            room_bytes = min(len(local.memory), _MAX_BYTES)
+            room_bytes = min(len(local.memory), MAX_LAYER_BYTES)
         begin = done
         done = min(num_pages, done + max(1, room_bytes // page_bytes), done + _MAX_PAGES)
         yield range(begin, done)

@@ -10,9 +10,10 @@ from typing import Final
 OLDEST_PAYLOAD_VERSION: Final = 1
 NEWEST_PAYLOAD_VERSION: Final = 1
 
-MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-# The tensors of one layer, which travel in one message with a few hundred bytes more.
-MAX_LAYER_BYTES: Final = MAX_MESSAGE_BYTES - 4096
+# The tensors of one layer, or an opaque page, which travel in one message.
+MAX_LAYER_BYTES: Final = 64 * 1024 * 1024
+# Beside them there is room for a plan.
+MAX_MESSAGE_BYTES: Final = MAX_LAYER_BYTES + 1024 * 1024
 
 # The least interval of a peer's pings; one that sends them more often is disconnected.
 MIN_PING_INTERVAL_MS: Final = 500
