@@ -167,7 +167,7 @@ def load(
     is_baichuan = read_config(folder).model_type == baichuan.MODEL_TYPE
     load_model = baichuan.load if is_baichuan else _load_model
     model = load_model(folder, getattr(torch, dtype))
-    model.to(device)  # type: ignore[arg-type]
+    move(model, device)
     model.train(mode=False)
     adapters.adapt(model)
     if packs:
@@ -191,6 +191,11 @@ def load(
         namespace=namespace,
         repetition_penalty=getattr(model.generation_config, "repetition_penalty", None) or 1.0,
     )
+
+
+def move(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a model's weights to ``device``."""
+    model.to(device)  # type: ignore[arg-type]
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

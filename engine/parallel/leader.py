@@ -22,6 +22,7 @@ from kvplane.runtime.backend import DataBackend, OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
 
 from ..config import EngineSettings
+from ..models import loader
 from . import rank as ranks
 from .backends import SharedSession, backend_of, device_of, group_of
 from .model_part import keep_part
@@ -51,7 +52,8 @@ class ParallelBackend:
             self._closing.callback(self._stop_others)
 
             def begin() -> None:
-                keep_part(model, layout, self._group, device_of(config))
+                keep_part(model, layout, self._group)
+                loader.move(model, device_of(config))  # only the part need fit there
                 self._own = backend_of(config, layout, loop, model)
                 self._closing.callback(self._own.stop)
 

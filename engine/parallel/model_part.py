@@ -41,12 +41,10 @@ def shards_of(layout: Layout, num_ranks: int) -> list[Shard]:
     return shards
 
 
-def keep_part(
-    model: PreTrainedModel, layout: Layout, group: RankGroup, device: torch.device
-) -> None:
-    """Cut ``model`` in place to the part of this rank, and move that to ``device``: only the part
-    need fit there. Raises InvalidRequestError for the field "tensor_parallel" for a model without
-    such a plan, or with other ways to cut, and if the pool keeps latents.
+def keep_part(model: PreTrainedModel, layout: Layout, group: RankGroup) -> None:
+    """Cut ``model`` in place to the part of this rank. Raises InvalidRequestError for the field
+    "tensor_parallel" for a model without such a plan, or with other ways to cut, and if the pool
+    keeps latents.
     """
     if layout.latent_layers:
         raise InvalidRequestError(
@@ -78,7 +76,6 @@ def keep_part(
             _cut_columns(module, part)
         else:
             _cut_rows(module, part, group)
-    model.to(device)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

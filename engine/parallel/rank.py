@@ -170,7 +170,9 @@ class _RankWorker:
         self._model = loader.load(
             config.model, layout.dtype, probe=False, max_total_tokens=config.max_total_tokens
         ).model
-        keep_part(self._model, layout, self._group, device_of(config, self._group.rank))
+        keep_part(self._model, layout, self._group)
+        # Only the part need fit there.
+        loader.move(self._model, device_of(config, self._group.rank))
         self._backend = backend_of(config, layout, loop, self._model, self._group.rank)
         self._closing.callback(self._backend.stop)
 
