@@ -368,6 +368,9 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
         max_total_tokens=config.max_total_tokens,
         device=device if config.tensor_parallel == 1 else torch.device("cpu"),
     )
+    if device.type != "cpu":  # kernels of a CPU round otherwise: it finds nothing of a GPU's
+        kinds = filter(None, (loaded.namespace, device.type))
+        loaded = replace(loaded, namespace="-".join(kinds))
     _log.info("model device=%s", device)
     layout = layout_from_hf(
         config.model,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.transformers import attention
 from kvplane.transformers.models.packed import packed_logits
 
@@ -120,6 +120,9 @@ class CapturedDecoder:
                 self._captured[size] = self._capture(step, size)
             return self._captured[size]
         except Exception as error:  # the model's own code may raise anything
+            is_of_planes = isinstance(error, KvplaneError)
+            if is_of_planes and not isinstance(error, InvalidRequestError):
+                raise  # such as a session that has ended, from which the engine recovers
             self._is_refused = True
             self._step, self._captured = None, {}
             _log.warning(

@@ -18,7 +18,7 @@ from engine.models.captured import sizes_of
 from engine.request import SamplingParams
 from engine.running.step_memory import utilization_beside_step
 from engine.sampling.sampler import logprobs_of, new_stream, sample
-from kvplane.errors import NeverFitsError, PlaneUnavailableError
+from kvplane.errors import NeverFitsError, PlaneUnavailableError, SessionExpiredError
 from kvplane.models.hf import layout_from_hf
 from tests.helpers.engine_harness import (
     ENGINES,
@@ -123,6 +123,25 @@ def test_a_new_session_captures_again(folder: Path, reference: Reference) -> Non
     engine.check_greedy(reference)
     assert engine.core.stats.num_reopened_sessions == 1
     assert (before, engine.decoder.num_captures) == (1, 2)
+
+
+def test_a_session_that_ends_before_a_capture_costs_no_graph_and_no_token(
+    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = on_gpu(folder)
+    own, errors = engine.backend.fixed_step, [SessionExpiredError("planted")]
+
+    def fixed_step(*bounds: int) -> Any:
+        if errors:
+            raise errors.pop()
+        return own(*bounds)
+
+    monkeypatch.setattr(engine.backend, "fixed_step", fixed_step)
+    engine.add(prompt_of(20, 1), max_tokens=6)
+    engine.run()
+    engine.check_greedy(reference)
+    assert engine.core.stats.num_reopened_sessions == 1
+    assert engine.decoder.num_replays > 0
 
 
 @pytest.mark.parametrize("max_plan_s", [0.0, 1000.0], ids=["one_by_one", "passes"])

@@ -58,7 +58,7 @@ def check_texts(llm: LLM, folder: Path) -> None:
 
 def llm_of(folder: Path, address: str, **settings: Any) -> LLM:
     settings = {"max_sequences": 4, "block_size_tokens": 8, "num_threads": 1} | settings
-    return LLM(folder, control_plane=address, timeout_s=30.0, **settings)
+    return LLM(folder, control_plane=address, timeout_s=30.0, recovery_timeout_s=180.0, **settings)
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "graphless"])
@@ -71,6 +71,7 @@ def test_an_engine_that_embeds_its_pool_takes_the_first_gpu_by_itself(
         backend: Any = llm._backend
         decoder: Any = llm._core._runner._decoder
         assert backend._executor.device == CUDA
+        assert llm._link.namespace == "cuda"  # an engine on a CPU finds nothing of this one's
         assert (decoder is not None and decoder.num_replays > 0) == graphs
 
 
