@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the declarations of both planes and of the router.
+"""Writes docs/metrics.md from the declarations of the planes, the engine and the router.
 
 make metrics-page
 """
@@ -10,27 +10,27 @@ from pathlib import Path
 
 from control_plane.server.metrics import DECLARATIONS as OF_CONTROL
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
+from engine.serving.metrics import DECLARATIONS as OF_ENGINE
 from kvplane.integrations.router.metrics import DECLARATIONS as OF_ROUTER
 from kvplane.serving.observability.metrics import SHARED, Declaration
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-`make metrics-page` writes this page from the declarations in
-`kvplane/serving/observability/metrics.py`, `control_plane/server/metrics.py`,
-`data_plane/server/metrics.py` and `integrations/router/metrics.py`.
+`make metrics-page` writes this page from what `kvplane/serving/observability/metrics.py` and the
+`metrics.py` of each program declare.
 
-Each plane serves `/metrics` (`--metrics-port`; 9101 and 9102 by default), and `/healthz`, which
-answers 200 while it serves; the router serves both at the address of its proxy. Values are in base
-units. Both planes also have the usual `process_*` metrics. Rules and alerts made of them are in
-`deploy/prometheus/`.
+Each plane serves `/metrics` at `--metrics-port` (9101 and 9102 by default), `/healthz` (503 when
+the event loop has been stuck for 30 s) and `/ready` (200 while it serves). An engine and a router
+serve `/metrics`, `/healthz` and, for readiness, `/health` at their own address. Values are in base
+units. All have the usual `process_*` metrics and `kvplane_build_info`.
 """
-ROUTER = "Of the router"
 SECTIONS = (
     ("Of both planes", "On a data plane they have the label `pool` too.", SHARED),
     ("Of the control plane", "", OF_CONTROL),
     ("Of a data plane", "All have the label `pool`.", OF_DATA),
-    (ROUTER, "", OF_ROUTER),
+    ("Of an engine", "", OF_ENGINE),
+    ("Of the router", "", OF_ROUTER),
 )
 
 
