@@ -51,7 +51,7 @@ _MEMORY_BYTES: Final = 12 << 30
 
 _WHY: Final = {
     "blt": "several transformers, over bytes and over patches of them",
-    "cpmant": "adds a bias of its own to the scores, and sees its prompt in both directions",
+    "cpmant": "adds biases of relative positions to its scores",
     "doge": "a learned gate chooses the keys of each token",
     "gemma4_assistant": "a draft model, which attends to another model's keys",
     "gemma4_unified_assistant": "a draft model, which attends to another model's keys",
@@ -60,12 +60,12 @@ _WHY: Final = {
     "musicgen": "several codebooks have a token at each position",
     "musicgen_melody": "several codebooks have a token at each position",
     "openai-gpt": "takes no cache",
-    "prophetnet": "n-gram streams with buckets of relative positions",
+    "prophetnet": "adds biases of relative positions to its scores",
     "reformer": "attention by hashes and within chunks",
     "roformer": "applies rotary positions inside of its own attention",
     "rwkv": "no attention",
     "xlm": "sees tokens in both directions, unless its config is causal",
-    "xlnet": "two streams with relative positions, and no cache",
+    "xlnet": "takes no cache",
     "xlstm": "no attention",
 }
 """Why a type cannot be served, where the error's text, which follows, does not tell it."""
