@@ -302,7 +302,12 @@ def _core(
 ) -> EngineCore:
     if config.data_plane == "remote":
         _check_batch(config.max_batch_tokens, layout, loaded.num_heads)
-    elif config.graphs and config.tensor_parallel == 1 and loaded.model.device.type == "cuda":
+    elif (
+        config.graphs
+        and config.tensor_parallel == 1
+        and loaded.model.device.type == "cuda"
+        and loaded.states is None
+    ):
         own = cast("EmbeddedBackend", backend)
         most = config.max_sequences, loaded.max_total_tokens
         loaded = replace(loaded, decoder=CapturedDecoder(loaded.model, own, *most))
