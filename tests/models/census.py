@@ -49,6 +49,28 @@ _TIME_LIMIT_S: Final = 120
 _MEMORY_BYTES: Final = 12 << 30
 
 
+_WHY: Final = {
+    "blt": "several transformers, over bytes and over patches of them",
+    "cpmant": "adds biases of relative positions to its scores",
+    "doge": "a learned gate chooses the keys of each token",
+    "gemma4_assistant": "a draft model, which attends to another model's keys",
+    "gemma4_unified_assistant": "a draft model, which attends to another model's keys",
+    "llama4": "a token sees its chunk alone, which no window expresses",
+    "llama4_text": "a token sees its chunk alone, which no window expresses",
+    "musicgen": "several codebooks have a token at each position",
+    "musicgen_melody": "several codebooks have a token at each position",
+    "openai-gpt": "takes no cache",
+    "prophetnet": "adds biases of relative positions to its scores",
+    "reformer": "attention by hashes and within chunks",
+    "roformer": "applies rotary positions inside of its own attention",
+    "rwkv": "no attention",
+    "xlm": "sees tokens in both directions, unless its config is causal",
+    "xlnet": "takes no cache",
+    "xlstm": "no attention",
+}
+"""Why a type cannot be served, where the error's text, which follows, does not tell it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A type's line in the table. ``note``: what it needs, or why it is refused."""
@@ -110,7 +132,9 @@ def examine(model_type: str) -> Row:
         groups = probe(model)
     except KvplaneError as error:
         where = f"{error.field} " if error.message.startswith("must") else ""
-        return Row(model_type, REFUSED, _plain(f"{where}{error.message}"))
+        reason = _plain(f"{where}{error.message}")
+        why = _WHY.get(model_type)
+        return Row(model_type, REFUSED, f"{why} ({reason})" if why else reason)
     needs = check_exact(model, groups)
     if "latents" in needs:  # their keys and values can be kept instead
         check_exact(model, probe(model, latent=False))
