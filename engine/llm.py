@@ -29,7 +29,7 @@ from .models import loader
 from .models.captured import CapturedDecoder
 from .models.compiled import CompiledDecoder
 from .models.loader import Message
-from .parallel.backends import backend_of, device_of
+from .parallel.backends import backend_of, captures_steps, device_of
 from .parallel.leader import ParallelBackend
 from .request import Delta, RequestOutput, SamplingParams
 from .running.core import EngineCore
@@ -302,12 +302,7 @@ def _core(
 ) -> EngineCore:
     if config.data_plane == "remote":
         _check_batch(config.max_batch_tokens, layout, loaded.num_heads)
-    elif (
-        config.graphs
-        and config.tensor_parallel == 1
-        and loaded.model.device.type == "cuda"
-        and loaded.states is None
-    ):
+    elif captures_steps(config, layout, loaded.model.device):
         own = cast("EmbeddedBackend", backend)
         most = config.max_sequences, loaded.max_total_tokens
         loaded = replace(loaded, decoder=CapturedDecoder(loaded.model, own, *most))
