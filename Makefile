@@ -118,7 +118,7 @@ build/api-tools: requirements/api.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 
-metrics-page: setup  ## Write docs/metrics.md from the declarations
+metrics-page: setup  ## Write docs/reference/metrics.md from the declarations
 	@$(BIN)/python -m scripts.metrics_page
 
 node_modules: package.json

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the declarations of both planes and of the router.
+"""Writes docs/reference/metrics.md from the declarations of both planes and of the router.
 
 make metrics-page
 """
@@ -13,7 +13,7 @@ from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from kvplane.integrations.router.metrics import DECLARATIONS as OF_ROUTER
 from kvplane.serving.observability.metrics import SHARED, Declaration
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "metrics.md"
 HEAD = """# Metrics
 
 `make metrics-page` writes this page from the declarations in

@@ -166,7 +166,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.each_invariant_names_its_code_and_its_test,
         {
-            "docs/architecture.md": "## What always holds\n"
+            "docs/internals.md": "## What always holds\n"
             "| 1 | a | `kvplane/a.py::f` | `tests/unit/test_a.py::test_f` |\n"
             "| 2 | b | `kvplane/a.py::f` | |\n| 3 | c | | `tests/unit/test_a.py::test_f` |\n"
             "## More\n| 4 | d |\n",

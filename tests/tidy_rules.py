@@ -395,10 +395,10 @@ def _cpp_symbols(text: str) -> set[str]:
 
 def each_invariant_names_its_code_and_its_test(root: Path) -> list[str]:
     """Rows of the table of invariants begin with their number."""
-    document = root / "docs" / "architecture.md"
+    document = root / "docs" / "internals.md"
     section = document.read_text().partition(INVARIANTS)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \|(.*)$", section, re.MULTILINE)
-    faults = [] if rows else ["docs/architecture.md: no invariants"]
+    faults = [] if rows else ["docs/internals.md: no invariants"]
     for number, row in rows:
         paths = [path for path, _ in SYMBOL.findall(row)]
         if not any(not path.startswith("tests/") for path in paths):

@@ -1,4 +1,4 @@
-"""Every metric of docs/metrics.md is seen with a value on a live stack, or named with why not."""
+"""Every metric of docs/reference/metrics.md has a value on a live stack, or is named here."""
 
 from __future__ import annotations
 

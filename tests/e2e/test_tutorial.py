@@ -44,18 +44,18 @@ ANSWER = "abc=xyz;def=uvw;ghi=rst;?def=uvw;\n"
 def test_the_decode_loop_answers_right_and_finds_its_prompt_cached_the_second_time(
     planes: Pair,
 ) -> None:
-    *program, _ = pieces("tutorial.md")
+    *program, _ = pieces("engine-guide.md")
     assert sum(bool(line) for piece in program for line in piece.splitlines()) <= 50
     (loop,) = (piece for piece in program if piece.startswith("def decode("))
     assert len(loop.splitlines()) <= 12
     outputs = [printed("".join(program), planes.control.address) for _ in range(2)]
     assert outputs[0] == computed(29) + ANSWER
-    assert outputs[0] in (ROOT / "docs" / "tutorial.md").read_text()
+    assert outputs[0] in (ROOT / "docs" / "engine-guide.md").read_text()
     assert outputs[1] == computed(13) + ANSWER  # a block of the prompt was cached
 
 
 def test_the_decode_loop_runs_embedded_with_one_piece_changed(planes: Pair) -> None:
-    *program, start, embedded = pieces("tutorial.md")
+    *program, start, embedded = pieces("engine-guide.md")
     output = printed("".join((*program, embedded, start)), planes.control.address)
     assert output == computed(29) + ANSWER
 

@@ -20,7 +20,7 @@ STARTS_A_POOL = re.compile(r"python -m data_plane|--data-plane embedded")
 
 def test_the_page_of_errors_has_each_with_its_code_and_docstring() -> None:
     rows, code = set[tuple[str, str, str]](), ""
-    for line in (DOCS / "errors.md").read_text().splitlines():
+    for line in (DOCS / "reference" / "errors.md").read_text().splitlines():
         if line.startswith("| "):
             in_code, _, reason, what = (cell.strip(" `") for cell in line.split("|")[1:5])
             code = in_code or code
