@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos boards page-picture api metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos boards page-picture api reference clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -118,8 +118,8 @@ build/api-tools: requirements/api.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 
-metrics-page: setup  ## Write docs/reference/metrics.md from the declarations
-	@$(BIN)/python -m scripts.metrics_page
+reference: setup  ## Write the tables of docs/reference/ from the declarations
+	@$(BIN)/python -m scripts.reference
 
 node_modules: package.json
 	@command -v npm >/dev/null || { echo "make lint needs npm (on Debian: apt install npm)" >&2; exit 1; }

@@ -19,7 +19,7 @@ from kvplane import (
 )
 from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1.types_pb2 import SignedPayload
-from scripts import metrics_page
+from scripts import reference
 from tests.helpers.load import Load, execute
 from tests.helpers.monitored_stack import ROOT, MonitoredStack
 from tests.helpers.tools import needs
@@ -46,8 +46,8 @@ PATIENCE_S = 60.0
 def empty(stack: MonitoredStack) -> set[str]:
     """The metrics of the planes that have had no value but 0 so far."""
     found = set()
-    for title, _, declarations in metrics_page.SECTIONS:
-        if title == metrics_page.ROUTER:
+    for title, _, declarations in reference.SECTIONS:
+        if title in (reference.ROUTER, reference.PUSHES):
             continue
         for declaration in declarations:
             name = declaration.name

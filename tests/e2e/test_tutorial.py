@@ -8,15 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.engine_planes import Pair
+from tests.helpers.documents import blocks
 from tests.helpers.programs import ROOT, run
 
+PIECES = blocks("engine-guide.md", "python", "A decode loop, step by step")
 MODEL = ROOT / "models" / "recall"
-
-
-def pieces(document: str, language: str = "python") -> list[str]:
-    """The code of a document, in order."""
-    text = (ROOT / "docs" / document).read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +40,7 @@ ANSWER = "abc=xyz;def=uvw;ghi=rst;?def=uvw;\n"
 def test_the_decode_loop_answers_right_and_finds_its_prompt_cached_the_second_time(
     planes: Pair,
 ) -> None:
-    *program, _ = pieces("engine-guide.md")
+    *program, _ = PIECES
     assert sum(bool(line) for piece in program for line in piece.splitlines()) <= 50
     (loop,) = (piece for piece in program if piece.startswith("def decode("))
     assert len(loop.splitlines()) <= 12
@@ -55,7 +51,7 @@ def test_the_decode_loop_answers_right_and_finds_its_prompt_cached_the_second_ti
 
 
 def test_the_decode_loop_runs_embedded_with_one_piece_changed(planes: Pair) -> None:
-    *program, start, embedded = pieces("engine-guide.md")
+    *program, start, embedded = PIECES
     output = printed("".join((*program, embedded, start)), planes.control.address)
     assert output == computed(29) + ANSWER
 
