@@ -9,6 +9,7 @@ from __future__ import annotations
 import pkgutil
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -19,12 +20,15 @@ import kvplane
 ROOT = Path(__file__).resolve().parent.parent
 # Not for callers: stubs, programs, and code that servers and engines share.
 LEFT_OUT = ("v1", "plane", "cli", "ray", "serving", "transformers", "__main__")
+# What these packages offer is all in their ``__all__``: PlaneCache, LLM, Executor and others.
+OFFERED = ("kvplane.transformers", "engine", "data_plane")
 
 
 def modules() -> list[str]:
     """Return the names of the reference's modules."""
     found = [info.name for info in pkgutil.walk_packages(kvplane.__path__, "kvplane.")]
-    return ["kvplane", *(name for name in found if name.split(".")[1] not in LEFT_OUT)]
+    of_client = (name for name in found if name.split(".")[1] not in LEFT_OUT)
+    return ["kvplane", *of_client, *OFFERED]
 
 
 def broken_links(folder: Path, pattern: str, link: re.Pattern[str], anchor: str) -> list[str]:
@@ -47,6 +51,8 @@ def broken_links(folder: Path, pattern: str, link: re.Pattern[str], anchor: str)
 
 def main(out: Path) -> int:
     """Write the reference. Return the exit code, which is 1 when a link leads nowhere."""
+    for module in map(import_module, OFFERED):
+        vars(module).update({name: getattr(module, name) for name in module.__all__})
     pdoc.pdoc(*modules(), output_directory=out)
     faults = broken_links(out, "**/*.html", re.compile(r'href="([^"$]+)"'), 'id="{}"')
     faults += broken_links(ROOT, "*.md", re.compile(r"\]\(([^)#\s]+)\)"), "")
