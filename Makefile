@@ -111,7 +111,7 @@ boards: setup  ## Write the Grafana boards from scripts/boards.py
 page-picture: setup  ## Take a picture of the page under load, into docs/page.png; needs chromium
 	@$(BIN)/python -m scripts.page_picture
 
-api: setup build/api-tools  ## Write the reference of the Python API to build/api, and check all links
+api: setup build/api-tools  ## Write the reference of the Python API to build/api, and check its links
 	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference
 
 build/api-tools: requirements/api.txt

@@ -224,6 +224,19 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         },
         ["circle: containers -> core -> containers"],
     ),
+    (
+        rules.links_lead_somewhere,
+        {
+            "README.md": "[a](docs/a.md#so-it-is) [b](docs/a.md#other) [c](https://a.b/c#d)\n",
+            "docs/a.md": "# So, it `is`\n[a](#so-it-is) [b](b.md)\n[c](#c) [d](adr/)\n",
+            "docs/adr/README.md": "",
+        },
+        [
+            "README.md:1: links to docs/a.md#other",
+            "docs/a.md:2: links to b.md#",
+            "docs/a.md:3: links to #c",
+        ],
+    ),
     (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
     (
         rules.kernels_include_no_torch,

@@ -348,6 +348,27 @@ def named_files_exist(root: Path) -> list[str]:
     return faults
 
 
+LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([\w-]+))?\)")
+
+
+def links_lead_somewhere(root: Path) -> list[str]:
+    """In documents and in the pages of integrations: to a file, and to a heading of it."""
+    faults = []
+    for document in [*documents(root), *sorted(root.glob("integrations/*/README.md"))]:
+        for number, line in enumerate(document.read_text().splitlines(), 1):
+            for path, anchor in LINK.findall(line):
+                page = document.parent / path if path else document
+                if not page.exists() or (anchor and anchor not in _anchors(page)):
+                    faults.append(says(root, document, number, f"links to {path}#{anchor}"))
+    return faults
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    kept = (re.sub(r"[^\w -]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
 SYMBOL = re.compile(r"`([\w./]+\.(?:py|cpp|h))::([\w.]+)`")
 INVARIANTS = "## What always holds"
 

@@ -1,0 +1,116 @@
+"""The commands of each page name programs, targets and flags that exist.
+
+tests/e2e/test_documented_programs.py runs them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvplane.cli.program import cli
+from scripts import reference
+from tests.helpers.documents import ROOT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("integrations/*/README.md")]
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"^    (\S.*\n(?:    .*\n)*)", re.MULTILINE)
+FLAG = re.compile(r"^--[a-z][a-z-]*")
+# By the words that start them; flags of each are those of its settings.
+MODULES = {
+    "control_plane": "control_plane",
+    "data_plane": "data_plane",
+    "engine serve": "engine serve",
+    "engine generate": "engine generate",
+    "engine layout": "engine layout",
+    "kvplane.engine serve": "engine serve",
+    "kvplane.integrations.router": "router",
+    "kvplane.integrations.events": "events",
+}
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command that a page shows, in blocks, indented or in the text."""
+    blocks = [code for language, code in FENCED.findall(text) if language in {"sh", "bash"}]
+    prose = FENCED.sub("", text)
+    blocks += [*INDENTED.findall(prose), *re.findall(r"`([^`\n]+)`", prose)]
+    for block in blocks:
+        for line in re.split(r"\n|&&|\||&$", block.replace("\\\n", " "), flags=re.MULTILINE):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:  # of several lines, or cut at a sign that is quoted
+                words = line.split()
+            if words:
+                yield words
+
+
+@cache
+def flags_of(program: str) -> set[str]:
+    listed = reference.flags().partition(f"\n## {program}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"--[a-z][a-z-]*", listed))
+
+
+def faults_of(words: list[str]) -> Iterator[str]:
+    """What of a command does not exist."""
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    if not words:
+        return
+    if words[0] == "make":
+        named = [word for word in words[1:] if re.fullmatch(r"[a-z-]+", word)]
+        yield from (f"make {name}" for name in named if name not in TARGETS)
+    elif re.fullmatch(r"(\.venv/bin/)?python3?", words[0]) and words[1:2] == ["-m"]:
+        yield from faults_of_module(words[2:])
+    elif words[0] == "kvplane" and len(words) > 1:
+        name = next((word for word in words[1:] if word in cli.commands), "")
+        known = {
+            flag
+            for each in (cli, cli.commands.get(name, cli))
+            for p in each.params
+            for flag in p.opts
+        }
+        if not name and not words[1].startswith("-"):
+            yield " ".join(words)
+        yield from (flag for flag in flags_in(words) if flag not in known | {"--help"})
+
+
+def faults_of_module(words: list[str]) -> Iterator[str]:
+    program = MODULES.get(" ".join(words[:2]), MODULES.get(words[0]))
+    path = ROOT / words[0].replace(".", "/")
+    if program is not None:
+        known = flags_of(program)
+        yield from (f"{program} {flag}" for flag in flags_in(words) if flag not in known)
+    elif words[0].split(".")[0] in {"scripts", "benchmarks", "tests", "examples"} and not (
+        path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+    ):
+        yield words[0]
+
+
+def flags_in(words: list[str]) -> list[str]:
+    return [found[0] for word in words if (found := FLAG.match(word))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_of_a_page_name_programs_and_flags_that_exist(page: Path) -> None:
+    found = [fault for words in commands(page.read_text()) for fault in faults_of(words)]
+    assert found == []
+
+
+def test_a_command_that_does_not_exist_is_found() -> None:
+    text = """
+    make nothing
+    python -m control_plane --no-such-flag 1 && kvplane lost
+    python -m benchmarks.none
+
+`python -m data_plane --bind 127.0.0.1:0 --layer x`
+"""
+    found = [fault for words in commands(text) for fault in faults_of(words)]
+    wrong = ["make nothing", "control_plane --no-such-flag", "kvplane lost", "benchmarks.none"]
+    assert found == [*wrong, "data_plane --layer"]
