@@ -1,4 +1,4 @@
-"""Writes the reference of the Python API under build/api/ from the docstrings, and checks its links.
+"""Writes the reference of the Python API to build/api/ from the docstrings, and checks its links.
 
 make api
 """
