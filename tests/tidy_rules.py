@@ -352,9 +352,10 @@ LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([\w-]+))?\)")
 
 
 def links_lead_somewhere(root: Path) -> list[str]:
-    """In documents and in the pages of integrations: to a file, and to a heading of it."""
+    """In documents and in the pages of folders: to a file, and to a heading of it."""
     faults = []
-    for document in [*documents(root), *sorted(root.glob("integrations/*/README.md"))]:
+    of_folders = (root.glob(f"{folder}/{at}README.md") for folder in FOLDERS for at in ("", "*/"))
+    for document in [*documents(root), *(page for pages in of_folders for page in sorted(pages))]:
         for number, line in enumerate(document.read_text().splitlines(), 1):
             for path, anchor in LINK.findall(line):
                 page = document.parent / path if path else document

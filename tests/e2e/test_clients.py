@@ -23,6 +23,7 @@ from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = {"python": "engine-guide.md", "bash": "../examples/README.md"}
 SERVICE = "kvplane.v1.SessionService"
 LAYOUT = Layout("clients", 16, "float32", "float32", (LayerGroup("full", (0, 1), 2, 16),))
 ATTENDED = "".join(f"layer {layer}: attention [3{{0}}2{{0}}16]\n" for layer in (0, 1))
@@ -54,7 +55,7 @@ def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:
 
 def shown(language: str, heading: str) -> str:
     """The program of a language on the page."""
-    (program,) = blocks("engine-guide.md", language, heading)
+    (program,) = blocks(PAGES[language], language, heading)
     return program
 
 

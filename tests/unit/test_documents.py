@@ -18,7 +18,10 @@ from scripts import reference
 from tests.helpers.documents import ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("integrations/*/README.md")]
+READMES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *ROOT.glob("integrations/*/README.md"),
+]
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"^    (\S.*\n(?:    .*\n)*)", re.MULTILINE)
