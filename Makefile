@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos serve bench newcomer gpu-wheels lint fix protos boards page-picture api reference clean
+.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos bench newcomer gpu-wheels lint fix protos boards page-picture api reference clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -69,9 +69,6 @@ SECONDS ?= 600
 chaos: setup  ## Break a running fleet for SECONDS and check every answer; SEED chooses how
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) --seed $(or $(SEED),0)
 
-serve: setup  ## Run both planes with the shipped model's layout until Ctrl-C
-	@$(BIN)/python -m scripts.serve
-
 bench: setup  ## Measure a step through both planes, by transport
 	@$(BIN)/python -m benchmarks.transport
 	@$(BIN)/python -m benchmarks.blocks
@@ -105,7 +102,7 @@ fix: setup  ## Format the code and mend what ruff can mend
 protos:  ## Generate the stubs of the contract again
 	@scripts/protos.sh
 
-boards: setup  ## Write the Grafana boards from scripts/boards.py
+boards: setup  ## Write the Grafana boards from deploy/grafana/panels.yml
 	@$(BIN)/python -m scripts.boards
 
 page-picture: setup  ## Take a picture of the page under load, into docs/page.png; needs chromium

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ class PoolObservation:
     live ones, by tier. ``num_waiting``: admissions and swap-ins in the queue.
     ``num_missing_receipts``: plans that another shard has receipted and this one has not, by shard
     index. ``oldest_plan_s``: the age of the plan that waits longest for a receipt, 0 for none.
-    ``oldest_release_s``: for how long the longest retired blocks have been so.
+    ``oldest_release_s``: for how long the longest retired blocks have been so. ``tenants``: open
+    sessions of each tenant that has some, and device blocks that their tables refer to.
     """
 
     pool_id: str
@@ -38,12 +40,14 @@ class PoolObservation:
     num_watchers: int
     block_times: dict[tpb.Tier, BlockTimes]
     statistics: PoolStatistics
+    tenants: dict[str, tuple[int, int]]
 
 
 def observe(pool: Pool, sessions: Collection[Session], now_s: float) -> PoolObservation:
     """Return a snapshot of a pool and its sessions, for metrics. ``now_s``: monotonic seconds."""
     pool.set_time(now_s)
     made_s = [at_s for session in sessions if (at_s := session.oldest_plan_s()) is not None]
+    num_sessions = Counter(session.tenant for session in sessions)
     return PoolObservation(
         pool_id=pool.id,
         description=pool.info(),
@@ -60,4 +64,5 @@ def observe(pool: Pool, sessions: Collection[Session], now_s: float) -> PoolObse
         num_watchers=len(pool.watchers),
         block_times=pool.block_times(),
         statistics=pool.statistics,
+        tenants={each: (num, pool.num_owned(each)) for each, num in num_sessions.items()},
     )

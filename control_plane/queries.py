@@ -39,6 +39,7 @@ def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceS
         num_blocks=num_blocks,
         tiers=tiers,
         num_awaited_blocks=_awaited(session, ids),
+        checkpoint_positions=session.native.checkpoints(session.handle, ids),
     )
 
 

@@ -10,12 +10,14 @@ from typing import ClassVar
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FLOAT_BYTES, KV_BYTES
+from kvplane.models.config import require_folder
 from kvplane.serving.config import (
     ClientTls,
     LayoutSettings,
     LogSettings,
     PoolSettings,
     ThreadSettings,
+    memory_of,
 )
 from kvplane.serving.settings import Settings, setting
 
@@ -77,13 +79,11 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
         help="Where attention runs: in the pool's data plane; or in this process, which then holds"
         " the pool with the sizes and the layout below.",
     )
-    memory_utilization: float = setting(
-        0.9,
-        help="Share of the free memory that an embedded pool takes together with the largest step,"
-        " which is run once to measure it, if --num-device-blocks is 0.",
-        unit="fraction",
-        minimum=0.01,
-        maximum=1.0,
+    memory: str = setting(
+        "90%",
+        help="Memory of an embedded pool if --num-device-blocks is 0: bytes, as in 8GiB; or the"
+        " share of the free memory that it takes together with the largest step, which is run once"
+        " to measure it.",
     )
     dtype: str = setting(
         "auto",
@@ -130,12 +130,10 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.model.is_dir():
-            raise InvalidRequestError(f"{self.model} is not a folder", field="model")
-        if self.compile and (self.tensor_parallel > 1 or self.linears != "torch"):
-            raise InvalidRequestError(
-                "is for one process, and for linear layers of torch", field="compile"
-            )
+        require_folder(self.model)
+        memory_of(self.memory)
+        if self.compile and self.tensor_parallel > 1:
+            raise InvalidRequestError("is for one process", field="compile")
 
     @property
     def call_timeout_s(self) -> float:

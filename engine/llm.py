@@ -356,7 +356,7 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
     )
     if config.compile:
         latent = bool(layout.latent_layers)
-        decoder = CompiledDecoder(loaded.model, config.max_sequences, latent=latent)
+        decoder = CompiledDecoder(loaded.model, config.max_sequences, latent=latent, packed=packs)
         loaded = replace(loaded, decoder=decoder)
     return loaded, layout if pool is None else layout.with_scales_of(pool)
 

@@ -6,12 +6,13 @@ import signal
 import sys
 
 from kvplane.cli.extras import run_or_explain
-from kvplane.serving.event_loop import end_at_signals
+from kvplane.serving.event_loop import end_at_signals, tune_grpc
 
 
 def main() -> int:
     """Run the ``kvplane`` command. Returns its exit code."""
     end_at_signals(is_command=True)
+    tune_grpc()
 
     def run() -> int:
         from kvplane.cli.program import run

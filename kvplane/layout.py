@@ -6,7 +6,8 @@ vLLM and FlashInfer call HND). Where values are smaller than keys, a page is its
 ``[num_kv_heads, block_size_tokens, head_size]`` and then its values ``[num_kv_heads,
 block_size_tokens, value_head_size]``. A page of latents is their keys alone: a value is the first
 ``value_head_size`` elements of its key. An opaque page is 128 bytes that say how many bytes it
-holds, and under which key of the caller, and then ``page_bytes`` bytes.
+holds, and under which key of the caller, and then ``page_bytes`` bytes. A page of state is
+``page_bytes`` bytes, which only callers understand: one layer's recurrent state at a block's end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FP8_BYTES: Final = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 KV_BYTES: Final = FLOAT_BYTES | FP8_BYTES
 """Types that stored keys and values may have, with bytes."""
 BYTE: Final = "uint8"
-"""The type of opaque pages."""
+"""The type of opaque pages and of states."""
 ELEMENT_BYTES: Final = KV_BYTES | {BYTE: 1}
 MAX_PAGE_BYTES: Final = MAX_LAYER_BYTES
 """Bytes of the largest opaque page."""
@@ -46,11 +47,12 @@ OPAQUE_HEADER_BYTES: Final = 128
 KEYS_AND_VALUES: Final = "keys_and_values"
 LATENT: Final = "latent"
 OPAQUE: Final = "opaque"
+STATE: Final = "state"
 _CACHE_KINDS: Final = {
     pb.CACHE_KIND_UNSPECIFIED: KEYS_AND_VALUES,
     pb.CACHE_KIND_KEYS_AND_VALUES: KEYS_AND_VALUES,
     pb.CACHE_KIND_LATENT: LATENT,
-    pb.CACHE_KIND_STATE: "state",
+    pb.CACHE_KIND_STATE: STATE,
     pb.CACHE_KIND_OPAQUE: OPAQUE,
 }
 _TO_KIND: Final = {name: kind for kind, name in _CACHE_KINDS.items()}
@@ -65,8 +67,9 @@ class LayerGroup:
 
     Scales are rounded to float32, the type that they are sent in. No scales means that all are 1.
     ``cache_kind``: "keys_and_values", "latent", "state" or "opaque". ``value_head_size``: 0 where
-    it is ``head_size``. ``page_bytes``: of opaque pages, otherwise 0. ``block_pattern``: None where
-    queries see all blocks.
+    it is ``head_size``. ``page_bytes``: of opaque pages and of states, otherwise 0. Of states,
+    ``num_kv_heads`` is the number of equal parts that shards can divide a page into.
+    ``block_pattern``: None where queries see all blocks.
     """
 
     name: str
@@ -105,6 +108,8 @@ class LayerGroup:
         """
         if self.cache_kind == OPAQUE:
             return (OPAQUE_HEADER_BYTES + self.page_bytes,)
+        if self.cache_kind == STATE:
+            return (self.page_bytes * num_kv_heads // self.num_kv_heads,)
         if self.stored_sizes == (self.head_size, self.head_size):
             return (2, num_kv_heads, block_size_tokens, self.head_size)
         return (num_kv_heads * block_size_tokens * sum(self.stored_sizes),)
@@ -161,17 +166,28 @@ class Layout:
                 f"{at}.layers",
                 "ascending, unique and not negative",
             )
+            _require(
+                group.cache_kind in _TO_KIND,
+                f"{at}.cache_kind",
+                f"{KEYS_AND_VALUES}, {LATENT}, {STATE} or {OPAQUE}, the kinds that this version "
+                "serves",
+            )
+            if group.cache_kind == STATE:  # a layer may also be in a group that attends
+                _require(0 < i == len(self.groups) - 1, at, f"after all others if it is of {STATE}")
+                self._check_pages(group, at)
+                continue
             _require(seen.isdisjoint(group.layers), f"{at}.layers", "in no other group")
             seen.update(group.layers)
-            _require(
-                group.cache_kind in (KEYS_AND_VALUES, LATENT, OPAQUE),
-                f"{at}.cache_kind",
-                f"{KEYS_AND_VALUES}, {LATENT} or {OPAQUE}, the kinds that this version serves",
-            )
             if group.cache_kind == OPAQUE:
-                self._check_opaque(group, at)
+                _require(len(self.groups) == 1, "groups", f"one where pages are {OPAQUE}")
+                _require(group.layers == (0,), f"{at}.layers", f"layer 0 alone where {OPAQUE}")
+                self._check_pages(group, at)
                 continue
-            _require(group.page_bytes == 0, f"{at}.page_bytes", f"0 unless the kind is {OPAQUE}")
+            _require(
+                group.page_bytes == 0,
+                f"{at}.page_bytes",
+                f"0 unless the kind is {OPAQUE} or {STATE}",
+            )
             self._check_heads(group, at)
             _require(
                 0 <= group.sliding_window_tokens < 2**31,
@@ -203,18 +219,24 @@ class Layout:
             "0, or a multiple of 8 up to head_size",
         )
 
-    def _check_opaque(self, group: LayerGroup, at: str) -> None:
-        _require(len(self.groups) == 1, "groups", f"one where pages are {OPAQUE}")
-        _require(group.layers == (0,), f"{at}.layers", f"layer 0 alone where pages are {OPAQUE}")
+    def _check_pages(self, group: LayerGroup, at: str) -> None:
+        """Check a group whose pages only callers understand."""
+        kind = group.cache_kind
+        parts, most = (group.num_kv_heads, 65_536) if kind == STATE else (1, 0)
         _require(
-            0 < group.page_bytes <= MAX_PAGE_BYTES and group.page_bytes % 64 == 0,
-            f"{at}.page_bytes",
-            f"a multiple of 64 from 64 to {MAX_PAGE_BYTES}",
+            min(1, most) <= group.num_kv_heads <= most,
+            f"{at}.num_kv_heads",
+            "the parts of a page, 1 to 65,536" if most else f"0 where pages are {OPAQUE}",
         )
-        for name in ("num_kv_heads", "head_size", "value_head_size", "sliding_window_tokens"):
-            _require(getattr(group, name) == 0, f"{at}.{name}", f"0 where pages are {OPAQUE}")
+        _require(
+            0 < group.page_bytes <= MAX_PAGE_BYTES and group.page_bytes % (64 * parts) == 0,
+            f"{at}.page_bytes",
+            f"a multiple of {64 * parts} from {64 * parts} to {MAX_PAGE_BYTES}",
+        )
+        for name in ("head_size", "value_head_size", "sliding_window_tokens"):
+            _require(getattr(group, name) == 0, f"{at}.{name}", f"0 where pages are {kind}")
         for name in (*_SCALES, "block_pattern"):
-            _require(not getattr(group, name), f"{at}.{name}", f"empty where pages are {OPAQUE}")
+            _require(not getattr(group, name), f"{at}.{name}", f"empty where pages are {kind}")
 
     def _check_scales(self, group: LayerGroup, at: str) -> None:
         num_layers = len(group.layers)
@@ -287,9 +309,21 @@ class Layout:
         return self.groups[0].cache_kind == OPAQUE
 
     @property
+    def state_group(self) -> int | None:
+        """Index of the group that keeps checkpoints of states, which is the last; None if there is
+        none.
+        """
+        return len(self.groups) - 1 if self.groups[-1].cache_kind == STATE else None
+
+    @property
+    def attention_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups whose layers run: all but that of states."""
+        return self.groups[: self.state_group]
+
+    @property
     def num_layers(self) -> int:
-        """Number of layers over all groups."""
-        return sum(len(group.layers) for group in self.groups)
+        """Number of layers that run, over all groups."""
+        return sum(len(group.layers) for group in self.attention_groups)
 
     @property
     def latent_layers(self) -> frozenset[int]:
@@ -299,15 +333,19 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in the layers of all groups."""
-        blocks = sum(self.block_bytes(group) for group in range(len(self.groups)))
+        """Bytes that one token takes in the layers that run, of all groups."""
+        blocks = sum(self.block_bytes(group) for group in range(len(self.attention_groups)))
         return blocks // self.block_size_tokens
 
     def block_bytes(self, group: int = 0) -> int:
         """Return the bytes of one block of ``group``, over all its layers and heads."""
         g = self.groups[group]
         page_elements = math.prod(g.page_shape(g.num_kv_heads, self.block_size_tokens))
-        return len(g.layers) * page_elements * ELEMENT_BYTES[self.kv_dtype]
+        return len(g.layers) * page_elements * ELEMENT_BYTES[self.stored_dtype(group)]
+
+    def stored_dtype(self, group: int) -> str:
+        """Return the type of the elements of a group's pages."""
+        return BYTE if group == self.state_group else self.kv_dtype
 
     def to_proto(self) -> pb.Layout:
         """Convert the layout to its message, with its fingerprint."""

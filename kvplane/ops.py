@@ -54,6 +54,7 @@ def admit(
     fork_sequence_ids: Numbers = (),
     wait: bool = False,
     ends_with_plan: bool = False,
+    checkpoint_position: int = 0,
 ) -> Operation:
     """Start a sequence.
 
@@ -62,10 +63,13 @@ def admit(
     prompt alone. ``fork_sequence_ids``: further sequences of the same prompt, started with it.
     ``wait``: whether to wait in the queue when there is no room now. ``ends_with_plan``: whether
     the sequence ends by itself once the step's plan has its receipt or is aborted.
+    ``checkpoint_position``: in a layout with states, after how many tokens the plan keeps a
+    checkpoint, if it computes to there: a multiple of the block size; 0 for none.
     """
     for field, number in (
         ("num_compute_tokens", num_compute_tokens or 0),
         ("max_total_tokens", max_total_tokens),
+        ("checkpoint_position", checkpoint_position),
     ):
         if not -_OVER_INT32 <= number < _OVER_INT32:
             raise InvalidRequestError("must be an integer of 32 bits", field=field)
@@ -79,6 +83,7 @@ def admit(
             fork_sequence_ids=pack_each(INT64, fork_sequence_ids, "fork_sequence_ids"),
             wait=wait,
             ends_with_plan=ends_with_plan,
+            checkpoint_position=checkpoint_position,
         )
     )
 
@@ -91,6 +96,7 @@ def append(
     first_positions: Numbers,
     num_tokens: Numbers | None = None,
     num_lookahead_slots: Numbers = 0,
+    checkpoint_positions: Numbers = 0,
 ) -> Operation:
     """Add known tokens to sequences, and compute positions [first_position, first_position +
     num_slots) of each.
@@ -98,8 +104,10 @@ def append(
     ``token_ids``: the tokens of all of them, sequence after sequence. ``first_positions``: the
     number of positions of each that were scheduled so far. ``num_tokens``: how many of the tokens
     are each sequence's; None, of one sequence, for all. ``num_lookahead_slots``: slots to allocate
-    blocks for after the computed ones. Raises InvalidRequestError if several sequences are given
-    tokens without ``num_tokens``.
+    blocks for after the computed ones. ``checkpoint_positions``: in a layout with states, after how
+    many tokens of each the plan keeps a checkpoint, a multiple of the block size in what it
+    computes; 0 for none. Raises InvalidRequestError if several sequences are given tokens without
+    ``num_tokens``.
     """
     ids, tokens = pack_each(INT64, sequence_ids, "sequence_ids"), pack_tokens(token_ids)
     num = columns.count(INT64, ids)
@@ -107,7 +115,12 @@ def append(
         if tokens and num != 1:
             raise InvalidRequestError("must be given for several sequences", field="num_tokens")
         num_tokens = columns.count(INT32, tokens)
-    has_lookahead = not isinstance(num_lookahead_slots, int) or num_lookahead_slots != 0
+
+    def optional(values: Numbers, field: str) -> bytes:
+        if isinstance(values, int) and not values:
+            return b""
+        return pack_each(INT32, values, field, num)
+
     return pb.Operation(
         append=pb.Append(
             sequence_ids=ids,
@@ -115,9 +128,8 @@ def append(
             num_slots=pack_each(INT32, num_slots, "num_slots", num),
             num_tokens=pack_each(INT32, num_tokens, "num_tokens", num),
             token_ids=tokens,
-            num_lookahead_slots=pack_each(
-                INT32, num_lookahead_slots if has_lookahead else (), "num_lookahead_slots", num
-            ),
+            num_lookahead_slots=optional(num_lookahead_slots, "num_lookahead_slots"),
+            checkpoint_positions=optional(checkpoint_positions, "checkpoint_positions"),
         )
     )
 

@@ -336,6 +336,7 @@ class SessionSummary:
 
 
 _TIERS: Final = {types_pb2.TIER_DEVICE: "device", types_pb2.TIER_HOST: "host"}
+_MAY_BE_EMPTY: Final = ("num_awaited_blocks", "checkpoint_positions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +347,8 @@ class SequenceState:
     tokens the first ``num_scheduled_tokens`` were cached or are computed by some plan, and the KV
     of the first ``num_written_tokens`` is written. ``tier``: a ``types_pb2.Tier``.
     ``num_awaited_blocks``: blocks that it waits for since an append of it was LATER.
+    ``checkpoint_position``: in a layout with states, the tokens before its deepest written
+    checkpoint; 0 without one.
     """
 
     sequence_id: int
@@ -357,21 +360,22 @@ class SequenceState:
     num_blocks: int
     tier: int
     num_awaited_blocks: int = 0
+    checkpoint_position: int = 0
 
     @classmethod
     def all_from_proto(cls, message: pb.SequenceStates) -> list[SequenceState]:
         """Parse sequences' states, ids ascending. Raises InvalidRequestError if columns differ."""
         num_sequences = columns.count(INT64, message.sequence_ids)
         kinds = {"sequence_ids": INT64, "admitted_by": INT64, "tiers": UINT8}
+        zeros = bytes(columns.size_bytes(INT32) * num_sequences)
         values = (
             columns.read(
                 kinds.get(field.name, INT32),
-                getattr(message, field.name),
+                getattr(message, field.name) or (zeros if field.name in _MAY_BE_EMPTY else b""),
                 f"sequences.{field.name}",
                 length=num_sequences,
             )
             for field in pb.SequenceStates.DESCRIPTOR.fields
-            if field.name != "num_awaited_blocks" or message.num_awaited_blocks
         )
         return [cls(*each) for each in zip(*values, strict=True)]
 

@@ -73,7 +73,7 @@ class Shard:
         return self.first_layer, self.num_layers, self.first_kv_head, self.num_kv_heads
 
     def layers(self, layout: Layout) -> tuple[int, ...]:
-        """Return the model's layers that the shard holds, ascending, over all groups. Raises
+        """Return the model's layers that the shard runs, ascending, over all groups. Raises
         InvalidRequestError naming a field of ``shard`` when it does not fit the layout.
         """
         _require(self.num_shards >= 1 and 0 <= self.index < self.num_shards, "index")
@@ -92,13 +92,18 @@ class Shard:
             ends = (self.first_kv_head, self.first_kv_head + self.num_kv_heads)
             remainders = [end * group.num_kv_heads % most_kv_heads(layout) for end in ends]
             _require(not any(remainders), "num_kv_heads")
-            held += self.group_layers(layout, i)
+            if i != layout.state_group:
+                held += self.group_layers(layout, i)
         return tuple(sorted(held))
 
     def group_layers(self, layout: Layout, group: int) -> tuple[int, ...]:
         """Return the model's layers of a group that the shard holds, ascending."""
         end = self.first_layer + self.num_layers
         return tuple(x for x in layout.groups[group].layers if self.first_layer <= x < end)
+
+    def state_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Return the model's layers whose states the shard keeps, ascending."""
+        return () if layout.state_group is None else self.group_layers(layout, layout.state_group)
 
     def kv_heads(self, layout: Layout, group: int) -> range:
         """Return the KV heads of a group's layers that the shard holds."""
@@ -107,11 +112,11 @@ class Shard:
         return range(self.first_kv_head * num_heads // most, end * num_heads // most)
 
     def block_bytes(self, layout: Layout, group: int = 0) -> int:
-        """Return the bytes of a group's block in this shard: K and V of its layers and heads."""
+        """Return the bytes of a group's block in this shard: pages of its layers and heads."""
         num_heads = len(self.kv_heads(layout, group))
         page = layout.groups[group].page_shape(num_heads, layout.block_size_tokens)
         num_layers = len(self.group_layers(layout, group))
-        return num_layers * math.prod(page) * ELEMENT_BYTES[layout.kv_dtype]
+        return num_layers * math.prod(page) * ELEMENT_BYTES[layout.stored_dtype(group)]
 
     @classmethod
     def from_proto(cls, message: pb.Shard) -> Shard:
@@ -140,7 +145,9 @@ class Shard:
 
 
 def most_kv_heads(layout: Layout) -> int:
-    """Return the number of KV heads of the layer group that has most; opaque pages count as one."""
+    """Return the number of KV heads, or of parts of a state, in the layer group with most; opaque
+    pages count as one.
+    """
     return max(1, *(group.num_kv_heads for group in layout.groups))
 
 

@@ -5,27 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
+from kvplane.cli.up import Process
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S: Final = 60.0
-STOP_TIMEOUT_S: Final = 30.0
 _SETTINGS: Final = ("KVPLANE_CONTROL_PLANE_", "KVPLANE_DATA_PLANE_")
-# Runs in the new process, not between fork and exec: gRPC's threads may be running in this one.
-_END_WITH_PARENT: Final = """
-import ctypes, os, runpy, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("the process that started this one has ended")
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
 
 
 class Plane(NamedTuple):
@@ -50,35 +41,24 @@ def start(
     of its settings. ``output``: where it writes; by default where this process does. Raises
     PlaneUnavailableError when it does not come up.
     """
-    port_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "port"
-    command = [*python, "-c", _END_WITH_PARENT, str(os.getpid()), program, *arguments]
     if settings is None:
         settings = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS)}
-    process = subprocess.Popen(
-        [*command, "--bind", bind, "--port-file", str(port_file)],
+    process = Process(
+        stack,
+        program,
+        *arguments,
+        bind=bind,
+        environ=settings,
+        python=python,
+        output=output,
         cwd=ROOT,
-        env=settings,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output and subprocess.STDOUT,
-        process_group=0,  # Ctrl-C does not reach it; a session of its own would be scheduled apart
     )
-    stack.callback(_stop, process)
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while process.poll() is None and time.monotonic() < deadline_s:
-        if port_file.exists():
-            return Plane(process, f"{bind.rpartition(':')[0]}:{port_file.read_text().strip()}")
+    while process.popen.poll() is None and time.monotonic() < deadline_s:
+        if address := process.address():
+            return Plane(process.popen, address)
         time.sleep(0.02)
     raise PlaneUnavailableError(f"{program} did not start")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class Planes(NamedTuple):

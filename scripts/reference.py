@@ -6,7 +6,7 @@ The first paragraphs of each page stay as they are. tests/unit/test_reference.py
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,8 @@ from data_plane.server.config import DataPlaneSettings
 from data_plane.server.metrics import DECLARATIONS as OF_DATA
 from engine.config import GenerateSettings, PrintLayoutSettings
 from engine.serving.config import ServeSettings
-from engine.serving.metrics import ServingMetrics
+from engine.serving.metrics import DECLARATIONS as OF_ENGINE
+from kvplane.cli.up import UpSettings
 from kvplane.errors import CODES, reason_of
 from kvplane.integrations.events.config import EventsSettings
 from kvplane.integrations.push.metrics import DECLARATIONS as OF_PUSHES
@@ -27,22 +28,24 @@ from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.serving.settings import parse
 
 FOLDER: Final = Path(__file__).resolve().parent.parent / "docs" / "reference"
-ENGINE, ROUTER, PUSHES = "Of the engine's server", "Of the router", "Of pushes, on a data plane"
+ENGINE, ROUTER, PUSHES = "Of an engine", "Of the router", "Of pushes, on a data plane"
 SECTIONS: Final = (
     ("Of both planes", "On a data plane they have the label `pool` too.", SHARED),
     ("Of the control plane", "", OF_CONTROL),
     ("Of a data plane", "All have the label `pool`.", OF_DATA),
     (PUSHES, "With `--plug-ins push`.", OF_PUSHES),
+    (ENGINE, "", OF_ENGINE),
     (ROUTER, "", OF_ROUTER),
 )
 PROGRAMS: Final = {
-    "control_plane": ControlPlaneSettings,
-    "data_plane": DataPlaneSettings,
-    "engine serve": ServeSettings,
-    "engine generate": GenerateSettings,
-    "engine layout": PrintLayoutSettings,
-    "router": RouterSettings,
-    "events": EventsSettings,
+    "kvplane up": (UpSettings, "up"),
+    "kvplane control": (ControlPlaneSettings, "control_plane"),
+    "kvplane data": (DataPlaneSettings, "data_plane"),
+    "kvplane serve": (ServeSettings, "engine serve"),
+    "kvplane generate": (GenerateSettings, "engine generate"),
+    "kvplane layout": (PrintLayoutSettings, "engine layout"),
+    "kvplane router": (RouterSettings, "router"),
+    "python -m kvplane.integrations.events": (EventsSettings, "events"),
 }
 ADVICE: Final = {
     "INVALID_ARGUMENT": "repair the request",
@@ -64,21 +67,16 @@ ADVICE: Final = {
 
 def metrics() -> str:
     """Return the text of metrics.md."""
-    tables = [(title, note, map(row, _by_name(each))) for title, note, each in SECTIONS]
-    tables.append((ENGINE, "", engine_rows()))
-    return _head("metrics.md", "\n## ") + "".join(section(*each) for each in tables)
+    return _head("metrics.md", "\n## ") + "".join(section(*each) for each in SECTIONS)
 
 
 def _head(page: str, mark: str) -> str:
     return (FOLDER / page).read_text().partition(mark)[0]
 
 
-def _by_name(declarations: Iterable[Declaration]) -> list[Declaration]:
-    return sorted(declarations, key=lambda d: d.name)
-
-
-def section(title: str, note: str, rows: Iterable[str]) -> str:
+def section(title: str, note: str, declarations: Iterable[Declaration]) -> str:
     """Return a heading, a note and a table."""
+    rows = [row(declaration) for declaration in sorted(declarations, key=lambda d: d.name)]
     table = "\n".join(["| name | type | labels | what |", "|---|---|---|---|", *rows])
     return "\n".join(["", f"## {title}", "", *([note, ""] if note else []), table, ""])
 
@@ -87,17 +85,6 @@ def row(declaration: Declaration) -> str:
     """Return one line of a table."""
     labels = ", ".join(f"`{label}`" for label in declaration.labels)
     return f"| `{declaration.name}` | {declaration.kind} | {labels} | {declaration.help} |"
-
-
-def engine_rows() -> Iterator[str]:
-    """Yield the line of each metric of the engine's server."""
-    found = ServingMetrics(lambda: 0)
-    found.requests.labels("path", "status")
-    for family in sorted(found.registry.collect(), key=lambda each: each.name):
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = family.samples[0].labels.keys() - {"le"}
-        named = ", ".join(f"`{label}`" for label in sorted(labels))
-        yield f"| `{name}` | {family.type} | {named} | {family.documentation} |"
 
 
 def errors() -> str:
@@ -114,10 +101,10 @@ def errors() -> str:
 def flags() -> str:
     """Return the text of flags.md."""
     parts = [_head("flags.md", "\n## ")]
-    for program, settings in PROGRAMS.items():
+    for command, (settings, program) in PROGRAMS.items():
         with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
-            parse(settings, program, ["--help"], {})
-        parts.append(f"\n## {program}\n\n```text\n{printed.getvalue().rstrip()}\n```\n")
+            parse(settings, program, ["--help"], {}, command)
+        parts.append(f"\n## {command}\n\n```text\n{printed.getvalue().rstrip()}\n```\n")
     return "".join(parts)
 
 

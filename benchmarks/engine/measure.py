@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.sides import VOCABULARY, Prompts, Side
+from benchmarks.engine.sides import VOCABULARY, Answer, Prompts
 from kvplane.sync.short_thread import call_in_short_thread
 
 # Goals for ratios of tokens a second, by batch; None: all batches.
 GOALS: tuple[tuple[str, str, float, tuple[int, ...] | None], ...] = (
     ("embedded", "generate", 1.0, None),
-    ("embedded", "generate_batch", 1.0, None),
     ("remote", "embedded", 0.8, (8,)),
+    ("compiled", "vllm", 0.9, (1,)),
+    ("compiled", "vllm", 1.0, (8, 32)),
 )
 PREFIX_GOAL = ("embedded", "generate", 2.0)
 # New tokens of each prompt: fewer where a step takes long.
@@ -28,24 +29,25 @@ NUM_NEW = {"tiny": 32, "31m": 48, "197m": 24}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``batch`` prompts, each of ``prefix`` tokens that all share and a few of its own, continued
-    by ``num_new`` tokens.
+    """``batch`` prompts, each of ``prefix`` tokens that all share and ``num_own`` of its own,
+    continued by ``num_new`` tokens. ``num_own``: 0 for 5 to 16, so that a padded batch has padding.
     """
 
     name: str
     batch: int
     prefix: int
     num_new: int
+    num_own: int = 0
 
     def prompts(self, seed: int) -> Prompts:
-        """Return prompts of different lengths, so that a padded batch has padding."""
+        """Return random prompts."""
         generator = torch.Generator().manual_seed(seed)
 
         def tokens(num: int) -> list[int]:
             return torch.randint(3, VOCABULARY, (num,), generator=generator).tolist()
 
         prefix = tokens(self.prefix)
-        return [prefix + tokens(5 + (5 * i) % 12) for i in range(self.batch)]
+        return [prefix + tokens(self.num_own or 5 + (5 * i) % 12) for i in range(self.batch)]
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class Row:
 def measure(
     model: str,
     workload: Workload,
-    of: dict[str, Side],
+    of: dict[str, Answer],
     num_runs: int,
     first_seed: int,
 ) -> Row:
@@ -101,12 +103,11 @@ def measure(
     return row
 
 
-def timed(side: Side, prompts: Prompts, num_new: int) -> tuple[Prompts, float]:
-    """Return a side's tokens, and the seconds that they took."""
-    with side() as answer:
-        began_s = time.perf_counter()
-        tokens = answer(prompts, num_new)
-        return tokens, time.perf_counter() - began_s
+def timed(answer: Answer, prompts: Prompts, num_new: int) -> tuple[Prompts, float]:
+    """Return a side's tokens, and the seconds that they took, prompts and all."""
+    began_s = time.perf_counter()
+    tokens = answer(prompts, num_new)
+    return tokens, time.perf_counter() - began_s
 
 
 def print_row(row: Row) -> None:
@@ -136,12 +137,14 @@ def as_json(row: Row) -> dict[str, Any]:
     }
 
 
-def workloads(model: str, batches: Sequence[int], part: int) -> list[Workload]:
-    """Return a model's workloads, in which each prefix is one part. The largest model has no shared
-    prefix, which would take minutes to compute again and again.
+def workloads(
+    model: str, batches: Sequence[int], part: int, num_own: int, num_new: int
+) -> list[Workload]:
+    """Return a model's workloads, in which each prefix is one part. The largest model, and a chosen
+    length of prompts, has no shared prefix, which would take minutes to compute again and again.
     """
-    num_new = NUM_NEW[model] // part
-    made = [Workload(f"decode, batch {n}", n, 0, num_new) for n in batches]
-    if model != "197m":
+    num_new = (num_new or NUM_NEW[model]) // part
+    made = [Workload(f"decode, batch {n}", n, 0, num_new, num_own) for n in batches]
+    if model != "197m" and not num_own:
         made.append(Workload("shared prefix, batch 8", 8, 512 // part, 16 // min(part, 4)))
     return made

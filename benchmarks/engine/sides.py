@@ -1,26 +1,29 @@
-"""The sides: transformers' own ways to generate, and the engine's, over one random model."""
+"""The sides: transformers, the engine and vLLM, over one random model."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from engine import LLM, SamplingParams
 from engine.models.loader import PackedLinear, pack_linears
 from kvplane.sync.short_thread import call_in_short_thread
-from scripts.planes import run_planes
+from scripts.planes import ROOT, run_planes
 
 VOCABULARY = 8192
 NUM_BLOCKS = 2048  # of 16 tokens
-NUM_PAGES = 128  # of 256 tokens, transformers' default
 MAX_POSITIONS = 1024
+MAX_SEQUENCES = 32  # of the engine and of vLLM
+VLLM = ROOT / "build/engines/vllm"
 # hidden, intermediate, layers, heads, KV heads
 MODELS = {
     "tiny": (64, 128, 2, 4, 2),
@@ -30,8 +33,6 @@ MODELS = {
 
 Prompts = list[list[int]]
 Answer = Callable[[Prompts, int], Prompts]
-Side = Callable[[], AbstractContextManager[Answer]]
-"""A side's resources exist only inside its context, so that other sides answer without them."""
 
 
 def make_model(name: str, folder: Path) -> Path:
@@ -87,17 +88,6 @@ def generate(model: PreTrainedModel, prompts: Prompts, num_new: int) -> Prompts:
     return output[:, width:].tolist()
 
 
-def answer_by(manager: Any, prompts: Prompts, num_new: int) -> Prompts:
-    """Answer by continuous batching."""
-    ids = manager.add_requests(inputs=prompts, max_new_tokens=num_new)
-    tokens: dict[str, list[int]] = {}
-    while len(tokens) < len(ids):
-        result = manager.get_result(timeout=60)
-        if result.is_finished():
-            tokens[result.request_id] = result.generated_tokens
-    return [tokens[request_id] for request_id in ids]
-
-
 def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
     """Answer by an engine."""
     outputs = llm.generate(prompts, SamplingParams(max_tokens=num_new, ignore_eos=True))
@@ -105,11 +95,50 @@ def answer(llm: LLM, prompts: Prompts, num_new: int) -> Prompts:
 
 
 @contextmanager
-def sides(folder: Path, chosen: list[str], threads: int) -> Iterator[dict[str, Side]]:
-    """Return the chosen sides over one model, all with the same linear layers. Models are loaded in
-    threads that end: see ``call_in_short_thread``.
+def vllm(folder: Path, threads: int) -> Iterator[Answer]:
+    """Run vLLM as a process, with as many threads. It is installed first if it is not."""
+    if not VLLM.exists():
+        print("installing vLLM, for minutes", flush=True)
+        subprocess.run(["make", str(VLLM.relative_to(ROOT))], cwd=ROOT, check=True)
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    program = [VLLM / "bin/python", Path(__file__).with_name("vllm_process.py")]
+    with (
+        (folder / "vllm.log").open("wb") as log,
+        subprocess.Popen(
+            [*program, folder, str(MAX_SEQUENCES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | environment,
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        questions, lines = process.stdin, process.stdout
+        if "ready\n" not in lines:
+            raise RuntimeError((folder / "vllm.log").read_text()[-2000:])
+
+        def ask(prompts: Prompts, num_new: int) -> Prompts:
+            print(json.dumps({"prompts": prompts, "num_new": num_new}), file=questions, flush=True)
+            tokens: Prompts = json.loads(next(lines))
+            return tokens
+
+        yield ask
+
+
+@contextmanager
+def sides(folder: Path, chosen: list[str], threads: int) -> Iterator[dict[str, Answer]]:
+    """Return the chosen sides over one model. Transformers and the engine that is not compiled have
+    the same linear layers. Models are loaded in threads that end: see ``call_in_short_thread``.
     """
-    of: dict[str, Side] = {}
+    of: dict[str, Answer] = {}
     first = call_in_short_thread(partial(load, folder))
     blocks = ["--num-device-blocks", str(NUM_BLOCKS), "--num-threads", str(threads)]
     with ExitStack() as closing:
@@ -118,42 +147,29 @@ def sides(folder: Path, chosen: list[str], threads: int) -> Iterator[dict[str, S
         )
         for name in chosen:
             if name == "generate":
-                of[name] = partial(nullcontext, partial(generate, first))
-            elif name == "generate_batch":
-                model = call_in_short_thread(partial(load, folder))
-                of[name] = partial(continuous_batching, share_linears(model, first))
-            else:
-                own: dict[str, Any] = {}
-                if name == "embedded":
-                    own = {"pool_id": name, "num_device_blocks": NUM_BLOCKS, "num_host_blocks": 0}
-                llm = call_in_short_thread(
-                    partial(
-                        LLM,
-                        folder,
-                        control_plane=planes.control.address,
-                        data_plane=name,
-                        num_threads=threads,
-                        timeout_s=60.0,
-                        linears="packed",
-                        **own,
-                    )
+                of[name] = partial(generate, first)
+                continue
+            if name == "vllm":
+                of[name] = closing.enter_context(vllm(folder, threads))
+                continue
+            own: dict[str, Any] = {"data_plane": "remote"}
+            if name != "remote":
+                own = {"pool_id": name, "num_device_blocks": NUM_BLOCKS, "num_host_blocks": 0}
+                own["data_plane"] = "embedded"
+            llm = call_in_short_thread(
+                partial(
+                    LLM,
+                    folder,
+                    control_plane=planes.control.address,
+                    num_threads=threads,
+                    max_sequences=MAX_SEQUENCES,
+                    timeout_s=60.0,
+                    compile=name == "compiled",
+                    linears="packed",
+                    **own,
                 )
-                of[name] = partial(nullcontext, partial(answer, closing.enter_context(llm)))
+            )
+            of[name] = partial(answer, closing.enter_context(llm))
+            if name != "compiled":
                 share_linears(llm._core._loaded.model, first)
         yield of
-
-
-@contextmanager
-def continuous_batching(model: PreTrainedModel) -> Iterator[Answer]:
-    """Run transformers' manager, warmed up. Its compute thread ends with the context."""
-    manager = model.continuous_batching_context_manager(  # type: ignore[operator]
-        generation_config=GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=-1),
-        continuous_batching_config=ContinuousBatchingConfig(
-            num_blocks=NUM_PAGES, max_batch_tokens=512
-        ),
-        block=True,
-        timeout=5,
-    )
-    with manager as started:
-        answer_by(started, [[3, 4, 5]], 2)
-        yield partial(answer_by, started)

@@ -200,6 +200,7 @@ class Pool:
             "host_generations": host,
             "eviction_policy": config.eviction_policy,
             "window_tokens": self.layout.groups[group].sliding_window_tokens,
+            "holds_states": group == self.layout.state_group,
             "max_sequences": config.max_sequences,
             "max_table_entries": config.max_table_entries,
             "max_pinned_blocks": config.max_pinned_blocks,
@@ -227,7 +228,7 @@ class Pool:
     def _use(self, groups: list[LayerGroup]) -> None:
         self.groups = groups
         self.native = NativePool(groups)
-        windows = [group.sliding_window_tokens for group in self.layout.groups]
+        windows = [group.sliding_window_tokens for group in self.layout.attention_groups]
         self.primary = groups[windows.index(0) if 0 in windows else 0]
         self._counted.clear()
         self._usage = [
@@ -301,6 +302,10 @@ class Pool:
             del self._owners[tenant]
             raise QuotaExceededError(f"{_MAX_TENANTS} tenants have used the pool: restart it")
         return owner
+
+    def num_owned(self, tenant: str) -> int:
+        """Return how many device blocks tables of the tenant's sessions refer to, of all groups."""
+        return sum(group.num_owned(self.owner(tenant)) for group in self.groups)
 
     # Publications
 

@@ -439,8 +439,8 @@ class PoolShards:
         if any(shard.copy >= num_copies[shard.part] for shard in shards):
             return False
         num_held = sum(len(self._layers(x)) * x.num_kv_heads for x in shards if x.copy == 0)
-        num_layers = sum(len(group.layers) for group in self.layout.groups)
-        return num_held == num_layers * most_kv_heads(self.layout)
+        layers = {x for group in self.layout.groups for x in group.layers}
+        return num_held == len(layers) * most_kv_heads(self.layout)
 
     def _layers(self, shard: Shard) -> set[int]:
         """Return the indices of the model's layers that a shard holds."""

@@ -95,6 +95,18 @@ _REFUSED_ITEMS: Final = Declaration(
     "error's.",
     ("operation", "status", "reason"),
 )
+_TENANT_ITEMS: Final = Declaration(
+    "counter",
+    "kvplane_tenant_items_total",
+    "The same items by tenant: those of the access list, and all others together.",
+    ("tenant", "status"),
+)
+_TENANT_SESSIONS: Final = Declaration(
+    "gauge", "kvplane_tenant_sessions", "Open sessions by tenant.", ("tenant",)
+)
+_TENANT_BLOCKS: Final = Declaration(
+    "gauge", "kvplane_tenant_blocks", "Device blocks in tables of a tenant.", ("tenant",)
+)
 _PLANS: Final = Declaration("counter", "kvplane_plans_total", "Plans sent.")
 _STEP_DURATION: Final = Declaration(
     "histogram",
@@ -215,14 +227,17 @@ class ControlPlaneMetrics(PlaneMetrics):
         super().__init__("control", DECLARATIONS)
         self.operations = Counts()
         self.refused_items = Counts()
+        self.tenant_items = Counts()
+        self.tenant_label: Callable[[str], str] = lambda tenant: tenant
         self.num_plans = 0
         self.incarnation = incarnation
         self.leads = True
         self._step_duration = Histogram(LATENCY_BUCKETS_S)
         self._observe: Callable[[], Observed] = lambda: ([], {})
 
-    def count_step(self, answer: StepAnswer, duration_s: float) -> None:
+    def count_step(self, answer: StepAnswer, tenant: str, duration_s: float) -> None:
         """Count an answered step, its operations, their refused items and its plan."""
+        tenant = self.tenant_label(tenant)
         self._step_duration.add(duration_s)
         self.num_plans += answer.has_plan
         for (operation, message), result in zip(answer.operations, answer.results, strict=True):
@@ -230,10 +245,12 @@ class ControlPlaneMetrics(PlaneMetrics):
             for failure in failures:
                 status = _STATUS_NAMES[failure.status]
                 self.operations.inc(kind, status)
+                self.tenant_items.inc(tenant, status)
                 self.refused_items.inc(kind, status, _reason_of(failure))
             if not failures or result.num_table_blocks or result.num_released_blocks:
                 num_done = operation.num_items(message) - len(failures)
                 self.operations.inc(kind, "ok", by=num_done)
+                self.tenant_items.inc(tenant, "ok", by=num_done)
 
     def read_pools(self, observe: Callable[[], Observed]) -> None:
         """Register ``observe``, which is called at each scrape and whose snapshots are exported."""
@@ -261,12 +278,19 @@ class ControlPlaneMetrics(PlaneMetrics):
         samples.add_counts(_REFUSED_ITEMS, self.refused_items)
         samples.add(_PLANS, self.num_plans)
         samples.add_histogram(_STEP_DURATION, self._step_duration)
+        samples.add_counts(_TENANT_ITEMS, self.tenant_items)
+        tenants = Counter[tuple[Declaration, str]]()
         for (pool_id, shard), age_s in heartbeat_ages.items():
             samples.add(_HEARTBEAT_AGE, age_s, pool_id, str(shard))
         for pool in pools:
             _add_gauges(samples, pool)
             _add_counters(samples, pool)
             _add_times(samples, pool)
+            for tenant, (num_sessions, num_blocks) in pool.tenants.items():
+                tenants[_TENANT_SESSIONS, self.tenant_label(tenant)] += num_sessions
+                tenants[_TENANT_BLOCKS, self.tenant_label(tenant)] += num_blocks
+        for (declaration, tenant), value in tenants.items():
+            samples.add(declaration, value, tenant)
 
 
 def counters_of(pool: PoolObservation) -> dict[str, int]:

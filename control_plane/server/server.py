@@ -60,7 +60,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the control plane's program with the settings of ``argv`` and ``environ``; returns the
     exit code, or exits for bad settings.
     """
-    config = parse(ControlPlaneSettings, PROGRAM, argv, environ)
+    config = parse(ControlPlaneSettings, PROGRAM, argv, environ, "kvplane control")
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
@@ -145,6 +145,7 @@ class ControlPlaneServer(PlaneServer):
             also_bind=config.plane_bind,
         )
         shown = {"version": release(), "incarnation": str(incarnation)}
+        self.metrics.tenant_label = self._access.metrics_label
         self._page = PageServer(core.view_pools, self._access, shown)
 
     @classmethod
@@ -154,7 +155,7 @@ class ControlPlaneServer(PlaneServer):
         """
         self = cls(config)
         if config.page_port >= 0:
-            await self._page.start(self._server.host, config.page_port, config.tls)
+            await self._page.start(self._server.host, config.page_port, config.server_tls)
             _LOGGER.info("page address=%s:%d", self._server.host, self._page.port)
         elector = None
         if config.election:

@@ -126,7 +126,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._step_streams: dict[int, _StepStream] = {}  # by session, the latest
         self._notices: set[asyncio.Task[None]] = set()
         self._is_flush_due = False
-        self._uncounted: list[tuple[StepAnswer, float]] = []
+        self._uncounted: list[tuple[StepAnswer, str, float]] = []
 
     def stop(self) -> None:
         """End streams that wait for a request now, the others after their current answer."""
@@ -153,9 +153,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         self._is_flush_due = False
         self.flush()
         uncounted, self._uncounted = self._uncounted, []
-        for answer, duration_s in uncounted:
+        for answer, tenant, duration_s in uncounted:
             answer.settle()
-            self._metrics.count_step(answer, duration_s)
+            self._metrics.count_step(answer, tenant, duration_s)
 
     async def work(self) -> None:
         """Do the core's long work in slices, between requests. Runs until cancelled."""
@@ -295,7 +295,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             number=request.number,
         ):
             answer: StepAnswer = await self._run(request, tenant, num_bytes)
-        self._uncounted.append((answer, time.perf_counter() - begin))
+        self._uncounted.append((answer, tenant, time.perf_counter() - begin))
         return answer
 
     async def _run(self, request: Request, tenant: str, num_bytes: int | None = None) -> Any:

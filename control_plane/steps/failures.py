@@ -182,8 +182,15 @@ def _position_error(operation: Refusable, failure: Failure) -> KvplaneError:
             )
         case _native.TRIMMED:
             return InvalidRequestError(
-                f"positions of sequence {a} before {b} were freed behind the attention window",
+                f"positions of sequence {a} before {b} were freed: behind the attention window, or "
+                "before its checkpoint",
                 field="num_tokens",
+            )
+        case _native.CHECKPOINT:
+            return InvalidRequestError(
+                f"must be 0, or a multiple of the block size above {b} and up to {c}, in a layout "
+                "with states",
+                field="checkpoint_positions",
             )
         case _native.NOT_KNOWN:
             return InvalidRequestError(

@@ -19,6 +19,7 @@ from kvplane_blocks import ColumnError, _native
 
 from control_plane import checks
 from control_plane.admission.decisions import MustWait
+from control_plane.pools.pool import Pool
 from control_plane.sessions.pool_admission import LATER, PoolAdmission
 from control_plane.sessions.session import QueuedAdmission, Session, forks_of
 from control_plane.steps.failures import (
@@ -147,7 +148,7 @@ class Admit(OneSlice):
         checks.count(message.max_total_tokens, field="max_total_tokens")
         checks.count(message.num_compute_tokens, field="num_compute_tokens")
         if message.checkpoint_position:
-            raise InvalidRequestError("is not served by this release", field="checkpoint_position")
+            _check_checkpoint(step.pool, message)
         if message.ends_with_plan:
             for field in _NOT_WITH_END:
                 if message.HasField(field) if field == _NUM_COMPUTE else getattr(message, field):
@@ -169,6 +170,7 @@ class Admit(OneSlice):
                 message.skip_prefix_lookup,
                 headroom,
                 step.check_as,
+                message.checkpoint_position,
             )
 
         done, must_wait = ask_core(admission.asking_headroom()), None
@@ -195,6 +197,18 @@ def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
             raise SequenceExistsError(f"sequence {sequence_id} waits to be admitted", field=field)
 
 
+def _check_checkpoint(pool: Pool, message: cpb.Admit) -> None:
+    """Raise InvalidRequestError if no plan of the admission could keep its checkpoint."""
+    position, num_tokens = message.checkpoint_position, len(message.token_ids) // _TOKEN_BYTES
+    is_whole = 0 < position <= num_tokens and position % pool.block_size == 0
+    if not is_whole or pool.layout.state_group is None:
+        raise InvalidRequestError(
+            f"must be 0, or a multiple of the block size up to {num_tokens}, in a layout with "
+            "states",
+            field="checkpoint_position",
+        )
+
+
 class Append(Operation):
     """Extends live sequences by tokens, and schedules the computation of slots."""
 
@@ -205,8 +219,6 @@ class Append(Operation):
         return bool(message.num_slots.strip(b"\0") or message.num_lookahead_slots.strip(b"\0"))
 
     def run(self, step: Step, message: cpb.Append, result: cpb.OperationResult) -> Slices[Failures]:
-        if message.checkpoint_positions:
-            raise InvalidRequestError("is not served by this release", field="checkpoint_positions")
         token_ids = message.token_ids  # each access to a message's bytes copies all of them
         num_tokens = len(token_ids) // _TOKEN_BYTES
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
@@ -234,10 +246,10 @@ def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
     native, handle = step.native, step.handle
     ids, firsts, slots = message.sequence_ids, message.first_positions, message.num_slots
     given = message.num_tokens, message.token_ids
-    ahead = message.num_lookahead_slots
-    num_obtainable = 0
+    ahead, states = message.num_lookahead_slots, message.checkpoint_positions
+    num_obtainable, check_as = 0, step.check_as
     if not step.admission.is_growth_blocked:
-        sure = native.append(handle, ids, firsts, slots, *given, ahead, step.check_as, True)
+        sure = native.append(handle, ids, firsts, slots, *given, ahead, check_as, True, states)
         if sure is not None:
             return sure
         num_obtainable = native.num_obtainable(handle, tpb.TIER_DEVICE)
@@ -245,7 +257,7 @@ def append(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
     if sum(columns.read(INT32, growth, "growth")) > num_obtainable:
         num_blocks, refused = _append_in_turn(step, message)
     else:
-        done = native.append(handle, ids, firsts, slots, *given, ahead, step.check_as)
+        done = native.append(handle, ids, firsts, slots, *given, ahead, check_as, False, states)
         assert done is not None
         num_blocks, refused = done
     _stop_waiting(step, ids, refused)
@@ -275,6 +287,8 @@ def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
         message.num_tokens,
         message.num_lookahead_slots,
     )
+    if checkpoints := message.checkpoint_positions:
+        columns.read(INT32, checkpoints, "checkpoint_positions", length=num)
     checks.token_columns(given, all_tokens)
     failures: list[Failure] = []
     done = bytearray()
@@ -288,7 +302,8 @@ def _append_in_turn(step: Step, message: cpb.Append) -> tuple[bytes, Failures]:
             failures.append((item, *failure))
             done += bytes(4)
         else:
-            answer = native.append(handle, *columns_of_one, step.check_as)
+            checkpoint = checkpoints[4 * item : 4 * item + 4]
+            answer = native.append(handle, *columns_of_one, step.check_as, False, checkpoint)
             assert answer is not None
             one, refused = answer
             failures += [(item, *failure[1:]) for failure in refused or ()]
@@ -477,6 +492,8 @@ class Swap(Operation):
         ids = message.sequence_ids
         if not ids:
             raise InvalidRequestError("must be one or more distinct ids", field="sequence_ids")
+        if step.pool.layout.state_group is not None:
+            raise InvalidRequestError("is not served in a layout with states", field="tier")
 
         admission, session, must_wait = step.admission, step.session, None
         is_in = message.tier == tpb.TIER_DEVICE

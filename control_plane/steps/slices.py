@@ -66,7 +66,7 @@ def parts_of(message: cpb.Append, token_ids: bytes) -> Iterator[tuple[int, cpb.A
         return
     sequence_ids, first_positions = message.sequence_ids, message.first_positions
     num_slots, lookahead = message.num_slots, message.num_lookahead_slots
-    given_column = message.num_tokens
+    given_column, checkpoints = message.num_tokens, message.checkpoint_positions
     for items, tokens in ranges_of(num_tokens):
         ids, counts = slice(items.start * 8, items.stop * 8), slice(items.start * 4, items.stop * 4)
         yield (
@@ -78,6 +78,7 @@ def parts_of(message: cpb.Append, token_ids: bytes) -> Iterator[tuple[int, cpb.A
                 num_tokens=given_column[counts],
                 token_ids=token_ids[tokens.start * 4 : tokens.stop * 4],
                 num_lookahead_slots=lookahead[counts],
+                checkpoint_positions=checkpoints[counts],
             ),
         )
 
@@ -101,5 +102,5 @@ def _fit(message: cpb.Append, num: int) -> bool:
         num > 0
         and len(message.sequence_ids) == 8 * num
         and len(message.first_positions) == len(message.num_slots) == 4 * num
-        and len(message.num_lookahead_slots) in (0, 4 * num)
+        and {len(message.num_lookahead_slots), len(message.checkpoint_positions)} <= {0, 4 * num}
     )

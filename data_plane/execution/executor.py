@@ -95,7 +95,8 @@ class Executor:
             device=self.device,
             drain=self.kernels.streams.drain,
         )
-        self._tables = BlockTables(self.pools.num_blocks, layout.block_size_tokens)
+        num_blocks = self.pools.num_blocks
+        self._tables = BlockTables(num_blocks, layout.block_size_tokens, layout.state_group)
         self._sessions = Sessions()
         self._compute = ShardKernels(
             layout,
@@ -112,6 +113,7 @@ class Executor:
             self._verifier,
             self.counters,
             layers=self.layers,
+            num_state_layers=len(shard.state_layers(layout)),
             check_device=self.device_watch.check,
         )
         self.blocks = TableBlocks(

@@ -43,7 +43,7 @@ class FixedStep:
         compute: ShardKernels,
         device: torch.device,
     ) -> None:
-        memories = [compute.step_memory() for _ in layout.groups]
+        memories = [compute.step_memory() for _ in layout.attention_groups]
         self._memories = [memory for memory in memories if memory is not None]
         if len(self._memories) < len(memories):
             raise InvalidRequestError(
@@ -57,11 +57,11 @@ class FixedStep:
         self._device = device
         block_size = layout.block_size_tokens
         with compute.computing():
-            self._rows = [FixedRows(bounds, block_size, device) for _ in layout.groups]
+            self._rows = [FixedRows(bounds, block_size, device) for _ in layout.attention_groups]
         self._of_heads: dict[tuple[AttentionOptions, int, int], NumbersOfHeads] = {}
-        self._windows: list[set[int]] = [set() for _ in layout.groups]
+        self._windows: list[set[int]] = [set() for _ in layout.attention_groups]
         # The widest windows that read no trimmed entry of the rows; None: no rows are trimmed.
-        self._widest: list[int | None] = [None for _ in layout.groups]
+        self._widest: list[int | None] = [None for _ in layout.attention_groups]
         self._called: defaultdict[int, set[int]] = defaultdict(set)  # layers, by tokens
 
     def layer(

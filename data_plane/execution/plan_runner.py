@@ -21,6 +21,7 @@ from data_plane.plans.batches.attention_batch import (
     AttentionBatch,
     prepare_batch,
 )
+from data_plane.plans.batches.checkpoints import Checkpoints, prepare_checkpoints
 from data_plane.plans.batches.transfers import Transfers, num_copied_and_swapped
 from data_plane.plans.contents.last_tenants import LastTenants
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
@@ -86,9 +87,12 @@ class PlanRunner:
         counters: ExecutorCounters,
         *,
         layers: Sequence[int],
+        num_state_layers: int,
         check_device: Callable[[], None],
     ) -> None:
-        """``check_device`` is called after the device failed, to find out whether for good."""
+        """``num_state_layers``: layers of the shard that keep states. ``check_device`` is called
+        after the device failed, to find out whether for good.
+        """
         self._tables = tables
         self.write_checks = WriteChecks(tables)
         self._tenants = LastTenants(tables.num_blocks)
@@ -98,6 +102,7 @@ class PlanRunner:
         self._verifier = verifier
         self._counters = counters
         self._layers = layers
+        self._num_state_layers = num_state_layers
         self._check_device = check_device
         self.reused: ReusedBlocks | None = None
         """Notes which prefixes are found, for a file tier; None without one."""
@@ -152,9 +157,16 @@ class PlanRunner:
             on_host = tuple(
                 prepare_batch(tables, session.id, plan.spans, group)
                 for group in range(tables.num_groups)
+                if group != tables.state_group
             )
+            checkpoints = prepare_checkpoints(
+                tables, session.id, on_host[0], self._num_state_layers
+            )
+            writes: tuple[AttentionBatch | Checkpoints, ...] = on_host
+            if checkpoints is not None:
+                writes = (*on_host, checkpoints)
             changed = _changed_ids(plan.changes, tables.num_groups)
-            for batch, changed_ids in zip(on_host, changed, strict=True):
+            for batch, changed_ids in zip(writes, changed, strict=True):
                 check_writable(tables, session.id, batch, np.frombuffer(changed_ids, "<i8"))
             attention = on_host
             if not session.has_fixed_steps:
@@ -174,7 +186,8 @@ class PlanRunner:
             transfers=transfers,
             batches=transfers.batches(),
             of_sources=of_sources,
-            to_write=self._written.to_write(on_host),
+            to_write=self._written.to_write(writes),
+            checkpoints=checkpoints,
             progress=Progress(len(self._layers), np.diff(on_host[0].starts)),
             checked_version=tables.num_messages_published,
             checked_taken=tables.num_taken,
@@ -217,7 +230,7 @@ class PlanRunner:
         ``run``: the session's latest plan. Raises BlockNotWrittenError for an entry without any.
         """
         num_tokens = 0
-        if run is not None and run.receipt is None:
+        if run is not None and run.receipt is None and group != self._tables.state_group:
             batch = run.whole[group]
             spans = np.flatnonzero(batch.sequence_ids == sequence_id).tolist()
             if spans and (num_new := run.num_written([*map(self._layers.index, layers)], spans[0])):

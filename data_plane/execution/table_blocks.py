@@ -253,6 +253,8 @@ class TableBlocks:
         with self._command.lock, self._command("write_blocks"):
             layers = self._layers_of(blocks[0])
             self._compute.check_blocks(blocks[0].group, layers, data)
+            if blocks[0].group == self._layout.state_group:
+                return self._write_checkpoints(session_id, blocks, layers, data, plan_number)
 
             def write_one(at: int, write: _Write) -> None:
                 given = data[:, at : at + write.blocks.num_blocks]
@@ -319,6 +321,28 @@ class TableBlocks:
                 write_one(at, write)
                 run.progress.extend(of_shard, write.span, write.tokens.stop)
                 at += write.blocks.num_blocks
+        return self._plans.receipt(session, run)
+
+    def _write_checkpoints(
+        self,
+        session_id: int,
+        blocks: Sequence[BlockRange],
+        layers: range,
+        data: torch.Tensor,
+        plan_number: int | None,
+    ) -> pb.SignedPayload | None:
+        """Write checkpoints of the latest plan, each whole in some layers. ``data``: checked."""
+        session, run = self._plans.latest(session_id, plan_number)
+        places = [(r.sequence_id, r.first_block + i) for r in blocks for i in range(r.num_blocks)]
+        checkpoints = run.checkpoints
+        assert checkpoints is not None
+        found = [checkpoints.find(*place, i) for i, place in enumerate(places)]
+        if not run.is_complete:
+            self._plans.write_checks.check_may_write(session, run)
+            ids = checkpoints.written_blocks[found]
+            self._compute.write_whole(checkpoints.group, layers, ids, data)
+            for i in found:
+                checkpoints.progress.extend(layers, i, 1)
         return self._plans.receipt(session, run)
 
     def of_span(self, session_id: int, sequence_id: int, plan_number: int) -> range:
@@ -390,8 +414,7 @@ def _check_entries(table: Table, entries: Sequence[int]) -> NDArray[np.int64]:
     """Return ``entries`` as an array. Raises InvalidRequestError when it is empty or names entries
     that the table does not have.
     """
-    is_trimmed = np.arange(len(table.blocks)) < table.num_trimmed
-    return _check_places(entries, len(table.blocks), "the table has", is_trimmed)
+    return _check_places(entries, len(table.blocks), "the table has", table.generations == 0)
 
 
 def _check_places(
@@ -408,7 +431,7 @@ def _check_places(
         first = int(is_there.argmin())
         raise InvalidRequestError(
             f"there is no entry {places[first]}: {has} {length} entries, of which "
-            f"{int(is_trimmed.sum())} lie behind the attention window",
+            f"{int(is_trimmed.sum())} lie behind the attention window, or have no checkpoint",
             field=f"entries[{first}]",
         )
     return places
@@ -420,7 +443,8 @@ def _check_written(latest: RunningPlan, group: int, part: Table) -> None:
     """
     if latest.receipt is not None or part.tier_key != tier_key_of(group, pb.TIER_DEVICE):
         return
-    if np.isin(part.blocks, latest.whole[group].written_blocks).any():
+    writes = latest.writes[group]
+    if np.isin(part.blocks, writes.written_blocks).any():
         raise PlanOutOfOrderError(
             f"plan {latest.number} computes these blocks: finish it first", field="sequence_id"
         )

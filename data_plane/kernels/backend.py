@@ -19,7 +19,7 @@ from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.kernels.backends.cuda import CudaKernels, QueuedLayers, StepMemory
 from data_plane.kernels.device.cuda_streams import CudaRuntime, DeviceStreams, Streams
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import OPAQUE, Layout
+from kvplane.layout import OPAQUE, STATE, Layout
 
 
 class Kernels(Protocol):
@@ -146,8 +146,8 @@ class Kernels(Protocol):
 def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:
     """Check that ``kernels`` serve each layer group's cache kind. Raises InvalidRequestError."""
     for i, group in enumerate(layout.groups):
-        # No kernel computes with opaque pages.
-        if group.cache_kind not in (*kernels.cache_kinds, OPAQUE):
+        # No kernel computes with opaque pages, or with states.
+        if group.cache_kind not in (*kernels.cache_kinds, OPAQUE, STATE):
             raise InvalidRequestError(
                 f"must be {' or '.join(kernels.cache_kinds)} for the {kernels.backend} kernels, "
                 f"is {group.cache_kind}",

@@ -5,7 +5,7 @@ V, or as two: keys ``[num_blocks, num_kv_heads, block_size, head_size]`` and val
 num_kv_heads, block_size, value_head_size]`` of the same memory, where values are smaller than keys.
 Such a page has one dimension in its pool: keys, and then values. A page of latents, which has one
 dimension too, holds keys alone: values are views of their first elements. Kernels never take an
-opaque page.
+opaque page, or one of a state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import OPAQUE, LayerGroup
+from kvplane.layout import OPAQUE, STATE, LayerGroup
 
 Pages = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -37,7 +37,7 @@ class PageShape:
     @property
     def is_opaque(self) -> bool:
         """Return whether pages are bytes that only callers understand."""
-        return self.group.cache_kind == OPAQUE
+        return self.group.cache_kind in (OPAQUE, STATE)
 
     def clear_slots(self, pages: torch.Tensor, block: int, num_kept: int) -> None:
         """Zero the slots of a block after its first ``num_kept``. An opaque page has no slots: all

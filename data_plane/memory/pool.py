@@ -4,6 +4,8 @@
              block      layer   K, V
     or, where values are smaller than keys, or only latents are stored,
            [num_blocks, num_layers, page_elements]: a page's keys and then its values, if any
+    or, of states,
+           [num_blocks, num_layers, page_bytes], uint8
 
 A block is contiguous over all its layers, so that a swap or a copy of it is one memcpy; a layer's
 pages are the strided view ``pool[:, layer]``. Both tiers of a group have this shape. The memory is
@@ -79,7 +81,7 @@ class Pools:
             PageShape(group, len(shard.kv_heads(layout, i)), layout.block_size_tokens)
             for i, group in enumerate(layout.groups)
         ]
-        dtype = TORCH_DTYPES[layout.kv_dtype]
+        dtypes = [TORCH_DTYPES[layout.stored_dtype(i)] for i in range(len(layout.groups))]
         pages = [
             (len(shard.group_layers(layout, i)), *page.extents)
             for i, page in enumerate(self.page_shapes)
@@ -88,7 +90,7 @@ class Pools:
         unpins: list[Callable[[], None]] = []
         # Runs before the tiers are freed: an object's members outlive its finalizers.
         weakref.finalize(self, _release, drain, unpins).atexit = False
-        for group, page in enumerate(pages):
+        for group, (page, dtype) in enumerate(zip(pages, dtypes, strict=True)):
             shape = (of_host[group], *page)
             if device.type == "cpu":
                 host_tier = huge_pages.empty(shape, dtype)
@@ -96,7 +98,7 @@ class Pools:
                 host_tier, unpin = empty_pinned(shape, dtype, device, "num_host_blocks")
                 unpins.append(unpin)
             self._tiers[tier_key_of(group, pb.TIER_HOST)] = host_tier
-        for group, page in enumerate(pages):
+        for group, (page, dtype) in enumerate(zip(pages, dtypes, strict=True)):
             shape = (of_device[group], *page)
             make = huge_pages.empty if device.type == "cpu" else partial(_on_gpu, device=device)
             self._tiers[tier_key_of(group, pb.TIER_DEVICE)] = make(shape, dtype)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_plane.plans.batches.attention_batch import AttentionBatch
+from data_plane.plans.batches.checkpoints import Checkpoints
 from data_plane.plans.batches.transfers import Batch, Transfers
 from data_plane.plans.contents.last_tenants import BlocksByTier
 from data_plane.plans.contents.written_slots import SlotsToWrite
@@ -71,6 +72,8 @@ class RunningPlan:
     """The publications' version when the written blocks were last found writable."""
     checked_taken: int
     """The tables' ``num_taken`` when none of the spans' entries was last found stale."""
+    checkpoints: Checkpoints | None = None
+    """The checkpoints that the plan keeps; None in a pool without states."""
     pass_index: int | None = None
     """The present pass; None where all tokens are computed at once."""
     cleared: bool = False
@@ -122,8 +125,19 @@ class RunningPlan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of the plan's transfers and all layers of all its passes are queued."""
+        """Return whether all of the plan's transfers, all layers of all its passes and all its
+        checkpoints are queued.
+        """
+        if self.checkpoints is not None and not self.checkpoints.progress.is_complete:
+            return False
         return self.is_queued and self.pass_index in (None, self.num_passes - 1)
+
+    @property
+    def writes(self) -> Sequence[AttentionBatch | Checkpoints]:
+        """Return what the plan, or its present pass, writes in each layer group."""
+        if self.checkpoints is None:
+            return self.attention
+        return (*self.attention, self.checkpoints)
 
     def check_next_pass(self, index: int) -> None:
         """Raise PlanOutOfOrderError unless the pass is the present one, or may begin."""

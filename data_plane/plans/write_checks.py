@@ -8,15 +8,41 @@ block, or another session's plan allocates it after the control plane took it ba
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
-from data_plane.plans.batches.attention_batch import AT_SPANS, AttentionBatch, check_entries
+from data_plane.plans.batches.attention_batch import AT_SPANS, check_entries
 from data_plane.plans.sessions import RunningPlan, Session
 from data_plane.plans.tables.block_tables import BlockTables
 from data_plane.tier_keys import tier_key_of
 from kvplane.errors import BlockNotWritableError
 from kvplane.wire.v1 import types_pb2 as pb
+
+
+class Writes(Protocol):
+    """What a plan writes in one layer group: its spans, or its checkpoints of states."""
+
+    @property
+    def group(self) -> int:
+        """The layer group."""
+        ...
+
+    @property
+    def sequence_ids(self) -> NDArray[np.int64]:
+        """The sequences that are written."""
+        ...
+
+    @property
+    def written_blocks(self) -> NDArray[np.int64]:
+        """Device blocks written, each listed once for each of its writers."""
+        ...
+
+    @property
+    def written_by(self) -> NDArray[np.int64]:
+        """For each of ``written_blocks``, the index of its sequence."""
+        ...
 
 
 class WriteChecks:
@@ -36,26 +62,26 @@ class WriteChecks:
     def check_still_current(self, session: Session, run: RunningPlan) -> None:
         """Check the spans' tables again if a plan made any entry stale since the last check."""
         if run.checked_taken != self._tables.num_taken:
-            for batch in run.attention:
+            for batch in run.writes:
                 check_current(self._tables, session.id, batch)
             run.checked_taken = self._tables.num_taken
 
     def check_still_writable(self, run: RunningPlan) -> None:
         """Check the written blocks again if anything was published since the last check."""
         if run.checked_version != self._tables.num_messages_published:
-            for batch in run.attention:
+            for batch in run.writes:
                 check_unpublished(self._tables, batch)
             run.checked_version = self._tables.num_messages_published
 
 
-def check_current(tables: BlockTables, session_id: int, batch: AttentionBatch) -> None:
+def check_current(tables: BlockTables, session_id: int, batch: Writes) -> None:
     """Raise StaleGenerationError if a block of a span's table has been allocated again."""
     of_session = tables.of_session(session_id, batch.group)
     found = [of_session[sequence_id] for sequence_id in batch.sequence_ids.tolist()]
     check_entries(tables, found, batch.sequence_ids)
 
 
-def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
+def check_unpublished(tables: BlockTables, batch: Writes) -> None:
     """Raise BlockNotWritableError if a block to be written is published."""
     published = tables.publications[batch.group].published[batch.written_blocks]
     if published.any():
@@ -63,7 +89,7 @@ def check_unpublished(tables: BlockTables, batch: AttentionBatch) -> None:
 
 
 def check_writable(
-    tables: BlockTables, session_id: int, batch: AttentionBatch, changed_ids: NDArray[np.int64]
+    tables: BlockTables, session_id: int, batch: Writes, changed_ids: NDArray[np.int64]
 ) -> None:
     """Raise BlockNotWritableError if a block to be written is published, or shared: if a table
     refers to it that this plan does not change, besides the writer's, or two spans write it.
@@ -93,7 +119,7 @@ def check_writable(
         raise _not_writable(batch, int(bad.argmax()), "shared with another table")
 
 
-def _not_writable(batch: AttentionBatch, i: int, why: str) -> BlockNotWritableError:
+def _not_writable(batch: Writes, i: int, why: str) -> BlockNotWritableError:
     return BlockNotWritableError(
         f"block {batch.written_blocks[i]} is {why} and may not be written: a plan has to copy it "
         "to a block of the sequence's own first",

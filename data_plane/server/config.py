@@ -16,6 +16,7 @@ from kvplane.serving.config import (
     PoolSettings,
     ServerSettings,
     ThreadSettings,
+    memory_of,
 )
 from kvplane.serving.settings import Settings, setting
 from kvplane.transport.tls import Tls
@@ -127,8 +128,7 @@ class DataPlaneSettings(
     )
     layout: Path | None = setting(
         None,
-        help="JSON file of the pool's layout, in place of --model, as python -m engine layout"
-        " prints it.",
+        help="JSON file of the pool's layout, in place of --model, as kvplane layout prints it.",
     )
     opaque_page_bytes: int = setting(
         0,
@@ -148,12 +148,10 @@ class DataPlaneSettings(
         help='Device of the device tier and the kernels: "cpu", "cuda", "cuda:N", or "auto": the'
         " first GPU that the kernels can run on, otherwise the CPU.",
     )
-    memory_utilization: float = setting(
-        0.5,
-        help="Share of the free memory that the pool may take if --num-device-blocks is 0.",
-        unit="fraction",
-        minimum=0.01,
-        maximum=1.0,
+    memory: str = setting(
+        "50%",
+        help="Memory of the device tier if --num-device-blocks is 0: bytes, as in 8GiB, or a share"
+        " of the free memory, of which the host tier takes its part too.",
     )
     plug_ins: str = setting(
         "",
@@ -192,6 +190,7 @@ class DataPlaneSettings(
             raise InvalidRequestError(
                 "give one of --model, --layout and --opaque-page-bytes", field="model"
             )
+        memory_of(self.memory)
         if bool(self.model_id) != bool(self.opaque_page_bytes):
             raise InvalidRequestError("goes with --opaque-page-bytes", field="model_id")
         if self.file_tier_bytes and self.file_tier_dir is None:
@@ -202,18 +201,18 @@ class DataPlaneSettings(
         """How to connect to other data planes, with the identity that this one has at the control
         plane; None for plain text.
         """
-        if self.tls is None:
+        if self.server_tls is None:
             return None
-        return self.tls_with(self.tls_certificate, self.tls_key, "")
+        return self.tls_with(self.tls_cert, self.tls_key, "")
 
     @property
     def control_tls(self) -> Tls | None:
         """How to connect to the control plane; None for plain text. The server's own certificate,
         if there is one, identifies this process to the control plane.
         """
-        if not self.planes_tls:
+        if not self.tls:
             return None
-        return self.tls_with(self.tls_certificate, self.tls_key, self.planes_name)
+        return self.tls_with(self.tls_cert, self.tls_key, self.tls_name)
 
 
 def _range(text: str, field: str) -> tuple[int, int] | None:

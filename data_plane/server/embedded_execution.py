@@ -9,6 +9,8 @@ from typing import cast
 import torch
 
 from data_plane.execution.executor import Executor
+from data_plane.execution.table_blocks import BlockRange
+from data_plane.kernels.device.cuda_streams import device_errors
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.results import Signed
@@ -110,6 +112,36 @@ class EmbeddedExecution:
         """Return the receipt of the plan, if it has run. On a GPU, waits until it has."""
         self._take(self._executor.receipt(self._session_id))
         return self.receipts
+
+    def read_states(self, sequence_ids: Sequence[int], entries: Sequence[int]) -> torch.Tensor:
+        """Read checkpoints of this shard: see ``DataBackend.read_states``."""
+        group = self._state_group()
+        read = [
+            self._executor.read_blocks(self._session_id, sequence_id, [entry], group=group)[0]
+            for sequence_id, entry in zip(sequence_ids, entries, strict=True)
+        ]
+        with device_errors():
+            return torch.cat(read, dim=1)
+
+    def write_states(
+        self, sequence_ids: Sequence[int], entries: Sequence[int], states: torch.Tensor
+    ) -> None:
+        """Write checkpoints of the plan started last: see ``DataBackend.write_states``."""
+        group = self._state_group()
+        places = [
+            BlockRange(sequence_id, entry, 1, group)
+            for sequence_id, entry in zip(sequence_ids, entries, strict=True)
+        ]
+        with device_errors():
+            there = states.to(self._executor.device)
+        receipt = self._executor.blocks.write(self._session_id, places, there, self._plan_number)
+        self._take(receipt)
+
+    def _state_group(self) -> int:
+        group = self._executor.layout.state_group
+        if group is None:
+            raise InvalidRequestError("has no group of states", field="layout")
+        return group
 
     def close(self) -> None:
         """Stop running the plan here. Another execution can continue it."""

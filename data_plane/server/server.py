@@ -47,6 +47,7 @@ from kvplane.layout import KEYS_AND_VALUES, LATENT, LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.release import release
 from kvplane.serving import event_loop
+from kvplane.serving.config import memory_of
 from kvplane.serving.observability import logs
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.plane_server import PlaneServer, Service
@@ -72,7 +73,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the data plane's program with the settings of ``argv`` and ``environ``. Returns the exit
     code. Exits for bad settings.
     """
-    config = parse(DataPlaneSettings, PROGRAM, argv, environ)
+    config = parse(DataPlaneSettings, PROGRAM, argv, environ, "kvplane data")
     logs.setup(config.log_level, config.log_format)
     log_settings(config, logging.getLogger(PROGRAM))
     try:
@@ -335,7 +336,12 @@ def build_executor(
     expected_tokens = limits.EXPECTED_CONTEXT_TOKENS
     host_blocks = share_blocks(layout, config.num_host_blocks, expected_tokens)
     block_bytes = partial(shard.block_bytes, layout)
-    if num_device_blocks == 0:
+    memory = memory_of(config.memory)
+    if num_device_blocks == 0 and isinstance(memory, int):
+        num_device_blocks = fit_blocks(layout, memory, expected_tokens, block_bytes)
+        if num_device_blocks < 1:
+            raise NeverFitsError(f"no block fits in {memory} bytes", field="memory")
+    elif num_device_blocks == 0:
         free = free_bytes(device)
         on_cpu = device.type == "cpu"
         host_tier_bytes = sum(n * block_bytes(i) for i, n in enumerate(host_blocks)) * on_cpu
@@ -344,12 +350,17 @@ def build_executor(
         num_device_blocks = measure_num_blocks(
             free,
             lambda usable: fit_blocks(layout, usable, expected_tokens, block_bytes),
-            utilization=config.memory_utilization,
+            utilization=memory,
             reserve_bytes=host_tier_bytes + shared_bytes,
             scratch_bytes=kernels.scratch_bytes,
         )
         _LOGGER.info("measured free_bytes=%d num_device_blocks=%d", free, num_device_blocks)
     device_blocks = share_blocks(layout, num_device_blocks, expected_tokens)
+    device_bytes = sum(n * block_bytes(group) for group, n in enumerate(device_blocks))
+    num_tokens = num_device_blocks * layout.block_size_tokens
+    text = "device tier: %s blocks = %s tokens = %s GiB"
+    figures = f"{num_device_blocks:,}", f"{num_tokens:,}", f"{device_bytes / 2**30:.1f}"
+    _LOGGER.info(text, *figures)
     _require_room(device, device_blocks, host_blocks, block_bytes, kernels.scratch_bytes)
     executor = Executor(
         layout,

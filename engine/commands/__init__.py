@@ -1,1 +1,1 @@
-"""``python -m engine``: its commands."""
+"""``kvplane generate|serve|layout``: its commands."""

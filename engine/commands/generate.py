@@ -1,4 +1,4 @@
-"""``python -m engine generate``: prints answers to prompts as they come."""
+"""``kvplane generate``: prints answers to prompts as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m engine generate``, ``serve`` and ``layout``."""
+"""``kvplane generate``, ``serve`` and ``layout``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from ..serving.config import ServeSettings
 from ..threads import tune_torch
 from .program import run_program
 
-_USAGE: Final = "Usage: python -m engine generate|serve|layout [OPTIONS]\n"
+_USAGE: Final = "Usage: kvplane generate|serve|layout [OPTIONS]"
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command that ``argv`` names; returns its exit code."""
-    if not argv:
-        print(f"{_USAGE}       --help lists the options of all, --version the version.")
-        return EXIT_BAD_SETTINGS
-    if argv[0] in ("-h", "--help"):
-        return _help()
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if argv else EXIT_BAD_SETTINGS
     if argv[0] == "--version":
         print(f"engine {release()}")
         return 0
@@ -44,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(argv: Sequence[str]) -> int:
-    config = parse(GenerateSettings, "engine generate", argv, os.environ)
+    config = parse(GenerateSettings, "engine generate", argv, os.environ, "kvplane generate")
     tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
     from .generate import run
 
@@ -52,7 +50,7 @@ def _generate(argv: Sequence[str]) -> int:
 
 
 def _serve(argv: Sequence[str]) -> int:
-    config = parse(ServeSettings, "engine serve", argv, os.environ)
+    config = parse(ServeSettings, "engine serve", argv, os.environ, "kvplane serve")
     tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
     from ..serving.server import run
 
@@ -60,7 +58,7 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _layout(argv: Sequence[str]) -> int:
-    config = parse(PrintLayoutSettings, "engine layout", argv, os.environ)
+    config = parse(PrintLayoutSettings, "engine layout", argv, os.environ, "kvplane layout")
     from kvplane.models.hf import layout_from_hf
 
     groups = None
@@ -86,17 +84,3 @@ def _layout(argv: Sequence[str]) -> int:
 
 
 _COMMANDS: Final = {"generate": _generate, "serve": _serve, "layout": _layout}
-
-
-def _help() -> int:
-    """Print the help of every command; returns the exit code."""
-    print(_USAGE)
-    configs = {"generate": GenerateSettings, "serve": ServeSettings, "layout": PrintLayoutSettings}
-    for command, config_class in configs.items():
-        try:
-            parse(config_class, f"engine {command}", ["--help"], {})
-        except SystemExit as end:
-            if end.code:
-                raise
-        print()
-    return 0

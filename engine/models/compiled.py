@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
+from torch._inductor import config as inductor
 from transformers import PreTrainedModel
 
 from kvplane.models.model_layers import layer_shapes
@@ -27,9 +28,12 @@ _log = logging.getLogger("engine")
 class CompiledDecoder:
     """Computes one token of each sequence of a batch."""
 
-    def __init__(self, model: PreTrainedModel, max_sequences: int, *, latent: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, max_sequences: int, *, latent: bool, packed: bool
+    ) -> None:
         """Compile ``model`` for up to ``max_sequences``. ``latent``: whether the pool keeps latents
-        of layers that have them.
+        of layers that have them. ``packed``: whether linear layers have packed weights, which
+        Inductor takes only frozen, as constants. All programs have the same ones.
         """
         self._model = model
         widths = [1 << i for i in range(_width(max_sequences).bit_length())]
@@ -40,11 +44,12 @@ class CompiledDecoder:
             recompile_limit=len(widths),
             isolate_recompiles=True,
         )
-        for width in widths:
-            began_s = time.monotonic()
-            some = [0] * width
-            self.logits(some, some, Recorder(layer_shapes(model.config, latent=latent)))
-            _log.info("compiled sequences=%d seconds=%.1f", width, time.monotonic() - began_s)
+        with inductor.patch(freezing=packed):
+            for width in widths:
+                began_s = time.monotonic()
+                some = [0] * width
+                self.logits(some, some, Recorder(layer_shapes(model.config, latent=latent)))
+                _log.info("compiled sequences=%d seconds=%.1f", width, time.monotonic() - began_s)
 
     def logits(
         self, tokens: Sequence[int], positions: Sequence[int], step: attention.Step

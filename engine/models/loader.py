@@ -23,6 +23,7 @@ from kvplane.models.config import read_config
 from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import absorbed, attention
 from kvplane.transformers.models import adapters
+from kvplane.transformers.models.positions import first_position
 from kvplane.transformers.models.probe import probe as run_probe
 from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independent_tokens
 
@@ -221,6 +222,7 @@ def _limit_context(model: PreTrainedModel, config: Any, asked: int) -> tuple[int
     namespace of prefixes.
     """
     of_config, of_rope = _max_total_tokens(config), max_independent_tokens(model)
+    of_config -= first_position(model)
     if asked > of_config:
         raise InvalidRequestError(
             f"must be at most the model's {of_config} positions", field="max_total_tokens"
@@ -280,7 +282,8 @@ class PackedLinear(torch.nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(linear.weight.detach().to("meta"), requires_grad=False)
         self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.register_buffer("_packed", packed, persistent=False)  # torch.compile may freeze it
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Map [..., in_features] to [..., out_features]."""

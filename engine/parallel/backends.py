@@ -12,6 +12,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.layout import Layout
 from kvplane.results import ShardInfo, Signed
 from kvplane.runtime.backend import DataBackend, OpenedSession, RemoteBackend
+from kvplane.serving.config import memory_of
 from kvplane.shard import Shard
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.transport.tls import Tls
@@ -70,12 +71,12 @@ def _embedded(
 
     from ..running.step_memory import utilization_beside_step
 
-    utilization = config.memory_utilization
-    if not config.num_device_blocks and chosen_device() == "cpu":
-        utilization = utilization_beside_step(
+    memory = memory_of(config.memory)
+    if isinstance(memory, float) and not config.num_device_blocks and chosen_device() == "cpu":
+        memory = utilization_beside_step(
             model,
             layout,
-            utilization=utilization,
+            utilization=memory,
             num_processes=config.tensor_parallel,
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
@@ -83,7 +84,7 @@ def _embedded(
     return EmbeddedBackend(
         layout,
         config.recovery_timeout_s,
-        memory_utilization=utilization,
+        memory=f"{100 * memory:.9f}%" if isinstance(memory, float) else config.memory,
         control_plane=config.control_plane,
         pool_id=config.pool_id,
         num_shards=config.tensor_parallel,
@@ -91,12 +92,12 @@ def _embedded(
         num_device_blocks=config.num_device_blocks,
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,
-        planes_tls=config.planes_tls,
-        planes_ca=config.planes_ca,
-        planes_name=config.planes_name,
-        planes_token_file=config.planes_token_file,
-        tls_certificate=config.planes_certificate,
-        tls_key=config.planes_key,
+        tls=config.client_tls is not None,
+        tls_ca=config.tls_ca,
+        tls_name=config.tls_name,
+        token_file=config.token_file,
+        tls_cert=config.tls_cert,
+        tls_key=config.tls_key,
     )
 
 

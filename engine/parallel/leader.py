@@ -104,6 +104,16 @@ class ParallelBackend:
             raise InternalError("no forward pass has begun")
         return [answer.output.receipt for answer in ranks.together(self._group, step.finish)]
 
+    def read_states(self, sequence_ids: Sequence[int], entries: Sequence[int]) -> torch.Tensor:
+        """Raise InternalError: ``keep_part`` refuses models with states."""
+        raise InternalError("ranks keep no states")
+
+    def write_states(
+        self, sequence_ids: Sequence[int], entries: Sequence[int], states: torch.Tensor
+    ) -> None:
+        """Raise as ``read_states`` does."""
+        self.read_states(sequence_ids, entries)
+
     def close(self) -> None:
         """Close the session on all ranks."""
         self._tell(ranks.CLOSE)

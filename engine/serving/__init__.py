@@ -1,1 +1,1 @@
-"""The engine as an HTTP server that speaks OpenAI's protocol: ``python -m engine serve``."""
+"""The engine as an HTTP server that speaks OpenAI's protocol: ``kvplane serve``."""

@@ -1,4 +1,4 @@
-"""``python -m engine serve``: serves a model over HTTP until a signal.
+"""``kvplane serve``: serves a model over HTTP until a signal.
 
 The HTTP application has OpenAI's paths, health and metrics.
 
@@ -47,6 +47,7 @@ from kvplane.sync.short_thread import call_in_short_thread
 
 from ..llm import LLM
 from ..request import Delta, RequestOutput
+from . import metrics
 from .answers import Answer
 from .config import ServeSettings
 from .metrics import ServingMetrics
@@ -153,12 +154,12 @@ class _ServingApp:
         return JSONResponse(answer.whole())
 
     def _count(self, path: str, began_s: float, answer: Answer | None, status: int) -> None:
-        self.metrics.requests.labels(path, str(status)).inc()
-        self.metrics.duration.observe(time.monotonic() - began_s)
+        self.metrics[metrics.REQUESTS].labels(path, str(status)).inc()
+        self.metrics[metrics.DURATION].observe(time.monotonic() - began_s)
         if answer is not None:
-            self.metrics.prompt_tokens.inc(answer.num_prompt_tokens)
-            self.metrics.cached_tokens.inc(answer.num_cached_tokens)
-            self.metrics.generated_tokens.inc(answer.num_generated_tokens)
+            self.metrics[metrics.PROMPT_TOKENS].inc(answer.num_prompt_tokens)
+            self.metrics[metrics.CACHED_TOKENS].inc(answer.num_cached_tokens)
+            self.metrics[metrics.GENERATED_TOKENS].inc(answer.num_generated_tokens)
 
     async def _collect(self, answer: Answer, events: _Events) -> None:
         async with aclosing(events):
@@ -222,7 +223,7 @@ class _ServingApp:
                 if isinstance(item, KvplaneError):
                     raise item
                 if is_first:
-                    self.metrics.first_token.observe(time.monotonic() - began_s)
+                    self.metrics[metrics.FIRST_TOKEN].observe(time.monotonic() - began_s)
                     is_first = False
                 num_left -= isinstance(item[1], RequestOutput)
                 yield item

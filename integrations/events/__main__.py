@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from kvplane.cli.extras import run_or_explain
-from kvplane.serving.event_loop import end_at_signals, tune_grpc
+from kvplane.cli.extras import run_server
 
 
 def main() -> int:
-    """Run the program; the exit code."""
-    end_at_signals()
-    tune_grpc()
-
-    def run_program() -> int:
-        from .program import run
-
-        return run(sys.argv[1:], os.environ)
-
-    return run_or_explain("events", "events", run_program)
+    """Publish events until a signal; returns the process's exit code."""
+    return run_server("events", "events", "kvplane.integrations.events.program")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _MOST_BLOCKS: Final = 1024  # of a batch
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; return its exit code: 1 cannot serve, 2 bad settings."""
-    config = parse(EventsSettings, "events", argv, environ, "kvplane.integrations.")
+    config = parse(EventsSettings, "events", argv, environ, "python -m kvplane.integrations.events")
     logs.setup(config.log_level, config.log_format)
     log_settings(config, _LOGGER)
     try:

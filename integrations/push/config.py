@@ -29,7 +29,7 @@ class PushSettings:
     to: str = setting(
         "",
         help="Hosts of other data planes that blocks may be sent to, with commas; * for any, and"
-        " empty for none. Over TLS where the data plane serves TLS, trusting --planes-ca.",
+        " empty for none. Over TLS where the data plane serves TLS, trusting --tls-ca.",
     )
     name: str = setting(
         "", help="Name that their certificates must have, where it is not the host."

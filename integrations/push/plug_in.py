@@ -57,7 +57,7 @@ class PushPlugIn:
                 self.counts,
                 bind=config.bind,
                 advertise=config.advertise,
-                tls=serving.tls,
+                tls=serving.server_tls,
                 max_pushes=config.max_pushes,
             )
 

@@ -25,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(_USAGE)
         return EXIT_BAD_SETTINGS
     wanted = FleetShape if command == "up" else Cluster
-    options = parse(wanted, f"ray {command}", argv[1:], os.environ, "kvplane.integrations.")
+    shown = f"python -m kvplane.integrations.ray {command}"
+    options = parse(wanted, f"ray {command}", argv[1:], os.environ, shown)
     from . import fleet  # imports Ray, which arguments do not need
 
     try:

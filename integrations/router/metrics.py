@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-from kvplane.serving.observability.metrics import Declaration, count_in_process
+from kvplane.serving.observability.metrics import REQUEST_BUCKETS_S, Declaration, HttpMetrics
 
 from .picker import Pick
-
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 REQUESTS: Final = Declaration(
     "counter",
@@ -42,7 +38,7 @@ FIRST_BYTE: Final = Declaration(
     "kvplane_router_first_byte_seconds",
     "Time from a stream's request to the first byte of its answer.",
     (),
-    _SECONDS,
+    REQUEST_BUCKETS_S,
 )
 OPEN: Final = Declaration("gauge", "kvplane_router_open_requests", "Requests that are open.")
 ENGINE_UP: Final = Declaration(
@@ -83,35 +79,15 @@ DECLARATIONS: Final = (
     *(ENGINE_UP, ENGINE_WAIT, ENGINE_RATE, POOL_FOLLOWED, POOL_LOST, POOL_BLOCKS),
 )
 
-_KINDS: Final[dict[str, Any]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
-
-class RouterMetrics:
-    """Metrics in a registry of their own. Each is that of ``prometheus_client``, by declaration."""
+class RouterMetrics(HttpMetrics):
+    """Metrics of a router."""
 
     def __init__(self) -> None:
-        count_in_process()
-        self.registry = CollectorRegistry()
-        self._metrics = {
-            each: _KINDS[each.kind](
-                each.name,
-                each.help,
-                each.labels,
-                registry=self.registry,
-                **({"buckets": each.buckets} if each.buckets else {}),
-            )
-            for each in DECLARATIONS
-        }
-
-    def __getitem__(self, declaration: Declaration) -> Any:
-        return self._metrics[declaration]
+        super().__init__("router", DECLARATIONS)
 
     def count_sent(self, pick: Pick) -> None:
         """Count a request that goes to the engine that was picked."""
         self[SENT].labels(pick.engine).inc()
         self[PROMPT_TOKENS].inc(pick.num_cached_tokens + pick.num_uncached_tokens)
         self[CACHED_TOKENS].inc(pick.num_cached_tokens)
-
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)

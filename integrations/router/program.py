@@ -1,4 +1,4 @@
-"""``python -m kvplane.integrations.router``: routes until a signal."""
+"""``kvplane router``: routes until a signal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FEEDS_TIMEOUT_S: Final = 10.0
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the program; return its exit code: 0 after a signal, 1 cannot serve, 2 bad settings."""
-    config = parse(RouterSettings, "router", argv, environ, "kvplane.integrations.")
+    config = parse(RouterSettings, "router", argv, environ)
     logs.setup(config.log_level, config.log_format)
     if config.log_level == "info":  # a line for each request, and for each look at an engine
         logging.getLogger("httpx2").setLevel(logging.WARNING)

@@ -55,7 +55,7 @@ async def doctor(
 
     async with context.client() as client:
         plane = await client.get_server_info()
-        found(f"control plane {context.address}", "ok", f"version {plane.version}")
+        found(f"control plane {context.control_plane}", "ok", f"version {plane.version}")
         for pool_id in [pool] if pool else await client.list_pools():
             info = await client.get_pool(pool_id)
             found(f"pool {pool_id}", "ok" if info.ready else "not ready", _described(info))
@@ -67,7 +67,7 @@ async def doctor(
                 found("data plane", "failed", str(error))
                 continue
             is_usable = True
-            settings: dict[str, Any] = {"control_plane": context.address, "pool_id": pool_id}
+            settings: dict[str, Any] = {"control_plane": context.control_plane, "pool_id": pool_id}
             rate = f"{speed.bytes_per_s / 1e9:.2f} GB/s {speed.way}"
             if bytes_per_token is not None:
                 loaded = speed.bytes_per_s / bytes_per_token

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Final
+
+from kvplane.serving.event_loop import end_at_signals, tune_grpc
 
 EXIT_NOT_INSTALLED: Final = 1
 _OURS: Final = ("kvplane", "control_plane", "data_plane", "engine")
@@ -36,6 +39,17 @@ def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:
         wanted = f"kvplane[{extra}]" if extra else "kvplane"
         sys.stderr.write(f"{program}: error: {missing} is not installed: pip install '{wanted}'\n")
         return EXIT_NOT_INSTALLED
+
+
+def run_server(program: str, extra: str, module: str) -> int:
+    """Call ``run`` of a server's module with the process's arguments and variables, and return its
+    result. Signals end the process until it handles them. Reports as ``run_or_explain`` does.
+    """
+    end_at_signals()
+    tune_grpc()
+    return run_or_explain(
+        program, extra, lambda: int(import_module(module).run(sys.argv[1:], os.environ))
+    )
 
 
 def _open_streams() -> None:

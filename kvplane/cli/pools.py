@@ -50,11 +50,11 @@ async def status(context: Context) -> int:
         }
         for pool_id, pool in pools.items()
     ]
-    if context.as_json:
+    if context.json:
         plane_row = {"version": plane.version, "incarnation": str(plane.incarnation)}
-        print_json({"address": context.address, **plane_row, "pools": rows})
+        print_json({"address": context.control_plane, **plane_row, "pools": rows})
     else:
-        title = f"control plane {context.address}, version {plane.version}"
+        title = f"control plane {context.control_plane}, version {plane.version}"
         Console().print(table_of(rows, title) if rows else f"{title}: no pool has registered")
     return 0 if rows and all(pool.ready for pool in pools.values()) else 1
 
@@ -88,7 +88,7 @@ async def pools(context: Context) -> int:
                     "epoch": str(info.epoch),
                 }
             )
-    if context.as_json:
+    if context.json:
         print_json({"tiers": tiers, "shards": shards})
     else:
         Console().print(table_of(tiers), "", table_of(shards), sep="\n")

@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from kvplane.cli.group import POSITIVE, command, with_namespace, with_pool, with_tokens
-from kvplane.cli.values import Context, only_pool, print_json, read_tokens
+from kvplane.cli.values import Context, only_pool, print_json
 from kvplane.prefixes import (
     DEFAULT_PRIORITY,
     BlocksRemoved,
@@ -84,7 +84,7 @@ async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
         shown = 0
         async for event in client.watch_prefixes(pool_id, namespace=namespace):
             for line in _lines(event):
-                if context.as_json:
+                if context.json:
                     print_json(line)
                 else:
                     print(" ".join(str(value) for value in line.values()), flush=True)
@@ -125,7 +125,7 @@ async def retain(
 
 
 @command
-@click.argument("tokens", type=read_tokens, required=False)
+@with_tokens
 @click.option("--all-of", type=click.Choice(list(_SCOPES)), help="In place of TOKENS.")
 @with_pool
 @with_namespace

@@ -14,12 +14,10 @@ from typing import Final
 import click
 from click.shell_completion import get_completion_class
 
-from kvplane.cli import doctor, pools, prefixes  # noqa: F401 (their commands)
 from kvplane.cli.group import PROGRAM, cli, command
 from kvplane.cli.values import Context
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.release import release
-from kvplane.transport.health import check
 
 EXIT_FAILED: Final = 1
 EXIT_BAD_OPTIONS: Final = 2
@@ -29,9 +27,12 @@ EXIT_BAD_OPTIONS: Final = 2
 @click.argument("address", required=False)
 async def ping(context: Context, address: str | None) -> int:
     """Health of the control plane, or of the plane at ADDRESS; exit code 0 if it serves."""
-    target = address or context.address
+    target = address or context.control_plane
+    await context.require_listener(target)
+    from kvplane.transport.health import check
+
     begin_s = asyncio.get_running_loop().time()
-    state = await check(target, tls=context.tls, timeout_s=context.timeout_s)
+    state = await check(target, tls=context.client_tls, timeout_s=context.timeout_s)
     took_ms = 1000 * (asyncio.get_running_loop().time() - begin_s)
     context.show([{"address": target, "state": state, "took_ms": round(took_ms, 1)}])
     return 0 if state == "SERVING" else EXIT_FAILED

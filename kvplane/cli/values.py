@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from rich.console import Console
 from rich.table import Table
 
-from kvplane.clients.control_client import ControlClient
-from kvplane.errors import InvalidRequestError
-from kvplane.transport.tls import Tls
+from kvplane.errors import InvalidRequestError, KvplaneError, PlaneUnavailableError
+from kvplane.serving.config import ClientTls
+from kvplane.serving.settings import setting
 
+if TYPE_CHECKING:
+    from kvplane.clients.control_client import ControlClient
+
+_REFUSALS_S: Final = 1.0
+"""How long an address may refuse connections: a plane that starts is listened to soon."""
 _MAX_TOKENS_FILE_BYTES: Final = 1 << 28
 
 
-@dataclass(frozen=True)
-class Context:
-    """The options that all commands of ``kvplane`` have."""
+@dataclass(frozen=True, kw_only=True)
+class Context(ClientTls):
+    """The options that all commands have which ask a control plane."""
 
-    address: str
-    timeout_s: float
-    tls: Tls | None
-    as_json: bool
+    HEADING: ClassVar[str] = "Calls"
 
-    def client(self) -> ControlClient:
-        """Make a client of the control plane. Call it on an event loop."""
-        return ControlClient(self.address, tls=self.tls, timeout_s=self.timeout_s)
+    timeout_s: float = setting(10.0, minimum=0.001, help="Deadline of a call.", unit="s")
+    json: bool = setting(False, help="Print JSON, one value a line.")
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[ControlClient]:
+        """Open a client of the control plane. Raises as ``require_listener`` does."""
+        from kvplane.clients.control_client import ControlClient
+
+        await self.require_listener(self.control_plane)
+        tls, timeout_s = self.client_tls, self.timeout_s
+        async with ControlClient(self.control_plane, tls=tls, timeout_s=timeout_s) as client:
+            yield client
+
+    async def require_listener(self, address: str) -> None:
+        """Raise PlaneUnavailableError within a second when nothing listens at an address."""
+        from kvplane.transport.health import check
+
+        timeout_s = min(self.timeout_s, _REFUSALS_S)
+        try:
+            await check(address, tls=self.client_tls, timeout_s=timeout_s)
+        except PlaneUnavailableError as error:
+            if "refused" in str(error):
+                raise PlaneUnavailableError(
+                    f"nothing listens at {address}: start planes with 'kvplane up' or 'kvplane "
+                    "control', or name others with --control-plane or KVPLANE_CONTROL_PLANE"
+                ) from error
+        except KvplaneError:
+            return  # the call itself will raise it, or wait longer
 
     def show(self, rows: Sequence[dict[str, Any]], title: str = "") -> None:
         """Print rows that have the same fields: as a table, or with --json as a list of objects."""
-        if self.as_json:
+        if self.json:
             print_json(rows)
         else:
             Console().print(table_of(rows, title))

@@ -167,7 +167,7 @@ class Execution:
             raise InvalidRequestError(
                 "is not known: open the execution by its session", field="layout"
             )
-        for group in self._layout.groups:
+        for group in self._layout.attention_groups:
             if layer in group.layers:
                 return self.num_tokens, group.num_kv_heads, group.head_size
         raise InvalidRequestError(f"layer {layer} is in no group of the layout", field="layer")
@@ -433,7 +433,7 @@ def _held(
     """Return, for each layer, the parts that shards compute."""
     held: dict[int, list[_Part]] = {}
     for execution, shard in zip(executions, shards, strict=True):
-        for i in range(len(layout.groups)):
+        for i in range(len(layout.attention_groups)):
             heads = QueryHeads.of(shard, shards, layout, i)
             part = _Part(execution, shard.kv_heads(layout, i), heads)
             for layer in shard.group_layers(layout, i):

@@ -273,6 +273,20 @@ class ShardExecution:
             self._check_local(answer[0], layer)
         return False
 
+    async def wait_started(self) -> None:
+        """Wait until the data plane has started the plan of ``begin``. Raises what ``start``
+        would have raised.
+        """
+        deadline = self._connection.deadline(None)
+        async with deadline.guard(), self._lock:
+            plan = self._started_plan()
+
+            async def attempt() -> None:
+                await self._present(plan)
+                await self._settle()
+
+            await _tried(deadline, attempt)
+
     async def close(self) -> None:
         """End the stream, and close the connection. Another execution can continue the plan."""
         self._leave()

@@ -1,4 +1,4 @@
-"""A model's config, as transformers reads it."""
+"""A model's config and its tokenizer, as transformers reads them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Any
 from kvplane.errors import InvalidRequestError
 
 
+def require_folder(folder: Path) -> None:
+    """Raise InvalidRequestError, which says how to get a model's folder, unless it is one."""
+    if not folder.is_dir():
+        raise InvalidRequestError(
+            f"{folder} is not a folder: 'hf download ORG/NAME --local-dir FOLDER' makes one",
+            field="model",
+        )
+
+
 def read_config(folder: Path) -> Any:
     """Read the transformers config of ``folder``, as the base class if the model type is unknown.
     Raises InvalidRequestError.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+    require_folder(folder)
     path = folder / "config.json"
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -35,3 +45,18 @@ def read_config(folder: Path) -> Any:
         raise InvalidRequestError(
             f"{path} is refused by transformers: {error}", field="config"
         ) from error
+
+
+def encode(text: str, folder: Path) -> list[int]:
+    """Return the token ids of a text, by the tokenizer in ``folder``. Raises InvalidRequestError,
+    also where transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+
+        return list(AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"])
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed: pip install 'kvplane[transformers]'"
+        raise InvalidRequestError(missing, field="tokenizer") from error
+    except Exception as error:  # a tokenizer's class may raise anything
+        raise InvalidRequestError(f"{folder}: {error}", field="tokenizer") from error

@@ -3,7 +3,7 @@ defaults of the model's class count, and the checkpoint's scales of keys and val
 stored in 8 bits.
 
 The engine and the data plane both call this on the same folder, so that their fingerprints are
-equal. A data plane without transformers takes a file that ``python -m engine layout`` wrote. The
+equal. A data plane without transformers takes a file that ``kvplane layout`` wrote. The
 default model id hashes the weights, so other weights have another id.
 
 Quantising tools save one scale, or one for each KV head, beside each layer's attention weights: as
@@ -74,7 +74,7 @@ def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
     except ImportError as error:
         raise InvalidRequestError(
             "cannot be read without transformers: install kvplane[transformers], or give --layout "
-            "a file that 'python -m engine layout' wrote",
+            "a file that 'kvplane layout' wrote",
             field="model",
         ) from error
     return layer_groups(config, latent=latent)

@@ -14,6 +14,7 @@ from kvplane.execution.execution import Execution, Executions, shards_of
 from kvplane.layout import Layout
 from kvplane.results import ShardInfo, Signed
 from kvplane.runtime.region_layers import RegionLayers
+from kvplane.runtime.states import StateShards
 from kvplane.sync.loop_thread import LoopThread
 from kvplane.tensor import Tensor
 from kvplane.transport.tls import Tls
@@ -88,7 +89,24 @@ class DataBackend(Protocol):
         ...
 
     def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
-        """Return all shards' receipts, after the last layer; none unless the pass was the last."""
+        """Return all shards' receipts, after the last layer and all checkpoints; none unless the
+        pass was the last.
+        """
+        ...
+
+    def read_states(self, sequence_ids: Sequence[int], entries: Sequence[int]) -> torch.Tensor:
+        """Read checkpoints of states: for each sequence, that at the end of its block
+        ``entries[i]``. Returns uint8 [num_state_layers, num, page_bytes]. Raises
+        BlockNotWrittenError for one that is not written.
+        """
+        ...
+
+    def write_states(
+        self, sequence_ids: Sequence[int], entries: Sequence[int], states: torch.Tensor
+    ) -> None:
+        """Write checkpoints that the plan keeps, in the shape of ``read_states``, after ``start``
+        and before ``finish``: there is no receipt before all are written.
+        """
         ...
 
     def close(self) -> None:
@@ -119,6 +137,7 @@ class RemoteBackend:
         self._execution: Execution | None = None
         self.latent_layers: frozenset[int] = frozenset()
         self._layers: RegionLayers | None = None  # only for a pool of one shard
+        self._states: StateShards | None = None  # only for a pool with states
 
     def open(self, session: OpenedSession) -> None:
         """Open an Execute stream to each of the session's data planes."""
@@ -136,6 +155,9 @@ class RemoteBackend:
         self.latent_layers = session.layout.latent_layers
         shards = shards_of(self._execution)
         self._layers = RegionLayers(shards[0]) if len(shards) == 1 else None
+        if session.layout.state_group is not None:
+            parts = [info.shard for info in session.shards]
+            self._states = StateShards(shards, parts, session.layout)
 
     has_passes = True
 
@@ -187,9 +209,20 @@ class RemoteBackend:
             raise InternalError("no receipt came after the last layer")
         return execution.receipts
 
+    def read_states(self, sequence_ids: Sequence[int], entries: Sequence[int]) -> torch.Tensor:
+        """Read the checkpoints from the data planes."""
+        return self._loop.run(self._open_states().read(sequence_ids, entries))
+
+    def write_states(
+        self, sequence_ids: Sequence[int], entries: Sequence[int], states: torch.Tensor
+    ) -> None:
+        """Send the checkpoints to the data planes."""
+        self._loop.run(self._open_states().write(sequence_ids, entries, states))
+
     def close(self) -> None:
         """Close the session's streams and channels."""
         execution, self._execution, self._layers = self._execution, None, None
+        self._states = None
         if execution is not None:
             self._loop.run(execution.close())
 
@@ -201,6 +234,11 @@ class RemoteBackend:
         if self._execution is None:
             raise InternalError("no session is open")
         return self._execution
+
+    def _open_states(self) -> StateShards:
+        if self._states is None:
+            raise InternalError("no session of a pool with states is open")
+        return self._states
 
 
 def _to_wire(tensor: torch.Tensor) -> Tensor:

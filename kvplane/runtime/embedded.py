@@ -146,6 +146,16 @@ class EmbeddedBackend:
             raise InternalError("no receipt came after the last layer")
         return receipts if is_last else ()
 
+    def read_states(self, sequence_ids: Sequence[int], entries: Sequence[int]) -> torch.Tensor:
+        """Read the checkpoints, on the pool's device."""
+        return self._open_execution().read_states(sequence_ids, entries)
+
+    def write_states(
+        self, sequence_ids: Sequence[int], entries: Sequence[int], states: torch.Tensor
+    ) -> None:
+        """Write the checkpoints, from any device."""
+        self._open_execution().write_states(sequence_ids, entries, states)
+
     def close(self) -> None:
         """Stop running the session's plans; the pool stays, for others and for the next session."""
         self._execution = None

@@ -60,7 +60,7 @@ def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     for kind, public_key in _UNUSABLE_KEYS.items():
         if public_key in der:
             raise OSError(
-                f"tls_certificate {tls.certificate} has a key of {kind}, which clients of gRPC"
+                f"the certificate {tls.certificate} has a key of {kind}, which clients of gRPC"
                 " refuse; RSA, P-256 and P-384 work"
             )
     return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)

@@ -6,6 +6,7 @@ The engine reads its settings before gRPC may be imported, so what needs gRPC is
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ANY_HOST: Final = ("0.0.0.0", "[::]", "::")
 """Host names that stand for all addresses of a machine."""
+_SHIFTS: Final = {"": 0, "B": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +38,27 @@ class LogSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnCertificate(Settings):
+    """Settings of the certificate by which the planes and their callers know a process."""
+
+    HEADING: ClassVar[str] = "TLS"
+
+    tls_cert: Path | None = setting(None, help="PEM file of this process's certificate.")
+    tls_key: Path | None = setting(None, help="PEM file of the key of --tls-cert.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequestError("must be given with --tls-key", field="tls_cert")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ListenerSettings(LogSettings):
     """Settings of anything that serves on an address."""
 
     HEADING: ClassVar[str] = "The server"
+    FAMILY: ClassVar[str] = "tls"
+    """What the names of the settings of the certificate to serve with begin with."""
 
     bind: str = setting(help="Address to serve on, host:port; port 0 picks a free one.")
     port_file: Path | None = setting(None, help="File to write the port to, once it serves.")
@@ -50,8 +69,6 @@ class ListenerSettings(LogSettings):
         unit="bytes",
         minimum=4096,
     )
-    tls_certificate: Path | None = setting(None, help="PEM file of the server's certificate.")
-    tls_key: Path | None = setting(None, help="PEM file of the server's key.")
     insecure: bool = setting(
         False, help="Serve in the clear on an address that other machines can reach."
     )
@@ -66,16 +83,19 @@ class ListenerSettings(LogSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_address(self.bind, "bind")
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise InvalidRequestError("must be given with --tls-key", field="tls_certificate")
         self.check_safe(self.bind, "bind")
+
+    @property
+    def certificate(self) -> tuple[Path, Path] | tuple[None, None]:
+        """The PEM files of the certificate to serve with, and of its key; None without TLS."""
+        return getattr(self, f"{self.FAMILY}_cert"), getattr(self, f"{self.FAMILY}_key")
 
     def check_safe(self, address: str, field: str) -> None:
         """Raise InvalidRequestError if others could eavesdrop on what is served at the address."""
-        if self.tls_certificate is None and not self.insecure and not is_loopback(address):
+        if self.certificate[0] is None and not self.insecure and not is_loopback(address):
             raise InvalidRequestError(
-                f"{address} can be reached from other machines: give --tls-certificate and "
-                "--tls-key, or --insecure",
+                f"{address} can be reached from other machines: give --{self.FAMILY}-cert and "
+                f"--{self.FAMILY}-key, or --insecure",
                 field=field,
             )
 
@@ -87,7 +107,7 @@ class MetricsSettings(ListenerSettings):
     HEADING: ClassVar[str] = "Metrics"
 
     metrics_port: int = setting(
-        help="Port of /metrics and /healthz; 0 picks a free one, -1 is off.",
+        help="Port of /metrics, /healthz and /ready; 0 picks a free one, -1 is off.",
         minimum=-1,
         maximum=65_535,
     )
@@ -103,8 +123,8 @@ class MetricsSettings(ListenerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.metrics_tls and self.tls_certificate is None:
-            raise InvalidRequestError("needs --tls-certificate too", field="metrics_tls")
+        if self.metrics_tls and self.certificate[0] is None:
+            raise InvalidRequestError(f"needs --{self.FAMILY}-cert too", field="metrics_tls")
         host = self.metrics_host or self.bind.rpartition(":")[0]
         is_served = self.metrics_port >= 0 and not self.insecure
         if is_served and not self.metrics_tls and not is_loopback(f"{host}:0"):
@@ -122,9 +142,10 @@ class MetricsSettings(ListenerSettings):
         from kvplane.serving.observability.metrics_endpoint import MetricsAccess, read_login
 
         file = self.metrics_login_file
+        certificate, key = self.certificate if self.metrics_tls else (None, None)
         return MetricsAccess(
-            certificate=self.tls_certificate if self.metrics_tls else None,
-            key=self.tls_key if self.metrics_tls else None,
+            certificate=certificate,
+            key=key,
             login=None if file is None else read_login(file),
         )
 
@@ -133,6 +154,10 @@ class MetricsSettings(ListenerSettings):
 class HttpServerSettings(MetricsSettings):
     """Settings of a server for OpenAI's clients."""
 
+    FAMILY: ClassVar[str] = "https"
+
+    https_cert: Path | None = setting(None, help="PEM file of the certificate for HTTPS.")
+    https_key: Path | None = setting(None, help="PEM file of the key of --https-cert.")
     max_received_bytes: int = 1 << 28
     metrics_port: int = -1
     api_keys_file: Path | None = setting(
@@ -161,6 +186,8 @@ class HttpServerSettings(MetricsSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.https_cert is None) != (self.https_key is None):
+            raise InvalidRequestError("must be given with --https-key", field="https_cert")
         if self.api_keys_file is not None and not self.api_keys():
             raise InvalidRequestError("has no keys", field="api_keys_file")
         if share_of_one(self.max_received_bytes, len(self.api_keys())) < self.max_body_bytes:
@@ -178,7 +205,7 @@ class HttpServerSettings(MetricsSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings(MetricsSettings):
+class ServerSettings(MetricsSettings, OwnCertificate):
     """Settings of a plane's gRPC server; each plane gives ``bind`` and ``metrics_port`` defaults.
 
     Raises InvalidRequestError for a malformed bind address, and for incomplete sets of TLS files.
@@ -202,8 +229,8 @@ class ServerSettings(MetricsSettings):
         super().__post_init__()
         if self.advertise:
             check_address(self.advertise, "advertise")
-        if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise InvalidRequestError("needs --tls-certificate too", field="tls_client_ca")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InvalidRequestError("needs --tls-cert too", field="tls_client_ca")
 
     @property
     def knows_callers(self) -> bool:
@@ -211,13 +238,13 @@ class ServerSettings(MetricsSettings):
         return self.access_file is not None or self.tls_client_ca is not None
 
     @property
-    def tls(self) -> ServerTls | None:
+    def server_tls(self) -> ServerTls | None:
         """The certificate files to serve with; None without TLS."""
         from kvplane.serving.certificates import ServerTls
 
-        if self.tls_certificate is None or self.tls_key is None:
+        if self.tls_cert is None or self.tls_key is None:
             return None
-        return ServerTls(self.tls_certificate, self.tls_key, self.tls_client_ca)
+        return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,17 +257,18 @@ class PlanesSettings(Settings):
         "127.0.0.1:50051",
         help="Addresses host:port, with commas, of all control planes that may lead, or"
         " dns:///host:port.",
+        shared=True,
     )
-    planes_tls: bool = setting(False, help="Reach the planes over TLS.")
-    planes_ca: Path | None = setting(
+    tls: bool = setting(False, help="Reach the planes over TLS.")
+    tls_ca: Path | None = setting(
         None,
         help="PEM file of the authority that signs the planes' certificates; none means the"
         " authorities that gRPC ships with.",
     )
-    planes_name: str = setting(
+    tls_name: str = setting(
         "", help="Name that the planes' certificates must have, where it is not their host's."
     )
-    planes_token_file: Path | None = setting(
+    token_file: Path | None = setting(
         None, help="File with the bearer token that names this process to the planes."
     )
 
@@ -255,30 +283,20 @@ class PlanesSettings(Settings):
         """
         from kvplane.transport.tls import Tls
 
-        return Tls(self.planes_ca, certificate, key, name, self.planes_token_file)
+        return Tls(self.tls_ca, certificate, key, name, self.token_file)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientTls(PlanesSettings):
-    """Settings of a client of the planes, which has a certificate of its own."""
-
-    planes_certificate: Path | None = setting(
-        None, help="PEM file of the certificate that names this process to the planes."
-    )
-    planes_key: Path | None = setting(None, help="PEM file of that certificate's key.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("ca", "certificate", "key", "name", "token_file"):
-            if getattr(self, f"planes_{name}") and not self.planes_tls:
-                raise InvalidRequestError("needs --planes-tls too", field=f"planes_{name}")
+class ClientTls(PlanesSettings, OwnCertificate):
+    """Settings of a client of the planes, which may have a certificate of its own."""
 
     @property
     def client_tls(self) -> Tls | None:
-        """The TLS options to call the planes with; None for plain text."""
-        if not self.planes_tls:
-            return None
-        return self.tls_with(self.planes_certificate, self.planes_key, self.planes_name)
+        """The TLS options to call the planes with; None for plain text. Any of them asks for it."""
+        from kvplane.transport.tls import Tls
+
+        given = self.tls_with(self.tls_cert, self.tls_key, self.tls_name)
+        return given if self.tls or given != Tls() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +379,18 @@ class PoolSettings(BlockSettings):
         super().__post_init__()
         if not 1 <= len(self.pool_id) <= 128:
             raise InvalidRequestError("must be 1 to 128 characters", field="pool_id")
+
+
+def memory_of(text: str) -> int | float:
+    """Parse the setting ``memory``: "8GiB" as bytes, an int; "50%" as a share, a float up to 1.
+    Raises InvalidRequestError.
+    """
+    if found := re.fullmatch(r"([0-9]{1,15})(|B|[KMGT]iB)", text):
+        return int(found[1]) << _SHIFTS[found[2][:1]]
+    found = re.fullmatch(r"([0-9]{1,3}(\.[0-9]{1,15})?)%", text)
+    if found and 0 < float(found[1]) <= 100:
+        return float(found[1]) / 100
+    raise InvalidRequestError("must be bytes, as in 8GiB, or a share, as in 50%", field="memory")
 
 
 def read_text(path: Path, field: str) -> str:

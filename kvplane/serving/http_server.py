@@ -47,6 +47,7 @@ class HttpServer(uvicorn.Server):
         """``registry`` and ``is_alive``: for /metrics and /healthz on a port of their own.
         ``on_stop`` is called when the server stops, before it waits for open requests.
         """
+        certificate, key = settings.certificate
         super().__init__(
             uvicorn.Config(
                 self._serve_request,
@@ -56,8 +57,8 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                ssl_certfile=settings.tls_certificate,
-                ssl_keyfile=settings.tls_key,
+                ssl_certfile=certificate,
+                ssl_keyfile=key,
                 timeout_graceful_shutdown=_END_S,
                 timeout_keep_alive=settings.idle_timeout_s,  # type: ignore[arg-type]
             )
@@ -77,8 +78,9 @@ class HttpServer(uvicorn.Server):
         Raises OSError when an address cannot be bound.
         """
         settings = self._settings
-        if settings.tls_certificate is not None and settings.tls_key is not None:
-            self.config.ssl = renewed_context(settings.tls_certificate, settings.tls_key)
+        certificate, key = settings.certificate
+        if certificate is not None and key is not None:
+            self.config.ssl = renewed_context(certificate, key)
         host, _, bind_port = settings.bind.rpartition(":")
         if settings.metrics_port >= 0:
             self._endpoint = serve_metrics(

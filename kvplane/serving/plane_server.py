@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from kvplane.serving.requests import Admission
 
 _LOGGER: Final = logging.getLogger(__name__)
 _LAG_INTERVAL_S: Final = 0.1
+_STUCK_S: Final = 30.0
+"""A plane whose event loop has not run for this long has to be restarted."""
 _CALLER_SHARE: Final = 4
 """Part of ``--max-received-bytes`` that one caller's unanswered requests may take, and also its
 large unread answers: three other callers find room beside it.
@@ -130,7 +133,8 @@ class PlaneServer:
         descriptors = [service.descriptor for service in services]
         self._service_names = [each.full_name for each in descriptors]
         self._access = AccessList(config.access_file)
-        if config.access_file is not None and config.tls is None and not is_loopback(config.bind):
+        tls = config.server_tls
+        if config.access_file is not None and tls is None and not is_loopback(config.bind):
             _LOGGER.warning("insecure bind=%s: others can read the callers' tokens", config.bind)
         self._gate = Gate(self._access, descriptors)
         bounds = {
@@ -146,7 +150,7 @@ class PlaneServer:
         self._server = serving.build(
             config.bind,
             also_bind=also_bind,
-            tls=config.tls,
+            tls=tls,
             max_message_bytes=max_message_bytes,
             max_connections=serving.most_connections(),
             interceptors=[
@@ -158,11 +162,17 @@ class PlaneServer:
             service.add_to(self._server.grpc_server)
         self._metrics = metrics
         self._serving = False
+        self._woken_s = math.inf  # when the event loop last woke the task that measures its lag
         self._endpoint = None
         if config.metrics_port >= 0:
             host, port = config.metrics_host or self._server.host, config.metrics_port
             self._endpoint = serve_metrics(
-                metrics.registry, self._is_serving, host, port, config.metrics_access
+                metrics.registry,
+                self._is_alive,
+                host,
+                port,
+                config.metrics_access,
+                is_ready=lambda: self._serving and self._is_alive(),
             )
 
     @property
@@ -199,7 +209,7 @@ class PlaneServer:
         """Begin to accept calls. ``serving``: whether health is SERVING."""
         await self._server.start(self._service_names, serving=serving)
         self._serving = serving
-        self._lag = asyncio.create_task(_measure_lag(self._metrics))
+        self._lag = asyncio.create_task(self._measure_lag())
 
     def _set_serving(self, serving: bool) -> None:
         """Set the health of all services to SERVING or NOT_SERVING."""
@@ -207,8 +217,9 @@ class PlaneServer:
         for service in ("", *self._service_names):
             self._server.health.set(service, serving)
 
-    def _is_serving(self) -> bool:
-        return self._serving
+    def _is_alive(self) -> bool:
+        """Return whether the event loop runs. A plane is alive for as long as it starts."""
+        return time.monotonic() - self._woken_s < _STUCK_S
 
     async def _announce(self) -> None:
         """Write the port file and log the address; if it cannot, stop and raise OSError."""
@@ -221,10 +232,10 @@ class PlaneServer:
     async def _finish(self) -> None:
         """End the plane's background tasks. ``stop`` calls it once no call is left."""
 
-
-async def _measure_lag(metrics: PlaneMetrics) -> None:
-    """Measure, all the time, how late the event loop wakes this task up."""
-    while True:
-        due_s = time.monotonic() + _LAG_INTERVAL_S
-        await asyncio.sleep(_LAG_INTERVAL_S)
-        metrics.loop_lag.add(max(0.0, time.monotonic() - due_s))
+    async def _measure_lag(self) -> None:
+        """Measure, all the time, how late the event loop wakes this task up."""
+        while True:
+            self._woken_s = time.monotonic()
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            lag_s = time.monotonic() - self._woken_s - _LAG_INTERVAL_S
+            self._metrics.loop_lag.add(max(0.0, lag_s))

@@ -7,6 +7,9 @@ and an empty variable counts as unset, as do those of Kubernetes' service links.
 an unknown variable with the program's prefix included, ends the program with one line on stderr and
 exit code 2.
 
+The settings that are the same for all programs, such as the control plane's address, have one
+variable without a program's name: ``KVPLANE_CONTROL_PLANE``.
+
 Classes are put together by inheritance, and a field may be a settings dataclass itself, whose
 fields are settings of the program. A subclass that assigns ``bind: str = "127.0.0.1:50051"`` only
 changes the default.
@@ -32,6 +35,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.release import release
 
 EXIT_BAD_SETTINGS: Final = 2
+_PREFIX: Final = "KVPLANE_"
 _SERVICE_LINK: Final = re.compile(
     r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
@@ -57,12 +61,13 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: Sequence[str] | None = None,
+    shared: bool = False,
 ) -> Any:
     """Make a field of a settings dataclass, of type ``int``, ``float``, ``bool``, ``str`` or
     ``Path``, or one of these ``| None``.
 
     Without a default it must be given. ``minimum`` and ``maximum`` are inclusive; a float must be
-    finite.
+    finite. ``shared``: whether all programs read it from the same variable.
     """
     metadata = {
         "help": help,
@@ -70,6 +75,7 @@ def setting(
         "minimum": minimum,
         "maximum": maximum,
         "choices": choices,
+        "shared": shared,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -79,10 +85,10 @@ def parse(
     program: str,
     argv: Sequence[str],
     environ: Mapping[str, str],
-    package: str = "",
+    command: str = "",
 ) -> ConfigT:
-    """Parse settings from ``argv`` (without the program's name) and ``environ``. ``package``: the
-    program's package, with a dot at its end.
+    """Parse settings from ``argv`` (without the program's name) and ``environ``. ``command``: what
+    runs the program, as ``--help`` shows it; empty for ``kvplane`` with the program's name.
 
     ``--help`` lists them by the ``HEADING`` of the class that declares them, a class before its
     bases.
@@ -91,10 +97,11 @@ def parse(
     check combinations of fields in ``__post_init__``, and raise InvalidRequestError or ValueError.
     """
     environ = {name: text for name, text in environ.items() if not _is_service_link(name, text)}
-    command = _command(config_class, program, environ)
+    parser = _command(config_class, program, environ)
     try:
-        _reject_unknown_variables(command, program, environ)
-        outcome = command.main(list(argv), f"python -m {package}{program}", standalone_mode=False)
+        _reject_unknown_variables(parser, program, environ)
+        shown = command or f"kvplane {program}"
+        outcome = parser.main(list(argv), shown, standalone_mode=False)
     except click.ClickException as error:
         _fail(program, error.format_message())
     except (InvalidRequestError, ValueError) as error:
@@ -114,7 +121,7 @@ def log_settings(config: Any, logger: logging.Logger) -> None:
 
 def variable_prefix(program: str) -> str:
     """Return the prefix of a program's variables: "control_plane" -> "KVPLANE_CONTROL_PLANE_"."""
-    return f"KVPLANE_{program.upper().replace('-', '_').replace(' ', '_')}_"
+    return f"{_PREFIX}{program.upper().replace('-', '_').replace(' ', '_')}_"
 
 
 class _FiniteFloat(click.FloatRange):
@@ -141,7 +148,7 @@ class _Option(click.Option):
         return self.environ.get(str(self.envvar)) or None
 
 
-class _Command(click.Command):
+class GroupedCommand(click.Command):
     """A command that lists its options under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -155,8 +162,12 @@ class _Command(click.Command):
                 formatter.write_dl(rows)
 
 
-def _options(config_class: type[Any], prefix: str) -> Iterator[_Option]:
-    """Yield an option for each setting of a dataclass, in the order of ``--help``."""
+def options_of(
+    config_class: type[Any], prefix: str, environ: Mapping[str, str]
+) -> Iterator[click.Option]:
+    """Yield an option for each setting of a dataclass, in the order of ``--help``. ``prefix``: of
+    their variables in ``environ``.
+    """
     hints = typing.get_type_hints(config_class)
     fields = {f.name: f for f in dataclasses.fields(config_class)}
     for base in config_class.__mro__:
@@ -166,20 +177,21 @@ def _options(config_class: type[Any], prefix: str) -> Iterator[_Option]:
                 continue
             if dataclasses.is_dataclass(hints[name]):
                 del fields[name]
-                yield from _options(hints[name], prefix)
+                yield from options_of(hints[name], prefix, environ)
             elif metadata := own[name].metadata:
                 option = _option(fields.pop(name), hints[name], metadata, prefix)
                 option.heading = getattr(base, "HEADING", Settings.HEADING)
+                option.environ = environ
                 yield option
     if fields:
         raise TypeError(f"{', '.join(fields)} of {config_class.__name__} must be made by setting()")
 
 
-def _build(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+def build(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Build a settings dataclass, and the dataclasses that are its fields, from values by name."""
     hints = typing.get_type_hints(config_class)
     parts = {
-        f.name: _build(hints[f.name], values)
+        f.name: build(hints[f.name], values)
         if dataclasses.is_dataclass(hints[f.name])
         else values[f.name]
         for f in dataclasses.fields(config_class)  # type: ignore[arg-type]
@@ -199,13 +211,11 @@ def _values(config: Any) -> Iterator[tuple[str, Any]]:
 def _command(
     config_class: type[ConfigT], program: str, environ: Mapping[str, str]
 ) -> click.Command:
-    options = [*_options(config_class, variable_prefix(program))]
-    for option in options:
-        option.environ = environ
-    command = _Command(
+    options = options_of(config_class, variable_prefix(program), environ)
+    command = GroupedCommand(
         program,
         params=list(options),
-        callback=lambda **values: _build(config_class, values),
+        callback=lambda **values: build(config_class, values),
         help=(config_class.__doc__ or "").strip(),
         context_settings={"terminal_width": 100},  # wide enough for each variable
     )
@@ -225,7 +235,7 @@ def _option(
         [f"{flag}/--no-{flag[2:]}" if is_bool else flag, f.name],
         type=None if is_bool else _param_type(hint, metadata),
         required=f.default is dataclasses.MISSING,
-        envvar=prefix + f.name.upper(),
+        envvar=(_PREFIX if metadata["shared"] else prefix) + f.name.upper(),
         show_envvar=True,
         help=metadata["help"] + (f" [unit: {unit}]" if unit else ""),
     )

@@ -34,6 +34,7 @@ from kvplane.session import Session
 from kvplane.transformers import attention
 from kvplane.transformers.inputs import inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
+from kvplane.transformers.models.positions import give_positions
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
 
 attention.register()
@@ -255,6 +256,7 @@ class PlaneCache(Cache):
         self._running = self._forward.enter_context(running)
         self._extent.num_columns, self._num_columns_after = start, stop
         kwargs["position_ids"] = positions[:, start - first :]
+        give_positions(module, kwargs["position_ids"])
         return kwargs
 
     def _after(self, *, failed: bool) -> None:

@@ -69,7 +69,7 @@ class PlaneSettings:
     namespace: of the prefixes, at most 128 characters. None derives it from the model's state (see
         docs/transformers.md); a given one is used as it is, and nothing is checked.
     block_size_tokens, num_device_blocks, kv_dtype, num_threads, latent: of an embedded pool, as the
-        flags of ``python -m data_plane``.
+        flags of ``kvplane data``.
     tls: for planes that are elsewhere; None is without TLS.
     probe: whether to compare the model's logits with those of transformers' own attention first.
         Without it a model that keeps other state, or attends in another way, gives wrong text.
@@ -363,8 +363,8 @@ def check_length(model: PreTrainedModel, num_tokens: int) -> None:
 
 
 def close_planes(model: PreTrainedModel) -> None:
-    """End the sessions of a model's caches, and the planes that are embedded for them. A BLOOM, MPT
-    or Falcon attends as before its first cache.
+    """End the sessions of a model's caches, and the planes that are embedded for them. An
+    adapted model attends as before its first cache.
     """
     with _OPEN_LOCK:
         for planes in _OPEN.pop(model, {}).values():

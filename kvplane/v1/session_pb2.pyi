@@ -399,7 +399,7 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class SequenceStates(_message.Message):
-    __slots__ = ("sequence_ids", "admitted_by", "num_tokens", "num_scheduled_tokens", "num_written_tokens", "num_cached_tokens", "num_blocks", "tiers", "num_awaited_blocks")
+    __slots__ = ("sequence_ids", "admitted_by", "num_tokens", "num_scheduled_tokens", "num_written_tokens", "num_cached_tokens", "num_blocks", "tiers", "num_awaited_blocks", "checkpoint_positions")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_BY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class SequenceStates(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     NUM_AWAITED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     admitted_by: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -418,4 +419,5 @@ class SequenceStates(_message.Message):
     num_blocks: _containers.RepeatedScalarFieldContainer[int]
     tiers: _containers.RepeatedScalarFieldContainer[_types_pb2.Tier]
     num_awaited_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., admitted_by: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_scheduled_tokens: _Optional[_Iterable[int]] = ..., num_written_tokens: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_blocks: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.Tier, str]]] = ..., num_awaited_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    checkpoint_positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., admitted_by: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., num_scheduled_tokens: _Optional[_Iterable[int]] = ..., num_written_tokens: _Optional[_Iterable[int]] = ..., num_cached_tokens: _Optional[_Iterable[int]] = ..., num_blocks: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_types_pb2.Tier, str]]] = ..., num_awaited_blocks: _Optional[_Iterable[int]] = ..., checkpoint_positions: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -81,7 +81,7 @@ def test_no_slice_holds_the_event_loop_for_long(tmp_path: Path) -> None:
 
 
 def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
-    names = ["generate", "generate_batch", "embedded", "remote"]
+    names = ["generate", "embedded", "remote"]
     out = tmp_path / "out.json"
     flags = ["--models", "tiny", "--batches", "2", "--runs", "1", "--quick", "--threads", "1"]
     flags += ["--sides", ",".join(names)]

@@ -34,14 +34,18 @@ SERVE = ("serve", "--model", ".")
     [
         (["fly"], {}, "fly"),
         (["generate", "--prompt", "x"], {}, "model"),
-        (["generate", "--prompt", "x", "--model", "/nowhere"], {}, "model"),
+        (
+            ["generate", "--prompt", "x", "--model", "/nowhere"],
+            {},
+            "not a folder: 'hf download",
+        ),
         (["generate", "--model", "."], {}, "prompt"),
         ([*ASK, "--max-tokens", "0"], {}, "max-tokens"),
         ([*ASK, "--top-p", "nan"], {}, "top-p"),
         (ASK, {"KVPLANE_ENGINE_GENERATE_SEED": "many"}, "seed"),
         (ASK, {"KVPLANE_ENGINE_GENERATE_SPEED": "1"}, "GENERATE_SPEED"),
         ([*SERVE, "--bind", "0.0.0.0:0"], {}, "bind: 0.0.0.0:0 can be reached from other"),
-        ([*SERVE, "--tls-key", "k.pem"], {}, "tls_certificate: must be given with --tls-key"),
+        ([*SERVE, "--https-key", "k.pem"], {}, "https_cert: must be given with --https-key"),
         ([*SERVE, "--api-keys-file", "/dev/null"], {}, "api_keys_file: has no keys"),
         (
             [*SERVE, "--max-received-bytes", "1048575"],

@@ -47,7 +47,7 @@ def empty(stack: MonitoredStack) -> set[str]:
     """The metrics of the planes that have had no value but 0 so far."""
     found = set()
     for title, _, declarations in reference.SECTIONS:
-        if title in (reference.ROUTER, reference.PUSHES):
+        if title in (reference.ENGINE, reference.ROUTER, reference.PUSHES):
             continue
         for declaration in declarations:
             name = declaration.name

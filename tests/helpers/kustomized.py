@@ -32,8 +32,8 @@ def _accumulate(made: list[Object], folder: Path) -> None:
         else:
             made.extend(copy.deepcopy([*yaml.safe_load_all((folder / name).read_text())]))
     for generated in spec.get("configMapGenerator", []):
-        data = {name: (folder / name).read_text() for name in generated["files"]}
-        metadata = {"name": generated["name"]}
+        data = {Path(name).name: (folder / name).read_text() for name in generated["files"]}
+        metadata = {"name": generated["name"], **generated.get("options", {})}
         made.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     for name in spec.get("components", []):
         _accumulate(made, folder / name)
@@ -46,7 +46,10 @@ def _accumulate(made: list[Object], folder: Path) -> None:
 
 
 def _patch(made: list[Object], patch: Any, target: Object | None) -> None:
-    """Apply a patch. Raises ValueError when it changes nothing, KeyError for a missing path."""
+    """Apply a patch; one with a target may have nothing to change. Raises ValueError when another
+    changes nothing, KeyError for a missing path.
+    """
+    may_miss = target is not None
     if target is None:
         target = {"kind": patch["kind"], "name": patch["metadata"]["name"]}
     found = [
@@ -55,7 +58,7 @@ def _patch(made: list[Object], patch: Any, target: Object | None) -> None:
         if re.fullmatch(target["kind"], each["kind"])
         and re.fullmatch(target["name"], each["metadata"]["name"])
     ]
-    if not found:
+    if not found and not may_miss:
         raise ValueError(f"no object is a {target}")
     for each in found:
         if isinstance(patch, list):

@@ -55,7 +55,7 @@ class Peers:
 
     def serving(self) -> dict[str, Path]:
         return {
-            "tls_certificate": TLS / "server.pem",
+            "tls_cert": TLS / "server.pem",
             "tls_key": TLS / "server.key",
             "access_file": self.access_file,
         }
@@ -64,10 +64,10 @@ class Peers:
         """Return the settings of a data plane that is listed, for both of its sides."""
         plane = self.tls("plane")
         return {
-            "planes_tls": True,
-            "planes_ca": plane.ca_file,
-            "planes_name": plane.server_name,
-            "planes_token_file": plane.token_file,
+            "tls": True,
+            "tls_ca": plane.ca_file,
+            "tls_name": plane.server_name,
+            "token_file": plane.token_file,
             **self.serving(),
         }
 

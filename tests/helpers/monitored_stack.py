@@ -82,7 +82,7 @@ class MonitoredStack:
     def start_plane(self, name: str) -> None:
         """Start a plane, or start it again where it was."""
         self.planes[name].start()
-        wait_for(lambda: self._get(name, "healthz"), lambda said: said == "SERVING\n", name)
+        wait_for(lambda: self._get(name, "ready"), lambda said: said == "OK\n", name)
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """Return the present series of an expression."""
@@ -113,7 +113,9 @@ class MonitoredStack:
         await asyncio.to_thread(wait_for, self.firing, clear, f"{names} have cleared")
 
     def _start_prometheus(self) -> None:
-        config = (RULES / "prometheus.yml").read_text()
+        config, _, _ = (
+            (RULES / "prometheus.yml").read_text().partition("  - job_name: kvplane_engine")
+        )
         for target, name in (
             ("control-plane:9101", "control_plane"),
             ("data-plane:9102", "data_plane"),

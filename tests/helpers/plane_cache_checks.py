@@ -181,6 +181,21 @@ def conversation(model: PreTrainedModel, **settings: Any) -> None:
             branch.close()
 
 
+def rows_alone(model: PreTrainedModel, **settings: Any) -> None:
+    """Compare logits of padded rows with a forward pass of each row alone, twice: the second time
+    with hits. For models whose ``generate`` counts padding, or gives other positions than forward.
+    """
+    for num_hits in (0, 2):
+        with PlaneCache(model, **settings) as cache:
+            got = answer(model, cache, **prompts())
+            assert cache.num_cached_tokens[0] == num_hits * BLOCK_SIZE
+        for row, skip in enumerate(PADDING):
+            alone = forward(model, None, got.sequences[row : row + 1, skip:], use_cache=False)
+            want = alone.logits[0, NUM_COLUMNS - skip - 1 : -1]
+            logits = torch.stack(got.logits)[:, row]
+            torch.testing.assert_close(logits, want, atol=ATOL, rtol=0)
+
+
 CHECKS: tuple[Check, ...] = (
     greedy_with_padding,
     second_call,

@@ -1,7 +1,7 @@
 """Python programs as processes that need not import torch and transformers each.
 
 They are forked from a process that has imported both, but nothing of this project, nor gRPC.
-Programs are started as users start them in tests/e2e/test_serve_script.py, among others.
+Programs are started as users start them in tests/e2e/test_up.py, among others.
 """
 
 from __future__ import annotations

@@ -36,15 +36,17 @@ def answers(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("linears", ["torch", "packed"])
 def test_a_compiled_engine_gives_the_same_tokens_from_a_graph_for_each_size_of_a_batch(
-    tmp_path: Path, control_plane: str, monkeypatch: pytest.MonkeyPatch
+    linears: str, tmp_path: Path, control_plane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs = Graphs()
     monkeypatch.setattr(compiled, "BACKEND", graphs)
     save_tiny("llama", tmp_path)
-    with opened(tmp_path, control_plane, pool_id="as-written") as llm:
+    with opened(tmp_path, control_plane, pool_id="as-written", linears=linears) as llm:
         wanted = answers(llm)
-    with opened(tmp_path, control_plane, pool_id="compiled", compile=True) as llm:
+    compiling = {"compile": True, "linears": linears}
+    with opened(tmp_path, control_plane, pool_id="compiled", **compiling) as llm:
         assert graphs.num == 3, "of 1, 2 and 4 sequences, before the first request"
         assert answers(llm) == wanted
     assert graphs.num == 3, "more were made for steps"
@@ -53,20 +55,19 @@ def test_a_compiled_engine_gives_the_same_tokens_from_a_graph_for_each_size_of_a
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("linears", ["torch", "packed"])
 @pytest.mark.parametrize("model_type", ["bloom", "deepseek_v3", "gemma2", "gpt_oss", "qwen3"])
 def test_an_engine_whose_code_inductor_has_made_gives_the_same_tokens(
-    model_type: str, tmp_path: Path, control_plane: str
+    model_type: str, linears: str, tmp_path: Path, control_plane: str
 ) -> None:
     save_tiny(model_type, tmp_path)
-    with opened(tmp_path, control_plane, pool_id="as-written") as llm:
+    with opened(tmp_path, control_plane, pool_id="as-written", linears=linears) as llm:
         wanted = answers(llm)
-    with opened(tmp_path, control_plane, pool_id="compiled", compile=True) as llm:
+    compiling = {"compile": True, "linears": linears}
+    with opened(tmp_path, control_plane, pool_id="compiled", **compiling) as llm:
         assert answers(llm) == wanted
 
 
-@pytest.mark.parametrize("other", [{"tensor_parallel": 2}, {"linears": "packed"}])
-def test_what_cannot_be_compiled_is_refused_before_a_model_is_loaded(
-    other: dict[str, Any], tmp_path: Path
-) -> None:
+def test_ranks_that_would_be_compiled_are_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     with refused(InvalidRequestError, "compile"):
-        LLM(tmp_path, compile=True, **other)
+        LLM(tmp_path, compile=True, tensor_parallel=2)

@@ -64,7 +64,7 @@ def test_an_embedded_pool_gives_what_eager_attention_gives(
     ("family", "message"),
     [
         ("diffllama", "attention twice|gives other logits"),
-        ("gpt_neo", "in its own code"),
+        ("cpmant", "in its own code"),
         ("mamba", "only full and sliding attention"),
     ],
 )

@@ -20,7 +20,7 @@ from kvplane.errors import InvalidRequestError
 from kvplane.models.model_layers import layer_groups
 from kvplane.transformers import attention
 from kvplane.transformers.models import adapters, part
-from kvplane.transformers.models.probe import probe
+from kvplane.transformers.models.probe import Recorder, probe
 from tests.models.tiny_models import tiny_model
 
 
@@ -114,6 +114,32 @@ def test_falcon_with_alibi_is_compared_with_the_attention_that_adds_it_once() ->
     ).eval()  # fmt: skip
     adapters.adapt(model)
     probe(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["bloom", "gpt_neo", "gpt_neox_japanese", "rembert", "trocr"])
+def test_models_with_attention_of_their_own_are_adapted(family: str, dtype: torch.dtype) -> None:
+    """In half precision the probe runs a copy, whose weights are of another type."""
+    model = tiny_model(family).to(dtype)
+    adapters.adapt(model)
+    probe(model)
+    assert adapters.is_adapted(model)
+
+
+def test_an_adapted_decoder_refuses_an_encoders_states() -> None:
+    model = tiny_model("trocr")
+    adapters.adapt(model)
+    adapters.set_attention(model, attention.NAME)
+    ids, states = (
+        torch.tensor([[5, 6]]),
+        torch.zeros(1, 3, 64),
+    )
+    with (
+        torch.no_grad(),
+        attention.running(Recorder([]), model),
+        pytest.raises(InvalidRequestError, match="encoder's states"),
+    ):
+        model(ids, encoder_hidden_states=states, use_cache=False)
 
 
 def other_heads(model: PreTrainedModel) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import pytest
 from rich.console import Console
 
+from data_plane.server.config import DataPlaneSettings
 from kvplane import ControlClient, __version__, ops
+from kvplane.cli.group import cli
 from kvplane.cli.program import run
 from kvplane.cli.values import table_of
 from kvplane.release import release
+from kvplane.serving.settings import parse
 from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.chunk_store import store
 from tests.helpers.load import Load
@@ -133,12 +139,17 @@ async def test_ping_asks_either_plane(command: Command, planes: Planes) -> None:
         (["forget"], 2, "--all-of"),
         (["retain", PROMPT, "--priority", "0"], 2, "--priority"),
         (["fly"], 2, "fly"),
-        (["--tls-cert", "/no/such.pem", "status"], 2, "tls.key_file"),
+        (["--tls-cert", "/no/such.pem", "status"], 2, "--tls-key"),
         (
-            ["--control-plane", "127.0.0.1:1", "--timeout-s", "0.3", "status"],
+            ["--control-plane", "127.0.0.1:1", "status"],
             1,
-            "UNAVAILABLE",
+            "nothing listens at 127.0.0.1:1",
         ),
+        (["ping", "127.0.0.1:1"], 1, "KVPLANE_CONTROL_PLANE"),
+        (["lookup"], 2, "--tokenizer"),
+        (["lookup", "1", "--text", "x", "--tokenizer", "t"], 2, "TOKENS, or both"),
+        (["lookup", "--text", "x"], 2, "TOKENS, or both"),
+        (["lookup", "--text", "x", "--tokenizer", "/no/such"], 2, "tokenizer"),
     ],
 )
 async def test_what_is_wrong_is_said_on_stderr_with_an_exit_code(
@@ -148,6 +159,38 @@ async def test_what_is_wrong_is_said_on_stderr_with_an_exit_code(
     assert done.code == code
     assert said in done.err
     assert "Traceback" not in done.err
+
+
+async def test_options_stand_before_or_after_the_command(command: Command, planes: Planes) -> None:
+    gone = ["--control-plane", "127.0.0.1:1"]
+    for words in (["status", "--json"], [*gone, "status", "--json", "--control-plane"]):
+        done = await command(*words, *([planes.address] if words[0] != "status" else []))
+        assert (done.code, done.rows["address"]) == (0, planes.address), "the last one counts"
+
+
+async def test_the_control_planes_address_has_one_variable(
+    planes: Planes, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPLANE_CONTROL_PLANE", planes.address)
+    assert await asyncio.to_thread(run, ["--json", "ping"]) == 0
+    assert json.loads(capfd.readouterr().out)[0]["address"] == planes.address
+    assert parse(DataPlaneSettings, "data_plane", [], os.environ).control_plane == planes.address
+
+
+def test_help_lists_commands_in_groups(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    printed = capfd.readouterr().out
+    wanted = ("\nRun:", "  up ", "\nLook at", "  explain ", "\nChange", "  forget ", "\nOptions:")
+    places = [printed.index(part) for part in wanted]
+    assert places == sorted(places)
+    listed = re.findall(r"^  ([a-z]+) ", printed, re.MULTILINE)
+    assert listed == cli.list_commands(click.Context(cli))
+
+
+async def test_a_text_is_read_by_a_tokenizer(command: Command) -> None:
+    flags = ["--text", "abc", "--tokenizer", "models/recall"]
+    done = await command("--json", "lookup", *flags)
+    assert done.rows[0]["prompt_tokens"] == 4, "with the token that begins a text"
 
 
 async def test_tokens_come_from_a_file_too(command: Command, tmp_path: Path) -> None:
@@ -169,15 +212,31 @@ def test_no_part_of_a_sessions_id_is_left_out_where_a_table_is_narrow() -> None:
     assert "…" not in out.getvalue()
 
 
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("data_plane", "engine")]
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("data", "serve")]
 
 
-@pytest.mark.parametrize("program", ["kvplane", "control_plane", *NIGHTLY])
+def call_apart(*words: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(["-c", code] if code else ["-m", "kvplane"]), *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("program", ["", "control", *NIGHTLY])
 def test_every_program_tells_its_version(program: str) -> None:
-    command = [sys.executable, "-m", program, "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = call_apart(*program.split(), "--version")
     assert done.returncode == 0
     assert __version__ in done.stdout
+
+
+def test_a_program_takes_options_before_its_name_too() -> None:
+    done = call_apart("--control-plane", "nowhere", "generate", "--model", ".", "--prompt", "x")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "engine generate: error: control_plane: must be host:port" in done.stderr
+
+
+def test_a_program_names_the_extra_that_it_misses() -> None:
+    code = "import sys; sys.modules['torch'] = None; from kvplane.__main__ import main; main()"
+    done = call_apart("serve", "--model", "models/recall", code=code)
+    assert done.stderr == "engine: error: torch is not installed: pip install 'kvplane[engine]'\n"
 
 
 async def test_the_doctor_finds_no_pool_for_plug_ins_among_those_of_keys_and_values(

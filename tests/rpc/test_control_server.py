@@ -172,6 +172,9 @@ async def test_the_metrics_tell_what_the_pools_and_the_steps_do(
         operations_total{operation="admit",status="failed"} 1
         operations_total{operation="admit",status="never"} 1
         operations_total{operation="free",status="failed"} 2
+        tenant_items_total{status="failed",tenant="default"} 3
+        tenant_sessions{tenant="default"} 1
+        tenant_blocks{tenant="default"} 4
         plans_total 2
         step_duration_seconds_count 4
         rejections_total{reason="BAD_SIGNATURE"} 1

@@ -26,6 +26,8 @@ WITHOUT_SAMPLES = {
     "kvplane_device_memory_bytes",
     "kvplane_file_tier_misses_total",
     "kvplane_file_tier_write_errors_total",
+    "kvplane_tenant_blocks",  # of open sessions
+    "kvplane_tenant_sessions",
 }
 
 Families = dict[str, Metric]

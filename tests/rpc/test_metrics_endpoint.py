@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry
 
 from control_plane.server.config import ControlPlaneSettings
 from kvplane.errors import InvalidRequestError
+from kvplane.serving import plane_server
 from kvplane.serving.observability import metrics_endpoint
 from kvplane.serving.observability.metrics_endpoint import (
     MetricsAccess,
@@ -112,6 +114,26 @@ async def test_a_plane_serves_its_metrics_and_its_page_where_it_binds(host: str)
             assert await asyncio.to_thread(get, f"http://{address}/") == 200
 
 
+async def test_a_plane_is_alive_while_its_loop_runs_and_ready_while_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plane_server, "_STUCK_S", 0.5)
+
+    def probe(*paths: str) -> list[int]:
+        return [get(f"http://127.0.0.1:{plane.metrics_port}{path}") for path in paths]
+
+    async with control_plane(metrics_port=0) as plane:
+        assert await asyncio.to_thread(probe, "/healthz", "/ready") == [200, 200]
+        plane._set_serving(False)  # as of a plane that stands by, which is not to be restarted
+        assert await asyncio.to_thread(probe, "/healthz", "/ready") == [200, 503]
+        plane._set_serving(True)
+        with ThreadPoolExecutor() as threads:
+            asked = threads.submit(lambda: time.sleep(1) or probe("/healthz", "/ready"))
+            assert asked.result() == [503, 503], "the loop is held by this call"
+        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(probe, "/healthz", "/ready") == [200, 200]
+
+
 def test_metrics_are_served_over_https(start: Start) -> None:
     access = MetricsAccess(TLS / "server.pem", TLS / "server.key")
     port = start(access).port
@@ -154,7 +176,7 @@ def test_a_login_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_metrics_that_others_could_read_in_the_clear_need_a_word_for_it() -> None:
-    tls = {"tls_certificate": TLS / "server.pem", "tls_key": TLS / "server.key"}
+    tls = {"tls_cert": TLS / "server.pem", "tls_key": TLS / "server.key"}
     with refused(InvalidRequestError, "metrics_host"):
         ControlPlaneSettings(bind="0.0.0.0:0", **tls)
     with refused(InvalidRequestError, "metrics_tls"):

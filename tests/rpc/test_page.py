@@ -200,7 +200,7 @@ async def test_over_tls_a_caller_is_known_by_its_certificate(
 ) -> None:
     server = await start_control_plane(
         page_port=0,
-        tls_certificate=TLS / "server.pem",
+        tls_cert=TLS / "server.pem",
         tls_key=TLS / "server.key",
         tls_client_ca=TLS / "ca.pem",
         access_file=access_file(tmp_path),

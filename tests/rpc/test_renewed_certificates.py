@@ -108,7 +108,7 @@ async def server(files: Files) -> AsyncIterator[ControlPlaneServer]:
         metrics_port=0,
         metrics_tls=True,
         page_port=0,
-        tls_certificate=files.certificate,
+        tls_cert=files.certificate,
         tls_key=files.key,
     ) as server:
         yield server
@@ -179,8 +179,8 @@ async def http_server(files: Files, port_file: Path) -> AsyncIterator[str]:
 
     settings = HttpServerSettings(
         bind="127.0.0.1:0",
-        tls_certificate=files.certificate,
-        tls_key=files.key,
+        https_cert=files.certificate,
+        https_key=files.key,
         port_file=port_file,
     )
     server = HttpServer(app, settings, logging.getLogger(__name__), CollectorRegistry())
@@ -268,10 +268,10 @@ async def test_a_data_plane_shows_its_new_certificate_when_it_registers_again(
             config_of(
                 tmp_path,
                 address,
-                planes_tls=True,
-                planes_ca=authority.ca,
-                planes_name=NAME,
-                tls_certificate=own.certificate,
+                tls=True,
+                tls_ca=authority.ca,
+                tls_name=NAME,
+                tls_cert=own.certificate,
                 tls_key=own.key,
             )
         )
@@ -298,7 +298,7 @@ async def test_a_client_certificate_has_one_common_name(
 ) -> None:
     own = Files(tmp_path, "client")
     own.put(authority.sign(subject))
-    served = {"tls_certificate": files.certificate, "tls_key": files.key}
+    served = {"tls_cert": files.certificate, "tls_key": files.key}
     async with control_plane(**served, tls_client_ca=authority.ca, page_port=0) as plane:
         context = ssl.create_default_context(cafile=authority.ca)
         context.load_cert_chain(own.certificate, own.key)

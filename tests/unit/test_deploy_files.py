@@ -14,9 +14,9 @@ import yaml
 
 from control_plane.server.config import ControlPlaneSettings
 from data_plane.server.config import DataPlaneSettings
-from engine.config import GenerateSettings
 from engine.serving.config import ServeSettings
 from examples import load as example
+from kvplane.integrations.router.config import RouterSettings
 from kvplane.serving.settings import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -27,10 +27,13 @@ OURS = ["control-plane", "data-plane", "engine"]
 DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile.*"))
 
 
-def test_the_compose_file_runs_both_planes_what_watches_them_and_two_jobs() -> None:
-    watchers = {"prometheus", "alertmanager", "grafana"}
-    assert set(SERVICES) == {"control-plane", "data-plane", "engine", "load", *watchers}
-    assert all(SERVICES[name]["profiles"] == ["job"] for name in ("engine", "load"))
+WATCHERS = ["prometheus", "alertmanager", "grafana"]
+
+
+def test_the_compose_file_runs_an_engine_on_both_planes_and_what_watches_them() -> None:
+    started = {name for name, service in SERVICES.items() if "profiles" not in service}
+    assert started == {"control-plane", "data-plane", "engine", *WATCHERS}
+    assert set(SERVICES) - started == {"load", "router"}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -44,6 +47,24 @@ def test_a_service_is_of_this_machine_and_is_started_again_when_it_dies_unless_i
     assert restarts == ("job" not in service.get("profiles", []))
 
 
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_has_bounds_and_few_rights(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"] and service["pids_limit"]
+    assert all("size=" in each for each in service["tmpfs"]), "half the machine's memory otherwise"
+    assert set(service["logging"]["options"]) == {"max-size", "max-file"}
+
+
+def test_nobody_logs_in_to_grafana_so_there_is_no_password_to_guess() -> None:
+    given = SERVICES["grafana"]["environment"]
+    assert given["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert given["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert given["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert given["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+
+
 def test_the_load_job_is_an_example_with_its_options() -> None:
     load = SERVICES["load"]
     assert load["entrypoint"] == ["python", "/examples/load.py"]
@@ -52,7 +73,7 @@ def test_the_load_job_is_an_example_with_its_options() -> None:
 
 
 def test_what_the_watchers_are_given_is_there() -> None:
-    for name in ("prometheus", "alertmanager", "grafana"):
+    for name in WATCHERS:
         for volume in SERVICES[name]["volumes"]:
             source = volume.partition(":")[0]
             assert source in COMPOSE["volumes"] or (ROOT / source).exists(), volume
@@ -87,14 +108,23 @@ def test_jobs_find_the_socket_of_shared_memory_where_the_data_plane_has_it() -> 
         assert {f"uid={uid}", "mode=0700"} < {*options["o"].split(",")}
 
 
-def test_the_engine_serves_by_the_words_in_the_head_of_the_compose_file(tmp_path: Path) -> None:
-    head = (ROOT / "docker-compose.yml").read_text().replace(" \\\n#", "")
-    (words,) = re.findall(r"127.0.0.1:8000:8000 engine serve (.*)", head)
-    config = parse(
-        ServeSettings, "engine serve", words.replace("/models/recall", str(tmp_path)).split(), {}
-    )
+def test_the_engine_serves_where_the_head_of_the_compose_file_says(tmp_path: Path) -> None:
+    service = SERVICES["engine"]
+    program, *words = [word.replace("/models/recall", str(tmp_path)) for word in service["command"]]
+    config = parse(ServeSettings, f"engine {program}", words, {})
     assert config.bind == "0.0.0.0:8000"
     assert config.control_plane == "control-plane:50051"
+    assert service["ports"] == ["127.0.0.1:8000:8000"]
+    assert service["healthcheck"]["test"] == ["CMD", "healthy", "8000", "/health"]
+    head = (ROOT / "docker-compose.yml").read_text().partition("x-build-args")[0]
+    assert "http://127.0.0.1:8000/v1 " in head and 'model "recall"' in head
+
+
+def test_the_router_sends_requests_to_the_engine(tmp_path: Path) -> None:
+    words = [w.replace("/models/recall", str(tmp_path)) for w in SERVICES["router"]["command"]]
+    config = parse(RouterSettings, "router", words, {})
+    assert config.engine == "http://engine:8000=default"
+    assert config.bind == "0.0.0.0:8000"
 
 
 def test_every_variable_of_the_compose_file_has_a_value_in_the_env_file() -> None:
@@ -185,11 +215,8 @@ def test_the_commands_of_the_compose_file_are_settings_that_the_programs_take(
 
     control = parse(ControlPlaneSettings, "control_plane", command("control-plane"), {})
     data = parse(DataPlaneSettings, "data_plane", command("data-plane"), {})
-    program, *arguments = command("engine")
-    engine = parse(GenerateSettings, f"engine {program}", arguments, {})
     assert control.bind == "0.0.0.0:50051"
-    assert data.control_plane == engine.control_plane == "control-plane:50051"
-    assert len(engine.prompts()) == 1
+    assert data.control_plane == "control-plane:50051"
 
 
 def test_on_a_gpu_the_data_plane_is_built_with_cuda_given_a_gpu_and_told_to_use_it() -> None:
@@ -208,15 +235,18 @@ def test_on_a_gpu_the_data_plane_is_built_with_cuda_given_a_gpu_and_told_to_use_
     assert service["image"] != SERVICES["data-plane"]["image"]
 
 
-def test_prometheus_scrapes_both_planes_where_they_serve_metrics() -> None:
+def test_prometheus_scrapes_every_program_where_it_serves_metrics() -> None:
     settings = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     targets = {
         target
         for job in settings["scrape_configs"]
-        for static in job["static_configs"]
+        for static in job.get("static_configs", ())
         for target in static["targets"]
     }
     assert targets == {
         f"control-plane:{ControlPlaneSettings.metrics_port}",
         f"data-plane:{DataPlaneSettings.metrics_port}",
+        "engine:8000",
     }
+    found = settings["scrape_configs"][-1]["dns_sd_configs"]
+    assert [(each["names"], each["port"]) for each in found] == [(["router"], 8000)]

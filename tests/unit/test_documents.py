@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 
 from kvplane.cli.program import cli
@@ -26,16 +27,15 @@ TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILI
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"^    (\S.*\n(?:    .*\n)*)", re.MULTILINE)
 FLAG = re.compile(r"^--[a-z][a-z-]*")
-# By the words that start them; flags of each are those of its settings.
+# The command of kvplane that has the flags, by the module that it runs.
 MODULES = {
-    "control_plane": "control_plane",
-    "data_plane": "data_plane",
-    "engine serve": "engine serve",
-    "engine generate": "engine generate",
-    "engine layout": "engine layout",
-    "kvplane.engine serve": "engine serve",
-    "kvplane.integrations.router": "router",
-    "kvplane.integrations.events": "events",
+    "control_plane": "kvplane control",
+    "data_plane": "kvplane data",
+    "engine serve": "kvplane serve",
+    "engine generate": "kvplane generate",
+    "engine layout": "kvplane layout",
+    "kvplane.integrations.router": "kvplane router",
+    "kvplane.integrations.events": "python -m kvplane.integrations.events",
 }
 
 
@@ -72,16 +72,21 @@ def faults_of(words: list[str]) -> Iterator[str]:
     elif re.fullmatch(r"(\.venv/bin/)?python3?", words[0]) and words[1:2] == ["-m"]:
         yield from faults_of_module(words[2:])
     elif words[0] == "kvplane" and len(words) > 1:
-        name = next((word for word in words[1:] if word in cli.commands), "")
-        known = {
-            flag
-            for each in (cli, cli.commands.get(name, cli))
-            for p in each.params
-            for flag in p.opts
-        }
-        if not name and not words[1].startswith("-"):
-            yield " ".join(words)
-        yield from (flag for flag in flags_in(words) if flag not in known | {"--help"})
+        yield from faults_of_command(words[1:])
+
+
+def faults_of_command(words: list[str]) -> Iterator[str]:
+    context = click.Context(cli)
+    names = cli.list_commands(context)
+    name = next((word for word in words if word in names), "")
+    if not name and not words[0].startswith("-"):
+        yield f"kvplane {' '.join(words)}"
+    if f"kvplane {name}" in reference.PROGRAMS:
+        known = flags_of(f"kvplane {name}")
+    else:
+        command = cli.get_command(context, name) or cli
+        known = {flag for each in (cli, command) for p in each.params for flag in p.opts}
+    yield from (f"{name} {flag}" for flag in flags_in(words) if flag not in known | {"--help"})
 
 
 def faults_of_module(words: list[str]) -> Iterator[str]:
@@ -112,8 +117,8 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     python -m control_plane --no-such-flag 1 && kvplane lost
     python -m benchmarks.none
 
-`python -m data_plane --bind 127.0.0.1:0 --layer x`
+`kvplane data --bind 127.0.0.1:0 --layer x`
 """
     found = [fault for words in commands(text) for fault in faults_of(words)]
-    wrong = ["make nothing", "control_plane --no-such-flag", "kvplane lost", "benchmarks.none"]
-    assert found == [*wrong, "data_plane --layer"]
+    wrong = ["make nothing", "kvplane control --no-such-flag", "kvplane lost", "benchmarks.none"]
+    assert found == [*wrong, "data --layer"]

@@ -42,7 +42,7 @@ def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str
         ((ControlPlaneSettings,), 36),
         # 45 beside --opaque-page-bytes, --model-id and --file-tier-after.
         ((DataPlaneSettings,), 48),
-        # 50 beside --grace-s, --max-connections, --memory-utilization, --compile, and four of
+        # 50 beside --grace-s, --max-connections, --memory, --compile, and four of
         # /metrics.
         (ENGINE, 58),
     ],
@@ -88,7 +88,8 @@ def test_help_names_every_setting_with_its_unit_and_variable(
     text = "".join(help_of(program, capsys).split())
     for name, base in declarations(program):
         assert "--" + name.replace("_", "-") in text
-        assert f"KVPLANE_PROGRAM_{name.upper()}" in text
+        is_shared = base.__dataclass_fields__[name].metadata["shared"]
+        assert f"KVPLANE_{'' if is_shared else 'PROGRAM_'}{name.upper()};" in text
         if unit := base.__dataclass_fields__[name].metadata.get("unit"):
             assert f"[unit:{unit}" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,22 @@ from control_plane.server.config import ControlPlaneSettings
 from control_plane.server.election.kubernetes_elector import KubernetesElector
 from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import layout_from_json
+from engine.serving.config import ServeSettings
+from kvplane.integrations.router.config import RouterSettings
 from kvplane.serving.settings import parse
 from tests.helpers.kustomized import Object, objects
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 RULES = FOLDER.parent / "prometheus"
-VARIANTS = {name: objects(FOLDER / name) for name in ("base", "fleet", "node")}
+MONITORS = FOLDER / "components" / "pod-monitors"
+VARIANTS = {name: objects(FOLDER / name) for name in ("base", "fleet", "node", "serving")}
 PLANES: dict[str, Any] = {"control-plane": ControlPlaneSettings, "data-plane": DataPlaneSettings}
+PROGRAMS = {**PLANES, "engine": ServeSettings, "router": RouterSettings}
+RUN = {
+    "engine": ["python", "-m", "kvplane.engine", "serve"],
+    "router": ["python", "-m", "kvplane.integrations.router"],
+}
+PROGRAMS_OF = [(v, p) for v in VARIANTS for p in PROGRAMS if v == "serving" or p in PLANES]
 NAME = "app.kubernetes.io/name"
 # What Kubernetes and the LeaderWorkerSet's controller put into a pod.
 GIVEN = {
@@ -58,14 +68,15 @@ def containers(variant: str) -> dict[str, tuple[Object, Object]]:
 
 
 def config_of(variant: str, plane: str) -> Any:
-    """The settings that its arguments make, in a pod."""
+    """The settings that its arguments make, in a pod whose mounted files are all there."""
     container, _ = containers(variant)[plane]
     named = {each["name"] for each in container.get("env", ())} | CONTROLLERS_OWN
     arguments = [
         re.sub(r"\$\((\w+)\)", lambda m: GIVEN[m[1]] if m[1] in named else m[0], each)
         for each in container["args"]
     ]
-    return parse(PLANES[plane], plane.replace("-", "_"), arguments, {})
+    mounted = [re.sub("=/(models|tls|access).*", f"={FOLDER}", each) for each in arguments]
+    return parse(PROGRAMS[plane], plane.replace("-", "_"), mounted, {})
 
 
 def ports(container: Object) -> dict[str, int]:
@@ -94,11 +105,10 @@ def test_objects_have_kinds_and_names_and_each_plane_runs_once(variant: str) -> 
     names = [(each["kind"], each["metadata"]["name"]) for each in VARIANTS[variant]]
     assert all(each["apiVersion"] for each in VARIANTS[variant])
     assert len(names) == len(set(names))
-    assert set(containers(variant)) == set(PLANES)
+    assert set(containers(variant)) == set(PROGRAMS if variant == "serving" else PLANES)
 
 
-@pytest.mark.parametrize("plane", PLANES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "plane"), PROGRAMS_OF)
 def test_a_plane_takes_its_arguments_and_listens_where_the_ports_say(
     variant: str, plane: str
 ) -> None:
@@ -110,17 +120,24 @@ def test_a_plane_takes_its_arguments_and_listens_where_the_ports_say(
     if getattr(config, "page_port", -1) >= 0:
         expected.add(config.page_port)
     assert set(ports(container).values()) == expected
-    assert re.fullmatch(rf"kvplane/{plane}:\d+\.\d+\.\d+", container["image"])
+    image = plane if plane in PLANES else "engine"
+    assert re.fullmatch(rf"kvplane/{image}:\d+\.\d+\.\d+", container["image"])
+    assert container.get("command") == RUN.get(plane)
 
 
-@pytest.mark.parametrize("plane", PLANES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "plane"), PROGRAMS_OF)
 def test_probes_limits_and_rights(variant: str, plane: str) -> None:
     only, pod = containers(variant)[plane]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         ((kind, how),) = ((k, v) for k, v in only[probe].items() if k in ("httpGet", "tcpSocket"))
         assert how["port"] in ports(only)
-        assert how.get("path", "/healthz") == "/healthz", kind
+        stands_by = (variant, plane) == ("fleet", "control-plane")
+        ready = "/healthz" if stands_by else "/ready" if plane in PLANES else "/health"
+        path = ready if probe == "readinessProbe" else "/healthz"
+        assert how.get("path", path) == path, kind
+        is_served_by_tls = variant == "serving" and plane in PLANES and kind == "httpGet"
+        assert how.get("scheme") == ("HTTPS" if is_served_by_tls else None)
+    assert "httpGet" in only["livenessProbe"], "a hung event loop still accepts connections"
     assert only["resources"]["limits"]["memory"]
     assert set(only["resources"]["requests"]) == {"cpu", "memory"}
     assert pod["spec"]["securityContext"]["runAsNonRoot"]
@@ -147,7 +164,9 @@ def test_selectors_find_the_pods_and_ports_that_they_mean(variant: str) -> None:
         opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
         assert opened == found - {"page"}
         assert all(rule["from"] for rule in policy["ingress"])
-    for budget in of_kind(variant, "PodDisruptionBudget").values():
+    budgets = of_kind(variant, "PodDisruptionBudget")
+    assert len(budgets) == len(pods(variant)), "every workload has one"
+    for budget in budgets.values():
         assert selected(variant, budget["selector"]["matchLabels"])
         assert budget["maxUnavailable"] == 1
 
@@ -190,9 +209,11 @@ def test_each_of_two_control_planes_may_do_what_the_election_calls() -> None:
     elector = KubernetesElector(None, namespace, lease, "")  # type: ignore[arg-type]
     assert elector._folder.split("/")[2] == rules[0]["apiGroups"][0]
     assert elector._folder.split("/")[-1] == rules[0]["resources"][0]
-    # Who stands by does not serve: probes of health would restart it, and bar it from a drain.
+    # Who stands by does not serve: probes of that would restart it, and bar it from a drain.
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert "tcpSocket" in container[probe]
+        assert container[probe]["httpGet"]["path"] == "/healthz"
+    (spread,) = pod["spec"]["topologySpreadConstraints"]
+    assert spread["whenUnsatisfiable"] == "DoNotSchedule", "one node would take both"
     callers = of_kind("fleet", "NetworkPolicy")["control-plane"]["ingress"][0]["from"]
     assert {NAME: "control-plane"} in [each["podSelector"]["matchLabels"] for each in callers]
 
@@ -210,14 +231,59 @@ def test_a_group_of_a_leader_worker_set_is_a_pool() -> None:
     assert all(base[key] == shard[key] for key in base.keys() - {"args", "env"})
 
 
+def test_no_variant_needs_an_operator_of_prometheus() -> None:
+    for variant in VARIANTS:
+        assert not of_kind(variant, "PodMonitor", "ServiceMonitor", "PrometheusRule")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_scraped_has_the_jobs_that_the_rules_name(variant: str) -> None:
+def test_the_namespace_refuses_pods_with_rights(variant: str) -> None:
+    (namespace,) = of_kind(variant, "Namespace").values()
+    labels = namespace["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_callers_show_certificates_that_the_access_list_knows() -> None:
+    made = of_kind("serving", "ConfigMap")["access"]["data"]["access.toml"]
+    callers = {each["certificate"]: each for each in tomllib.loads(made)["callers"]}
+    for plane in PROGRAMS:
+        container, pod = containers("serving")[plane]
+        assert ("--insecure" in container["args"]) == (plane not in PLANES), (
+            "users reach the router"
+        )
+        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+        secret = volumes["tls"]["secret"]["secretName"].removesuffix("-tls")
+        assert secret == (plane if plane in PLANES else "engine")
+        config = config_of("serving", plane)
+        if plane in PLANES:
+            assert config.tls.client_ca and config.access_file and config.metrics_tls
+        if plane != "control-plane":
+            assert config.planes_tls and config.planes_ca
+            assert (config.planes_name, secret in callers) == ("kvplane", True)
+    assert callers["engine"]["roles"] == ["engine", "router"]
+    assert callers["data-plane"]["roles"] == ["plane"]
+
+
+def test_rules_and_boards_are_the_files_that_compose_uses() -> None:
+    maps = of_kind("serving", "ConfigMap")
+    assert {*maps["kvplane-rules"]["data"]} == {"rules.yml", "alerts.yml"}
+    boards = (RULES.parent / "grafana" / "boards").glob("*.json")
+    assert {*maps["kvplane-boards"]["data"]} == {path.name for path in boards}
+    assert maps["kvplane-boards"]["metadata"]["labels"] == {"grafana_dashboard": "1"}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_scraped_has_the_jobs_that_the_rules_name(variant: str, tmp_path: Path) -> None:
+    overlay = {"resources": [str(FOLDER / variant)], "components": [str(MONITORS)]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
     jobs = set()
-    for monitor in of_kind(variant, "PodMonitor").values():
+    for made in objects(tmp_path):
+        if made["kind"] != "PodMonitor":
+            continue
+        monitor = made["spec"]
         chosen = monitor["selector"].get("matchLabels")
         names = [chosen[NAME]] if chosen else monitor["selector"]["matchExpressions"][0]["values"]
         found = [pod for name in names for pod in selected(variant, {NAME: name})]
-        assert len(found) == len(names)
         for pod in found:
             named = {name for each in pod["spec"]["containers"] for name in ports(each)}
             for end in monitor["podMetricsEndpoints"]:
@@ -225,7 +291,8 @@ def test_what_is_scraped_has_the_jobs_that_the_rules_name(variant: str) -> None:
                 relabelled = [each["replacement"] for each in end.get("relabelings", ())]
                 jobs |= {*(relabelled or [pod["metadata"]["labels"][monitor["jobLabel"]]])}
     rules = (RULES / "prometheus.yml").read_text()
-    assert jobs == set(re.findall(r"job_name: (kvplane_\w+)", rules))
+    known = re.findall(r"job_name: (kvplane_\w+)", rules)
+    assert jobs == {each for each in known if variant == "serving" or each.endswith("_plane")}
 
 
 def test_the_layout_of_the_base_is_one() -> None:

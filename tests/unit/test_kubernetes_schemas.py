@@ -23,7 +23,8 @@ from tests.helpers.kustomized import Object, objects
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-VARIANTS = ("base", "fleet", "node")
+VARIANTS = ("base", "fleet", "node", "serving")
+MONITORS = FOLDER / "components" / "pod-monitors"
 VERSIONS = ("1.30", "1.37")
 PACKAGE = "kubernetes-validate==1.37.*"
 TEXT = '".+"'
@@ -77,8 +78,6 @@ def leaves(value: Any, *path: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_schemas_admit_every_object(variant: str, kubernetes_validate: Any) -> None:
     for made in objects(FOLDER / variant):
-        if made["kind"] == "PodMonitor":
-            continue
         if made["kind"] == "LeaderWorkerSet":
             template = made["spec"]["leaderWorkerTemplate"]["workerTemplate"]
             made = {"apiVersion": "v1", "kind": "Pod", **template}
@@ -88,7 +87,8 @@ def test_the_schemas_admit_every_object(variant: str, kubernetes_validate: Any) 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_objects_that_are_not_kubernetes_own_say_what_they_may(variant: str) -> None:
-    for made in objects(FOLDER / variant):
+    monitors = yaml.safe_load_all((MONITORS / "pod-monitors.yaml").read_text())
+    for made in (*objects(FOLDER / variant), *monitors):
         fields = FIELDS.get(f"{made['apiVersion']} {made['kind']}")
         if fields is None:
             assert made["kind"] not in ("LeaderWorkerSet", "PodMonitor")
@@ -109,7 +109,7 @@ def _without_additions(made: Any) -> Any:
     if isinstance(made, list):
         return [_without_additions(each) for each in made]
     if isinstance(made, str):
-        return re.sub(r"^layout-[a-z0-9]{10}$", "layout", made)
+        return re.sub(r"^(layout|access|kvplane-\w+)-[a-z0-9]{10}$", r"\1", made)
     if not isinstance(made, dict):
         return made
     kept = {

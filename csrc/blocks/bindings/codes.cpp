@@ -30,6 +30,7 @@ void bind_codes(pybind11::module_& module) {
       {"BEYOND_SLOTS", Code::kBeyondSlots},
       {"TOO_MANY_ENTRIES", Code::kTooManyEntries},
       {"TOO_MANY_PINNED", Code::kTooManyPinned},
+      {"CHECKPOINT", Code::kCheckpoint},
   };
   const struct {
     const char* name;

@@ -122,6 +122,7 @@ inline PoolConfig make_config(uint32_t block_size_tokens, const py::kwargs& sett
   read_setting("host_generations", generations[1]);
   read_setting("eviction_policy", config.eviction_policy);
   read_setting("window_tokens", config.window_tokens);
+  read_setting("holds_states", config.holds_states);
   read_setting("max_sequences", config.max_sequences);
   read_setting("max_table_entries", config.max_table_entries);
   read_setting("max_pinned_blocks", config.max_pinned_blocks);
@@ -131,6 +132,8 @@ inline PoolConfig make_config(uint32_t block_size_tokens, const py::kwargs& sett
   if (block_size_tokens < 1 || block_size_tokens > 256 || 256 % block_size_tokens)
     throw py::value_error("block_size_tokens must be a power of two up to 256");
   if (config.window_tokens < 0) throw py::value_error("window_tokens must not be negative");
+  if (config.window_tokens && config.holds_states)
+    throw py::value_error("holds_states must not be set with window_tokens");
   if (config.max_owner_blocks < 0) throw py::value_error("max_owner_blocks must not be negative");
   config.block_size_tokens = block_size_tokens;
   for (int t = 0; t < 2; ++t) {

@@ -50,6 +50,8 @@ std::unique_ptr<Pool> make_pool(const py::list& list) {
   for (const LayerGroup* group : groups)
     if (group->config.block_size_tokens != groups[0]->config.block_size_tokens)
       throw py::value_error("all groups must have one block size");
+  for (size_t g = 0; g + 1 < groups.size(); ++g)
+    if (groups[g]->config.holds_states) throw py::value_error("a group of states must be the last");
   return std::make_unique<Pool>(std::move(groups));
 }
 
@@ -227,6 +229,21 @@ void bind_sessions(PoolClass& pool) {
       "states",
       [](const Pool& self, SessionHandle handle, const py::object& sequence_ids) {
         return states_of(self.first(), handle, sequence_ids);
+      },
+      "handle"_a, "sequence_ids"_a);
+  pool.def(
+      "checkpoints",
+      [](const Pool& self, SessionHandle handle, const py::bytes& sequence_ids) {
+        const LayerGroup& group = *self.groups()[self.groups().size - 1];
+        std::vector<int32_t> positions;
+        if (!self.holds_states()) return pack(positions);
+        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
+        for (int64_t i = 0; i < ids.size; ++i) {
+          const Sequence& sequence = sequence_of(group, handle, ids[i]);
+          const int64_t num_blocks = group.tables.num_to(sequence, sequence.num_written);
+          positions.push_back(static_cast<int32_t>(num_blocks * group.config.block_size_tokens));
+        }
+        return pack(positions);
       },
       "handle"_a, "sequence_ids"_a);
   pool.def("num_obtainable", of_session(&Pool::num_obtainable), "handle"_a, "tier"_a);

@@ -38,7 +38,7 @@ py::object as_object(const Pool::Swapped& swapped) {
 
 Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const py::bytes& fork_ids,
                          int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
-                         int64_t headroom) {
+                         int64_t headroom, int64_t checkpoint = 0) {
   Admission admission;
   admission.sequence_id = sequence_id;
   admission.tokens = read<int32_t>(token_ids, "token_ids");
@@ -49,6 +49,7 @@ Admission read_admission(int64_t sequence_id, const py::bytes& token_ids, const 
   admission.skip_lookup = skip_lookup;
   if (headroom < 0) throw py::value_error("headroom must not be negative");
   admission.headroom = headroom;
+  admission.checkpoint = checkpoint;
   return admission;
 }
 
@@ -98,15 +99,16 @@ void bind_steps(PoolClass& pool) {
       "admit",
       [](Pool& self, SessionHandle handle, int64_t sequence_id, const py::bytes& token_ids,
          const py::bytes& fork_ids, int64_t num_compute, int64_t max_total_tokens, bool skip_lookup,
-         int64_t headroom, int64_t check_as) {
-        const Admission admission = read_admission(sequence_id, token_ids, fork_ids, num_compute,
-                                                   max_total_tokens, skip_lookup, headroom);
+         int64_t headroom, int64_t check_as, int64_t checkpoint) {
+        const Admission admission =
+            read_admission(sequence_id, token_ids, fork_ids, num_compute, max_total_tokens,
+                           skip_lookup, headroom, checkpoint);
         return in_step(self, handle, check_as, [&](bool only_check) {
           return as_tuple(self.admit(handle, admission, only_check));
         });
       },
       "handle"_a, "sequence_id"_a, "token_ids"_a, "fork_ids"_a, "num_compute"_a,
-      "max_total_tokens"_a, "skip_lookup"_a, "headroom"_a, "check_as"_a = 0);
+      "max_total_tokens"_a, "skip_lookup"_a, "headroom"_a, "check_as"_a = 0, "checkpoint"_a = 0);
   pool.def(
       "grant",
       [](Pool& self, SessionHandle handle, int64_t admitted_by, int64_t sequence_id,
@@ -124,12 +126,14 @@ void bind_steps(PoolClass& pool) {
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
          const py::bytes& first_positions, const py::bytes& num_slots, const py::bytes& num_tokens,
          const py::bytes& token_ids, const py::bytes& num_lookahead, int64_t check_as,
-         bool only_if_sure) -> py::object {
+         bool only_if_sure, const py::bytes& checkpoints) -> py::object {
         AppendColumns columns =
             read_growth(sequence_ids, first_positions, num_slots, num_lookahead);
         columns.num_tokens = read<int32_t>(num_tokens, "num_tokens", columns.sequence_ids.size);
         columns.token_ids = read<int32_t>(token_ids, "token_ids");
         check_tokens(columns.num_tokens, columns.token_ids, 0);
+        const int64_t num = std::string_view(checkpoints).empty() ? 0 : columns.sequence_ids.size;
+        columns.checkpoints = read<int32_t>(checkpoints, "checkpoint_positions", num);
         return in_step(self, handle, check_as, [&](bool only_check) -> py::object {
           if (only_if_sure && most_growth(columns, self.first().index.block_size()) >
                                   self.num_obtainable(handle, kDevice))
@@ -138,7 +142,8 @@ void bind_steps(PoolClass& pool) {
         });
       },
       "handle"_a, "sequence_ids"_a, "first_positions"_a, "num_slots"_a, "num_tokens"_a,
-      "token_ids"_a, "num_lookahead"_a, "check_as"_a = 0, "only_if_sure"_a = false);
+      "token_ids"_a, "num_lookahead"_a, "check_as"_a = 0, "only_if_sure"_a = false,
+      "checkpoints"_a = py::bytes());
   pool.def(
       "growth",
       [](Pool& self, SessionHandle handle, const py::bytes& sequence_ids,

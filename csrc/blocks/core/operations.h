@@ -35,6 +35,7 @@ enum class Code : int32_t {
   kBeyondSlots = 23,
   kTooManyEntries = 24,
   kTooManyPinned = 25,
+  kCheckpoint = 26,
 };
 
 // The most positions of a sequence: columns of positions have 32 bits.
@@ -93,6 +94,7 @@ struct Admission {
   int64_t max_total_tokens = 0;
   bool skip_lookup = false;
   int64_t headroom = 0;
+  int64_t checkpoint = 0;  // after how many tokens one is kept, if they are computed now; 0: none
 };
 
 struct Admitted {
@@ -116,7 +118,7 @@ struct Pinned {
   ItemResults items;
   std::vector<uint8_t> groups;
   std::vector<uint8_t> tiers;
-  std::vector<int32_t> indices;  // -1 behind the attention window
+  std::vector<int32_t> indices;  // -1 where no block is needed
   std::vector<int64_t> generations;
 };
 
@@ -127,6 +129,7 @@ struct AppendColumns {
   Span<int32_t> num_tokens;
   Span<int32_t> token_ids;
   Span<int32_t> num_lookahead;  // empty: none
+  Span<int32_t> checkpoints;    // positions, as of an admission; empty: none
 };
 
 struct DeferredColumns {

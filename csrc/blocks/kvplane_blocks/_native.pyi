@@ -25,6 +25,7 @@ TRIMMED             a: the id, b: the first position still held, c: what was giv
 OTHER_TOKENS        a: the id, b: the position
 BEYOND_SLOTS        a: the id, b: its slots
 TOO_MANY_ENTRIES, TOO_MANY_PINNED   a: the most, b: now, c: more
+CHECKPOINT          a: the id, b: where its slots begin, c: where they end
 """
 
 _Run = tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]
@@ -55,6 +56,7 @@ OTHER_TOKENS: Final = 22
 BEYOND_SLOTS: Final = 23
 TOO_MANY_ENTRIES: Final = 24
 TOO_MANY_PINNED: Final = 25
+CHECKPOINT: Final = 26
 
 FAMILY_STARTED: Final = 1
 """It holds device blocks from now on: it was admitted, or swapped in."""
@@ -74,6 +76,8 @@ class _Settings(TypedDict, total=False):
     host_generations: bytes
     eviction_policy: str
     window_tokens: int
+    holds_states: bool
+    """Whether blocks are checkpoints of states, which only some blocks of tokens have."""
     max_sequences: int
     max_table_entries: int
     max_pinned_blocks: int
@@ -157,6 +161,7 @@ class Pool:
         skip_lookup: bool,
         headroom: int,
         check_as: int = 0,
+        checkpoint: int = 0,
     ) -> tuple[int, int, int] | _Failure: ...
     def grant(
         self,
@@ -181,6 +186,7 @@ class Pool:
         num_lookahead: bytes,
         check_as: int = 0,
         only_if_sure: bool = False,
+        checkpoints: bytes = b"",
     ) -> tuple[bytes, list[_Failure] | None] | None:
         """``only_if_sure``: return None, with nothing changed, if there might not be room for all
         of it.
@@ -279,6 +285,8 @@ class Pool:
     def states(
         self, handle: int, sequence_ids: bytes | None
     ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
+    def checkpoints(self, handle: int, sequence_ids: bytes) -> bytes:
+        """Return where each sequence's deepest written checkpoint is; nothing without states."""
     def num_sequences(self, handle: int) -> int: ...
     def has_sequence(self, handle: int, sequence_id: int) -> bool: ...
     def take_family_events(self, handle: int) -> Sequence[tuple[int, int]]:

@@ -13,7 +13,7 @@ namespace {
 void begin_abort(Groups groups, SessionHandle handle) {
   for (int64_t g = 0; g < groups.size; ++g) {
     const LayerGroup& group = *groups[g];
-    if (!group.config.window_tokens) continue;  // nothing is ever trimmed
+    if (!group.config.window_tokens) continue;  // nothing is lost
     for (const Sequence* sequence : group.sequences.of(group.sessions[handle])) {
       if (!group.lifecycle.is_lost(*sequence)) continue;
       for (int64_t other = 0; other < groups.size; ++other) {
@@ -33,13 +33,15 @@ void begin_abort(Groups groups, SessionHandle handle) {
   for (const auto& [index, id] : order) session.aborting.ids.push_back(id);
 }
 
-// The lowest and the highest number of any group, each counted as of all groups.
+// The lowest and the highest number of any group, each counted as of all groups. Blocks of states,
+// which nobody waits for, do not count.
 template <typename F>
 int64_t fewest(Groups groups, Tier tier, const F& num_in) {
   const Proportion proportion(groups, tier);
   int64_t num = proportion.smallest();
   for (int64_t g = 0; g < groups.size; ++g)
-    num = std::min(num, proportion.down(*groups[g], num_in(*groups[g])));
+    if (!groups[g]->config.holds_states)
+      num = std::min(num, proportion.down(*groups[g], num_in(*groups[g])));
   return num;
 }
 template <typename F>
@@ -47,7 +49,8 @@ int64_t most(Groups groups, Tier tier, const F& num_in) {
   const Proportion proportion(groups, tier);
   int64_t num = 0;
   for (int64_t g = 0; g < groups.size; ++g)
-    num = std::max(num, proportion.up(*groups[g], num_in(*groups[g])));
+    if (!groups[g]->config.holds_states)
+      num = std::max(num, proportion.up(*groups[g], num_in(*groups[g])));
   return num;
 }
 

@@ -5,6 +5,9 @@
 //
 // An operation checks, counts the blocks it needs, then changes: a refused item changes nothing.
 //
+// A group of states, if there is one, is the last. It has blocks for checkpoints alone, which no
+// number of blocks for all groups counts: an admission or append that lacks one is refused for now.
+//
 // A number of blocks for all groups counts blocks of the smallest group, and those of others in
 // proportion: needed blocks are those of the group with the highest need, available blocks those of
 // the group with the fewest. So an operation that fits by these numbers fits in each group.
@@ -29,9 +32,13 @@ class Pool {
   explicit Pool(std::vector<LayerGroup*> groups) : groups_(std::move(groups)) {
     // All groups have the same families: the first counts them for all.
     for (size_t g = 1; g < groups_.size(); ++g) groups_[g]->families.count_none();
+    // What is still to be written has no checkpoint.
+    for (LayerGroup* group : groups_)
+      if (holds_states()) group->admitter.share_written_only();
   }
 
   Groups groups() const { return {groups_.data(), static_cast<int64_t>(groups_.size())}; }
+  bool holds_states() const { return groups_.back()->config.holds_states; }
   // The group to ask about sequences, which are the same in all.
   LayerGroup& first() const { return *groups_[0]; }
 
@@ -112,6 +119,7 @@ class Pool {
  private:
   std::variant<Admitted, Failure> admit_with(SessionHandle handle, const Admission& admission,
                                              int64_t admitted_by, bool computes, bool only_check);
+  Failure check_checkpoint(const AppendColumns& columns, int64_t item) const;
   Failure check_room(const LayerGroup& group, SessionHandle handle, const Swapping& plan) const;
 
   std::vector<LayerGroup*> groups_;

@@ -31,8 +31,9 @@ ItemResults for_items(Groups groups, SessionHandle handle, int64_t num, bool onl
   return results;
 }
 
-// A failure of one group, its blocks counted as for all groups.
+// A failure of one group, its blocks counted as for all groups, but those of states as they are.
 Failure in_proportion(Groups groups, const LayerGroup& group, Failure failure) {
+  if (group.config.holds_states) return failure;
   const Proportion proportion(groups, static_cast<Tier>(failure.c));
   failure.a = proportion.up(group, failure.a);
   failure.b = proportion.down(group, failure.b);
@@ -137,9 +138,9 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
                                                  bool only_check) {
   const Proportion proportion(groups(), kDevice);
   const int64_t block_size = first().config.block_size_tokens;
-  bool has_window = false;
+  bool needs_all_blocks = true;
   for (const LayerGroup* group : groups_) {
-    has_window = has_window || group->config.window_tokens;
+    needs_all_blocks = needs_all_blocks && group->config.needs_all_blocks();
     const Failure failure = group->admitter.check(group->sessions[handle], admission);
     if (failure.code != Code::kOk) return failure;
   }
@@ -148,7 +149,7 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
   while (true) {
     find_agreed_hits(groups(), handle, admission, most_hits, plans);
     Failure failure{0, Code::kOk, 0, std::numeric_limits<int64_t>::max(), kDevice};
-    bool copies_last = false;
+    bool copies_last = false, lacks_checkpoint = false;
     for (size_t g = 0; g < groups_.size(); ++g) {
       const LayerGroup& group = *groups_[g];
       const Session& session = group.sessions[handle];
@@ -160,6 +161,15 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
       if (group.config.max_owner_blocks)
         if (const Failure over = group.admitter.over_quota(session, plan); over.code != Code::kOk)
           return over.code == Code::kLaterQuota ? in_proportion(groups(), group, over) : over;
+      if (group.config.holds_states) {
+        if (plan.needed <= plan.available || failure.code != Code::kOk) continue;
+        // If there is no room for the copy of the checkpoint, fewer blocks are a hit.
+        lacks_checkpoint = plan.needed > (plan.checkpoint > 0);
+        if (plan.needed > device.num_blocks && !lacks_checkpoint)
+          return group.tables.never_fits(kDevice, 0, plan.needed);
+        failure = group.tables.no_room(session, kDevice, 0, plan.needed, plan.available, 0);
+        continue;
+      }
       if (plan.needed > plan.available) {
         if (plan.needed > device.num_blocks && !plan.copies_last)
           return group.tables.never_fits(kDevice, 0, plan.needed);
@@ -173,7 +183,7 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
     }
     if (failure.code == Code::kOk) break;
     // If there is no room for the last block and its copy, it is computed again instead.
-    if (!copies_last || has_window) return failure;
+    if (!lacks_checkpoint && (!copies_last || !needs_all_blocks)) return failure;
     most_hits = static_cast<int64_t>(plans[0].hits.size()) - 1;
   }
   const Admitter::Plan& plan = plans[0];
@@ -188,7 +198,7 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
     const uint32_t index =
         group.admitter.admit(group.sessions[handle], admission, admitted_by, computes, plans[g]);
     const Sequence& sequence = group.sequences[index];
-    admitted = {plan.cached, sequence.table.size, sequence.num_scheduled - plan.cached};
+    if (g == 0) admitted = {plan.cached, sequence.table.size, sequence.num_scheduled - plan.cached};
   }
   agree(groups(), handle, admission.sequence_id);
   for (LayerGroup* group : groups_) {
@@ -205,7 +215,8 @@ ItemResults Pool::append(SessionHandle handle, const AppendColumns& columns, boo
   ItemResults results;
   results.values.resize(static_cast<size_t>(num));
   const bool has_negatives = any_negative(columns.token_ids.data, columns.token_ids.size);
-  const bool is_plain = !only_check && !has_negatives && columns.num_lookahead.size == 0;
+  const bool is_plain = !only_check && !has_negatives && columns.num_lookahead.size == 0 &&
+                        columns.checkpoints.size == 0;
   std::vector<AppendHere> here;
   for (LayerGroup* group : groups_)
     here.push_back({&group->growth,
@@ -218,29 +229,39 @@ ItemResults Pool::append(SessionHandle handle, const AppendColumns& columns, boo
   for (int64_t item = 0; item < num; tokens += columns.num_tokens[item], ++item) {
     const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
     if (is_plain && num_slots > 0 && fit_in_place(here, columns, item)) {
-      for (const AppendHere& of : here) {
+      for (const AppendHere& of : here)
         of.growth->append_in_place(*of.session, of.need.index, tokens, num_given, num_slots);
-        results.values[static_cast<size_t>(item)] =
-            static_cast<int32_t>((*of.sequences)[of.need.index].table.size);
-      }
+      results.values[static_cast<size_t>(item)] =
+          static_cast<int32_t>((*here[0].sequences)[here[0].need.index].table.size);
       continue;
     }
-    Failure failure{item, Code::kOk};
+    Failure failure = check_checkpoint(columns, item);
     for (AppendHere& of : here) {
+      if (failure.code != Code::kOk) break;
       failure = of.growth->check(*of.session, columns, item, tokens, of.need);
       if (is_later(failure.code)) failure = in_proportion(groups(), *of.group, failure);
-      if (failure.code != Code::kOk) break;
     }
     if (failure.code != Code::kOk) {
       results.failures.push_back(failure);
       continue;
     }
     if (only_check) continue;
-    for (const AppendHere& of : here)
-      results.values[static_cast<size_t>(item)] =
-          static_cast<int32_t>(of.growth->append(*of.session, columns, item, tokens, of.need));
+    for (const AppendHere& of : here) {
+      const int64_t size = of.growth->append(*of.session, columns, item, tokens, of.need);
+      if (&of == &here[0]) results.values[static_cast<size_t>(item)] = static_cast<int32_t>(size);
+    }
   }
   return results;
+}
+
+// Whether an item's checkpoint is at the end of a block, in what its slots compute.
+Failure Pool::check_checkpoint(const AppendColumns& columns, int64_t item) const {
+  const int64_t checkpoint = columns.checkpoints.size ? columns.checkpoints[item] : 0;
+  const int64_t begin = columns.first_positions[item], end = begin + columns.num_slots[item];
+  const bool is_whole = checkpoint % int64_t{first().config.block_size_tokens} == 0;
+  if (!checkpoint || (holds_states() && is_whole && begin < checkpoint && checkpoint <= end))
+    return {item, Code::kOk};
+  return {item, Code::kCheckpoint, columns.sequence_ids[item], begin, end};
 }
 
 std::vector<int32_t> Pool::growth(SessionHandle handle, const AppendColumns& columns) const {
@@ -277,7 +298,8 @@ ItemResults Pool::fork(SessionHandle handle, Span<int64_t> parents, Span<int64_t
       },
       [&](LayerGroup& group, Session& session, int64_t item, int32_t& num_blocks) {
         const uint32_t parent = *session.sequences.find(parents[item]);
-        num_blocks = static_cast<int32_t>(group.sequences[parent].table.size);
+        if (&group == &first())
+          num_blocks = static_cast<int32_t>(group.sequences[parent].table.size);
         group.lifecycle.fork(session, parent, ids[item], session.number);
       });
 }

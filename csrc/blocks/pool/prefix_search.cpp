@@ -31,7 +31,7 @@ void PrefixSearch::drop_stale(const LayerGroup& group, Path& path) const {
   const auto is_stale = [&](const std::pair<EntryId, uint32_t>& step) {
     const auto [e, uid] = step;
     const bool is_found = index.alive(e, uid) && index[e].parent == before &&
-                          (index[e].has_blocks() || group.config.window_tokens);
+                          (index[e].has_blocks() || !group.config.needs_all_blocks());
     before = e;
     return !is_found;
   };
@@ -51,7 +51,7 @@ bool PrefixSearch::extend(const LayerGroup& group, Path& path, int64_t& left) co
     } else {
       e = index.find(e, tokens_.data + i * index.block_size());
     }
-    if (e == kNoEntry || (!index[e].has_blocks() && !group.config.window_tokens)) return false;
+    if (e == kNoEntry || (!index[e].has_blocks() && group.config.needs_all_blocks())) return false;
     if (with_hashes_ && &group == &primary_) index.hash(e);
     path.emplace_back(e, index[e].uid);
   }
@@ -94,14 +94,14 @@ std::vector<EntryId> PrefixSearch::leading(size_t group, int64_t num) const {
 // The longest prefix of at most `most` blocks of which the group has the blocks that it needs.
 int64_t PrefixSearch::num_covered(const LayerGroup& group, const Path& path, int64_t most) const {
   const int64_t num = std::min(most, static_cast<int64_t>(path.size()));
-  if (!group.config.window_tokens) return num;
+  if (group.config.needs_all_blocks()) return num;
   std::vector<uint8_t> present;
   for (int64_t i = 0; i < num; ++i)
     present.push_back(group.index[path[static_cast<size_t>(i)].first].has_blocks());
   // An admission computes the last token; hashes are mostly of a prompt that goes on.
   const int64_t num_tokens =
       hashes_.size ? num_blocks_ * group.index.block_size() + 1 : tokens_.size;
-  return group.admitter.window_hits(present, num_tokens).first;
+  return group.admitter.needed_hits(present, num_tokens).first;
 }
 
 }  // namespace kvplane::blocks

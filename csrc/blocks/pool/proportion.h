@@ -12,7 +12,8 @@ class Proportion {
  public:
   Proportion(Groups groups, Tier tier) : tier_(tier), smallest_(kMany) {
     for (int64_t g = 0; g < groups.size; ++g)
-      smallest_ = std::min<int64_t>(smallest_, groups[g]->stores[tier].num_blocks);
+      if (!groups[g]->config.holds_states)
+        smallest_ = std::min<int64_t>(smallest_, groups[g]->stores[tier].num_blocks);
   }
   // Blocks of a group as blocks of the smallest one, rounded up or down.
   int64_t up(const LayerGroup& group, int64_t num) const {
@@ -26,6 +27,7 @@ class Proportion {
   // Blocks of the smallest group as blocks of a group, rounded up.
   int64_t of_group(const LayerGroup& group, int64_t num) const {
     const int64_t size = size_of(group);
+    if (group.config.holds_states) return 0;  // none is kept back
     if (size == smallest_ || num <= 0) return num;
     return smallest_ ? div_ceil(std::min(num, kMany) * size, smallest_) : size;
   }

@@ -26,9 +26,9 @@ Failure Admitter::check(const Session& session, const Admission& admission) cons
   }
   const int64_t quota = shared_.config.max_owner_blocks;
   const int64_t most = div_ceil(std::max(num_tokens, admission.max_total_tokens), block_size_);
-  if (most > stores_[kDevice].num_blocks && !shared_.config.window_tokens)
+  if (most > stores_[kDevice].num_blocks && shared_.config.needs_all_blocks())
     return tables_.never_fits(kDevice, 0, most);
-  if (quota && most > quota && !shared_.config.window_tokens)
+  if (quota && most > quota && shared_.config.needs_all_blocks())
     return Failure{0, Code::kNeverQuota, most, quota, kDevice};
   const int64_t num_more = (1 + num_forks) * div_ceil(num_tokens, block_size_);
   const int64_t num_now = lifecycle_.num_entries(session);
@@ -52,7 +52,7 @@ void Admitter::find_hits(const Session& session, const Admission& admission, int
     } else if (entry.block(kHost) != kNoBlock) {
       hits.push_back({e, Hit::kHosted, entry.block(kHost), session.number});
     } else if (!find_led(session, e, i, hits)) {
-      if (!shared_.config.window_tokens) break;
+      if (shared_.config.needs_all_blocks()) break;
       hits.push_back({e, Hit::kNone, kNoBlock, 0});
     }
   }
@@ -61,10 +61,10 @@ void Admitter::find_hits(const Session& session, const Admission& admission, int
   if (!hits.empty() && static_cast<int64_t>(hits.size()) * block_size_ == admission.tokens.size &&
       hits.back().kind == Hit::kFollowed && hits.back().plan >= session.number)
     hits.pop_back();
-  if (!shared_.config.window_tokens) return;
+  if (shared_.config.needs_all_blocks()) return;
   std::vector<uint8_t> present;
   for (const Hit& hit : hits) present.push_back(hit.kind != Hit::kNone);
-  const auto [num, first] = window_hits(present, admission.tokens.size);
+  const auto [num, first] = needed_hits(present, admission.tokens.size);
   hits.resize(static_cast<size_t>(num));
   for (int64_t i = 0; i < first; ++i) {
     Hit& hit = hits[static_cast<size_t>(i)];
@@ -94,8 +94,14 @@ bool Admitter::find_led(const Session& session, EntryId e, int64_t i,
   return true;
 }
 
-std::pair<int64_t, int64_t> Admitter::window_hits(const std::vector<uint8_t>& present,
+std::pair<int64_t, int64_t> Admitter::needed_hits(const std::vector<uint8_t>& present,
                                                   int64_t num_tokens) const {
+  if (shared_.config.holds_states) {
+    // The deepest checkpoint after which the last token is still to be computed.
+    auto num = std::min(static_cast<int64_t>(present.size()), (num_tokens - 1) / block_size_);
+    while (num > 0 && !present[static_cast<size_t>(num - 1)]) --num;
+    return {num, std::max<int64_t>(0, num - 1)};
+  }
   std::vector<int64_t> last_missing{-1};  // before each block
   for (size_t i = 0; i < present.size(); ++i)
     last_missing.push_back(present[i] ? last_missing.back() : static_cast<int64_t>(i));
@@ -120,7 +126,12 @@ void Admitter::count_needed(const Session& session, const Admission& admission, 
   plan.end = plan.cached + num_compute;
   plan.copies_last = computes && num_compute && num_hits * block_size_ == num_tokens &&
                      plan.hits.back().kind != Hit::kHosted;
-  plan.needed = std::max<int64_t>(0, div_ceil(plan.end, block_size_) - num_hits) + plan.copies_last;
+  plan.checkpoint = 0;
+  if (shared_.config.holds_states && computes && admission.checkpoint > plan.cached &&
+      admission.checkpoint <= plan.end)
+    plan.checkpoint = admission.checkpoint;
+  const int64_t num_grown = std::max<int64_t>(0, div_ceil(plan.end, block_size_) - num_hits);
+  plan.needed = shared_.config.holds_states ? plan.checkpoint > 0 : num_grown + plan.copies_last;
   stores_[kDevice].touched(plan.hits.size());
   for (const Hit& hit : plan.hits)
     plan.needed +=
@@ -132,6 +143,7 @@ Failure Admitter::over_quota(const Session& session, const Plan& plan) const {
   const BlockStore& device = stores_[kDevice];
   const auto num_hits = static_cast<int64_t>(plan.hits.size());
   int64_t size = std::max(num_hits, div_ceil(plan.end, block_size_));  // of its table
+  if (shared_.config.holds_states) size = num_hits + (plan.checkpoint > 0);
   int64_t more = size - num_hits;
   for (const Hit& hit : plan.hits) {
     size -= hit.kind == Hit::kNone;
@@ -169,10 +181,14 @@ uint32_t Admitter::admit(Session& session, const Admission& admission, int64_t a
   for (auto& [plan_number, stop] : sequence.pending) stop = std::min(stop, cached);
   for (const auto& [plan_number, stop] : sequence.pending)
     plans_.touch_plan(session, plan_number, index);
-  if (!admission.skip_lookup)  // before anything is evicted: the last hit may be of no block
+  // Before anything is evicted: the last hit may be of no block.
+  if (!admission.skip_lookup && shares_unwritten_)
     set_producers(index, admission.tokens.data, hits.empty() ? session.root : hits.back().entry,
                   static_cast<int64_t>(hits.size()), num_tokens / block_size_);
-  if (computes) {
+  if (shared_.config.holds_states) {
+    growth_.grow(session, index, 0, 0, plan.checkpoint);
+    if (computes && end > cached) growth_.schedule(session, index, end - cached);
+  } else if (computes) {
     growth_.grow(session, index, cached, end, end);
     if (end > cached) growth_.schedule(session, index, end - cached);
   } else {

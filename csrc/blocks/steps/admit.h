@@ -34,7 +34,7 @@ class Admitter {
       kShared,    // a published device block
       kHosted,    // in the host tier: copied to a new device block
       kFollowed,  // a block that a sequence of the session fills by plan `plan`; 0: it has
-      kNone,      // no block: it lies behind the attention window
+      kNone,      // no block, as no later position needs it
     };
     EntryId entry;
     Kind kind;
@@ -44,10 +44,11 @@ class Admitter {
   // The work of an admission.
   struct Plan {
     std::vector<Hit> hits;
-    int64_t cached = 0;     // tokens
-    int64_t end = 0;        // of the tokens that get slots now
-    int64_t needed = 0;     // device blocks
-    int64_t available = 0;  // of them
+    int64_t cached = 0;      // tokens
+    int64_t end = 0;         // of the tokens that get slots now
+    int64_t checkpoint = 0;  // in what is computed now, of a group of states; 0: none
+    int64_t needed = 0;      // device blocks
+    int64_t available = 0;   // of them
     bool copies_last = false;
   };
 
@@ -79,11 +80,13 @@ class Admitter {
   // Returns the new sequence's index.
   uint32_t admit(Session& session, const Admission& admission, int64_t admitted_by, bool computes,
                  const Plan& plan);
-  // With an attention window: after how many leading blocks of a prompt of num_tokens an admission
-  // can begin, and the first of these that it needs, as no later position sees those before.
-  // `present`: whether each block is there.
-  std::pair<int64_t, int64_t> window_hits(const std::vector<uint8_t>& present,
+  // Where not all blocks are needed: after how many leading blocks of a prompt of num_tokens an
+  // admission can begin, and the first of these that it needs, as no later position needs those
+  // before. `present`: whether each block is there.
+  std::pair<int64_t, int64_t> needed_hits(const std::vector<uint8_t>& present,
                                           int64_t num_tokens) const;
+  // Has admissions share nothing that is still to be written.
+  void share_written_only() { shares_unwritten_ = false; }
 
  private:
   bool find_led(const Session& session, EntryId e, int64_t i, std::vector<Hit>& hits) const;
@@ -105,6 +108,7 @@ class Admitter {
   Families& families_;
   const Lifecycle& lifecycle_;
   ChunkHints chunk_hints_;
+  bool shares_unwritten_ = true;
   std::vector<Block> scratch_;
 };
 

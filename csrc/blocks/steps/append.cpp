@@ -8,6 +8,7 @@
 namespace kvplane::blocks {
 
 int64_t Growth::max_tokens() const {
+  if (shared_.config.holds_states) return kMaxPositions;
   const int64_t num_blocks = stores_[kDevice].num_blocks, quota = shared_.config.max_owner_blocks;
   return (quota ? std::min(num_blocks, quota) : num_blocks) * block_size_;
 }
@@ -16,9 +17,10 @@ bool Growth::is_in_place(const Session& session, const Sequence& sequence, int64
                          int64_t num_slots) const {
   const int64_t i = first >> block_shift_;
   if (sequence.num_scheduled != first || (first + num_slots - 1) >> block_shift_ != i ||
-      i >= sequence.table.size || sequence.tier != kDevice ||
-      sequence.computed_by == session.number)
+      sequence.tier != kDevice || sequence.computed_by == session.number)
     return false;
+  // Checkpoints, which are behind all slots, are left as they are.
+  if (i >= sequence.table.size) return shared_.config.holds_states;
   const auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
   const Block b = chunk.items[i % Table::kItems];
   return chunk.num_owners == 1 &&
@@ -52,18 +54,19 @@ Failure Growth::check(const Session& session, const AppendColumns& columns, int6
     return {item, Code::kBusy, id};
   if (first != sequence.num_scheduled)
     return {item, Code::kPosition, id, sequence.num_scheduled, first};
-  const int64_t end = first + num_slots, cover = end + num_ahead;
-  const int64_t longest = std::max(cover, sequence.tokens.size + num_given);
+  const auto [begin, end, cover] = reach_of(columns, item);
+  const int64_t longest = std::max(first + num_slots + num_ahead, sequence.tokens.size + num_given);
   const int64_t num_gone = num_unseen(sequence);
-  if (longest > kMaxPositions ||
-      div_ceil(longest, block_size_) - num_gone > stores_[kDevice].num_blocks)
-    return tables_.never_fits(kDevice, item, div_ceil(longest, block_size_));
+  int64_t size = div_ceil(longest, block_size_), num_held = size - num_gone;
+  if (shared_.config.holds_states)
+    size = num_held = cover ? num_present(sequence, num_gone) + 1 : 0;
+  if (longest > kMaxPositions || num_held > stores_[kDevice].num_blocks)
+    return tables_.never_fits(kDevice, item, size);
   const int64_t quota = shared_.config.max_owner_blocks;
-  if (quota && div_ceil(longest, block_size_) - num_gone > quota)
-    return {item, Code::kNeverQuota, div_ceil(longest, block_size_), quota, kDevice};
-  const int64_t needed = count_needed(session, sequence, first, end, cover, need);
+  if (quota && num_held > quota) return {item, Code::kNeverQuota, size, quota, kDevice};
+  const int64_t needed = count_needed(session, sequence, begin, end, cover, need);
   const int64_t allowed =
-      quota && needed ? tables_.num_allowed(session) + num_replaced(session, sequence, first, end)
+      quota && needed ? tables_.num_allowed(session) + num_replaced(session, sequence, begin, end)
                       : needed;
   if (needed > allowed)
     return {item, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), kDevice};
@@ -74,10 +77,9 @@ Failure Growth::check(const Session& session, const AppendColumns& columns, int6
 
 int64_t Growth::append(Session& session, const AppendColumns& columns, int64_t item,
                        const int32_t* tokens, const Need& need) {
-  const int64_t id = columns.sequence_ids[item], first = columns.first_positions[item];
+  const int64_t id = columns.sequence_ids[item];
   const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
-  const int64_t end = first + num_slots;
-  const int64_t cover = end + (columns.num_lookahead.size ? columns.num_lookahead[item] : 0);
+  const auto [first, end, cover] = reach_of(columns, item);
   const uint32_t index = need.index;
   Sequence& sequence = sequences_[index];
   if (need.num_spare) {
@@ -93,14 +95,23 @@ int64_t Growth::append(Session& session, const AppendColumns& columns, int64_t i
   return sequence.table.size;
 }
 
+Growth::Reach Growth::reach_of(const AppendColumns& columns, int64_t item) const {
+  if (shared_.config.holds_states)
+    return {0, 0, columns.checkpoints.size ? columns.checkpoints[item] : 0};
+  const int64_t first = columns.first_positions[item], end = first + columns.num_slots[item];
+  return {first, end, end + (columns.num_lookahead.size ? columns.num_lookahead[item] : 0)};
+}
+
 bool Growth::can_reserve(const Session& session, const Sequence& sequence,
                          int64_t num_blocks) const {
+  if (shared_.config.holds_states) return true;
   return sequence.tier == kDevice &&
          num_blocks <= stores_[kDevice].num_obtainable(session.handle) &&
          num_blocks <= tables_.num_allowed(session);
 }
 
 void Growth::reserve(Session& session, uint32_t index, int64_t num_blocks) {
+  if (shared_.config.holds_states) return;
   Sequence& sequence = sequences_[index];
   sequence.progress_s = shared_.now_s;
   const int64_t first = sequence.num_scheduled;
@@ -133,21 +144,29 @@ int64_t Growth::count_needed(const Session& session, const Sequence& sequence, i
 bool Growth::comes_back(const Session& session, const Sequence& sequence, int64_t i) const {
   const uint32_t id = sequence.table.chunks[static_cast<size_t>(i / Table::kItems)];
   const Block b = sequence.table.at(table_store_, i);
-  return table_store_[id].num_owners == 1 && !session.destinations.contains(kDevice, b) &&
+  return b != kNoBlock && table_store_[id].num_owners == 1 &&
+         !session.destinations.contains(kDevice, b) &&
          stores_[kDevice].comes_back(b, session.handle);
 }
 
-// How many leading blocks can no position see, from the first on that an abort would leave.
+// How many leading blocks does no position need, from the first on that an abort would leave.
 int64_t Growth::num_unseen(const Sequence& sequence) const {
-  if (!shared_.config.window_tokens) return sequence.num_trimmed;
+  if (shared_.config.needs_all_blocks()) return sequence.num_trimmed;
   const int64_t num_left = std::min(sequence.num_written, sequence.tokens.size);
+  if (shared_.config.holds_states)
+    return std::max(sequence.num_trimmed, tables_.num_to(sequence, num_left) - 1);
   const int64_t first_seen = std::max<int64_t>(0, num_left - shared_.config.window_tokens + 1);
   return std::max(sequence.num_trimmed, std::min(first_seen / block_size_, sequence.table.size));
 }
 
+// Nobody waits for the block of a checkpoint: an engine can leave it out.
 std::vector<int32_t> Growth::needs(const Session& session, const AppendColumns& columns) const {
   const int64_t num_fitting = stores_[kDevice].num_blocks;
   std::vector<int32_t> needed;
+  if (shared_.config.holds_states) {
+    needed.resize(static_cast<size_t>(columns.sequence_ids.size));
+    return needed;
+  }
   for (int64_t item = 0; item < columns.sequence_ids.size; ++item) {
     const Sequence* sequence = sequences_.find(session, columns.sequence_ids[item]);
     const int64_t first = columns.first_positions[item], num_slots = columns.num_slots[item];
@@ -170,10 +189,19 @@ std::vector<int32_t> Growth::needs(const Session& session, const AppendColumns& 
   return needed;
 }
 
+// The checkpoints of a table's entries from `from` on.
+int64_t Growth::num_present(const Sequence& sequence, int64_t from) const {
+  int64_t num = 0;
+  for (int64_t i = from; i < sequence.table.size; ++i)
+    num += sequence.table.at(table_store_, i) != kNoBlock;
+  return num;
+}
+
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.
 int64_t Growth::num_needed(const Session& session, const Sequence& sequence, int64_t first,
                            int64_t end, int64_t cover) const {
   int64_t num = std::max<int64_t>(0, div_ceil(cover, block_size_) - sequence.table.size);
+  if (shared_.config.holds_states) return std::min<int64_t>(num, 1);
   if (end == first) return num;
   const int64_t stop = std::min(div_ceil(end, block_size_), sequence.table.size);
   for (int64_t i = first / block_size_; i < stop; ++i)
@@ -215,10 +243,26 @@ void Growth::grow(Session& session, uint32_t index, int64_t first, int64_t end, 
   }
   const int64_t num_grown = div_ceil(std::max(end, cover), block_size_) - size;
   if (num_grown <= 0) return;
+  if (shared_.config.holds_states) return add_checkpoint(session, sequence, size + num_grown - 1);
   scratch_.clear();
   tables_.allocate(session, kDevice, num_grown, scratch_);
   tables_.push(session, sequence, scratch_);
   tables_.set_entries(session, sequence, ChangeKind::kSet, size, size + num_grown, nullptr);
+}
+
+// Adds a block as the table's i-th entry, beyond its end; those before it have none.
+void Growth::add_checkpoint(Session& session, Sequence& sequence, int64_t i) {
+  const int64_t size = sequence.table.size;
+  scratch_.assign(static_cast<size_t>(i - size), kNoBlock);
+  tables_.allocate(session, kDevice, 1, scratch_);
+  tables_.push(session, sequence, scratch_);
+  std::vector<uint8_t> allocated(scratch_.size());
+  allocated.back() = 1;
+  if (size > 0)
+    return tables_.set_entries(session, sequence, ChangeKind::kSet, size, i + 1, &allocated);
+  sequence.num_trimmed = i;
+  allocated.assign(1, 1);
+  tables_.set_entries(session, sequence, ChangeKind::kReplace, i, i + 1, &allocated);
 }
 
 // Replaces the i-th block by a new one with what is before position `first`.
@@ -246,7 +290,8 @@ void Growth::schedule(Session& session, uint32_t index, int64_t num_slots) {
   Sequence& sequence = sequences_[index];
   Spans& spans = session.draft.spans;
   assert(sequence.live && sequence.tier == kDevice);
-  assert(sequence.num_scheduled + num_slots <= sequence.table.size * block_size_);
+  assert(shared_.config.holds_states ||
+         sequence.num_scheduled + num_slots <= sequence.table.size * block_size_);
   spans.sequence_ids.push_back(sequence.id);
   spans.first_positions.push_back(static_cast<int32_t>(sequence.num_scheduled));
   spans.num_tokens.push_back(static_cast<int32_t>(num_slots));
@@ -255,7 +300,7 @@ void Growth::schedule(Session& session, uint32_t index, int64_t num_slots) {
   sequence.progress_s = shared_.now_s;
   sequence.pending.emplace_back(session.number, sequence.num_scheduled);
   plans_.touch(session, index);
-  if (shared_.config.window_tokens) trim(session, sequence);
+  if (!shared_.config.needs_all_blocks()) trim(session, sequence);
 }
 
 // Drops the blocks of `num_unseen`.
@@ -273,8 +318,11 @@ void Growth::check(const Session& session) const {
   for (size_t i = 0; i < spans.sequence_ids.size(); ++i)
     ends[spans.sequence_ids[i]] = int64_t{spans.first_positions[i]} + spans.num_tokens[i];
   for (const Sequence* sequence : sequences_.of(session)) {
-    require(sequence->num_scheduled <= sequence->table.size * block_size_,
+    const int64_t num_slots = sequence->table.size * block_size_;
+    require(shared_.config.holds_states || sequence->num_scheduled <= num_slots,
             "it has fewer slots than are scheduled", sequence->id);
+    require(!shared_.config.holds_states || sequence->num_scheduled >= num_slots,
+            "it has a checkpoint beyond what is scheduled", sequence->id);
     require(sequence->computed_by <= session.number, "a plan to come computes it", sequence->id);
     // One that was cut, and admitted again under its id, may have no span.
     const auto end = ends.find(sequence->id);

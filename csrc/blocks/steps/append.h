@@ -52,7 +52,7 @@ class Growth {
   bool can_reserve(const Session& session, const Sequence& sequence, int64_t num_blocks) const;
   // Allocates blocks ahead, outside of a step.
   void reserve(Session& session, uint32_t index, int64_t num_blocks);
-  // Makes [first, end) writable, and has blocks up to `cover`.
+  // Makes [first, end) writable, and has blocks up to `cover`; of states only the last of these.
   void grow(Session& session, uint32_t index, int64_t first, int64_t end, int64_t cover);
   // The draft computes the next slots.
   void schedule(Session& session, uint32_t index, int64_t num_slots);
@@ -60,6 +60,14 @@ class Growth {
   void check(const Session& session) const;
 
  private:
+  // What an item needs blocks for: it writes positions [first, end) and has slots up to `cover`. Of
+  // states, which have no slots, only for its checkpoint, which is `cover`.
+  struct Reach {
+    int64_t first, end, cover;
+  };
+
+  Reach reach_of(const AppendColumns& columns, int64_t item) const;
+  int64_t num_present(const Sequence& sequence, int64_t from) const;
   int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
                      int64_t cover) const;
   bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;
@@ -69,6 +77,7 @@ class Growth {
   int64_t num_unseen(const Sequence& sequence) const;
   int64_t num_replaced(const Session& session, const Sequence& sequence, int64_t first,
                        int64_t end) const;
+  void add_checkpoint(Session& session, Sequence& sequence, int64_t i);
   void copy_on_write(Session& session, uint32_t index, int64_t i, int64_t first);
   void trim(Session& session, Sequence& sequence);
 

@@ -123,7 +123,7 @@ int64_t Forgetter::num_in_use(const std::vector<EntryId>& roots, Span<int32_t> t
     const int64_t end = std::min(sequence.table.size, sequence.private_from);
     for (int64_t k = std::max(first, sequence.num_trimmed); k < end; ++k) {
       const Block b = sequence.table.at(table_store_, k);
-      EntryId e = index_.entry_of(sequence.tier, b);
+      EntryId e = b == kNoBlock ? kNoEntry : index_.entry_of(sequence.tier, b);
       if (e == kNoEntry || is_counted[sequence.tier - 1][b]) continue;
       if (num_same < tokens.size) {  // its last blocks may hold other tokens
         for (int64_t up = first; up < k; ++up) e = index_[e].parent;

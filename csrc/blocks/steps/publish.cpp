@@ -49,6 +49,10 @@ void Publisher::publish(Session& session, uint32_t index) {
   Sequence& sequence = sequences_[index];
   int64_t complete = std::min(std::min(sequence.num_written, sequence.tokens.size) / block_size_,
                               sequence.private_from);
+  if (shared_.config.holds_states)
+    complete = sequence.live ? tables_.num_to(sequence, complete * block_size_)
+                             : std::min(complete, sequence.first_ghost +
+                                                      static_cast<int64_t>(sequence.ghosts.size()));
   // An entry is not made for a trimmed block alone.
   const int64_t num_gone = sequence.live ? sequence.num_trimmed : 0;
   if (complete <= std::max(sequence.num_published, num_gone) || sequence.tier != kDevice ||
@@ -59,8 +63,13 @@ void Publisher::publish(Session& session, uint32_t index) {
     const int64_t first = sequence.first_ghost;
     for (int64_t i = sequence.num_published; i < complete; ++i) {
       const auto& [b, generation] = sequence.ghosts[static_cast<size_t>(i - first)];
-      if (b == kNoBlock || device_.generation(b) != generation) complete = i;
+      const bool is_lost =
+          b == kNoBlock ? !shared_.config.holds_states : device_.generation(b) != generation;
+      if (is_lost) complete = i;
     }
+    while (complete > sequence.num_published &&
+           sequence.ghosts[static_cast<size_t>(complete - 1 - first)].first == kNoBlock)
+      --complete;
     if (complete <= sequence.num_published) return;
   }
   if (!find_chain(session, sequence)) return;
@@ -97,8 +106,11 @@ bool Publisher::find_chain(Session& session, Sequence& sequence) {
   restart(session, sequence);
   const int64_t num_gone = sequence.live ? sequence.num_trimmed : num_published;
   for (; sequence.num_published < num_gone; ++sequence.num_published) {
-    const EntryId e = index_.find(
-        sequence.chain, &sequence.tokens.at(token_store_, sequence.num_published * block_size_));
+    const int32_t* const tokens =
+        &sequence.tokens.at(token_store_, sequence.num_published * block_size_);
+    // The entries before a checkpoint are made for it alone.
+    const EntryId e = shared_.config.holds_states ? index_.find_or_add(sequence.chain, tokens)
+                                                  : index_.find(sequence.chain, tokens);
     if (e == kNoEntry) {
       sequence.num_published = std::max(num_published, num_gone);
       sequence.chain = kNoEntry;
@@ -244,7 +256,8 @@ void Publisher::check(const Session& session) const {
     if (sequence->tier != kDevice) continue;
     for (int64_t i = sequence->num_trimmed; i < sequence->table.size; ++i) {
       // A published block holds the tokens of the sequence, as far as it has them.
-      const EntryId e = index_.entry_of(kDevice, sequence->table.at(table_store_, i));
+      const Block b = sequence->table.at(table_store_, i);
+      const EntryId e = b == kNoBlock ? kNoEntry : index_.entry_of(kDevice, b);
       if (e == kNoEntry) continue;
       const int64_t begin = i * block_size_;
       const int64_t end =

@@ -33,7 +33,7 @@ class Publisher {
         device_(device),
         sessions_(sessions),
         sequences_(sequences),
-        table_store_(tables.chunks()),
+        tables_(tables),
         announcements_(announcements),
         plans_(plans) {}
 
@@ -85,7 +85,8 @@ class Publisher {
   Sessions& sessions_;
   SequenceStore& sequences_;
   TokenStore& token_store_ = sequences_.tokens();
-  const TableStore& table_store_;
+  const Tables& tables_;
+  const TableStore& table_store_ = tables_.chunks();
   Announcements& announcements_;
   PlanLog& plans_;
   std::vector<Block> entered_;  // scratch of `publish`

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <iterator>
 
 namespace kvplane::blocks {
 
@@ -77,8 +78,9 @@ int64_t Lifecycle::end(Session& session, uint32_t index, int64_t plan) {
   Sequence& sequence = sequences_[index];
   assert(sequence.live && sequence.handle == session.handle);
   publisher_.publish(session, index);  // tokens may have become known since the last receipt
-  const int64_t complete = std::min(
-      std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_, sequence.private_from);
+  int64_t complete = std::min(std::min(sequence.tokens.size, sequence.num_scheduled) / block_size_,
+                              sequence.private_from);
+  if (shared_.config.holds_states) complete = std::min(complete, sequence.table.size);
   // After an abort all pending ends are the draft's, whose plan has no span of it any more.
   const bool expects = !session.resync_due && plan > session.done && sequence.tier == kDevice &&
                        !sequence.pending.empty() && complete > sequence.num_published;
@@ -130,8 +132,12 @@ void Lifecycle::release(Session& session, int64_t id, uint32_t index) {
 
 // Truncate
 
-// The fewest tokens that a trimmed sequence can be cut to: the next position sees no trimmed block.
+// The fewest tokens that a sequence can be cut to: the next position needs no trimmed block, and a
+// checkpoint is left if there is one.
 int64_t Lifecycle::fewest_tokens(const Sequence& sequence) const {
+  if (shared_.config.holds_states)
+    return sequence.table.size ? (sequence.num_trimmed + 1) * block_size_ : 0;
+  if (!sequence.num_trimmed) return 0;
   return sequence.num_trimmed * block_size_ + shared_.config.window_tokens - 1;
 }
 
@@ -144,7 +150,7 @@ Failure Lifecycle::check_truncate(const Session& session, int64_t id, int64_t nu
   if (sequence.computed_by == session.number) return {item, Code::kBusy, id};
   if (num > std::max(sequence.num_scheduled, sequence.tokens.size))
     return {item, Code::kTooLong, id, sequence.num_scheduled, num};
-  if (sequence.num_trimmed && num < fewest_tokens(sequence))
+  if (num < fewest_tokens(sequence))
     return {item, Code::kTrimmed, id, fewest_tokens(sequence), num};
   return {item, Code::kOk};
 }
@@ -169,7 +175,7 @@ int64_t Lifecycle::truncate(Session& session, uint32_t index, int64_t num) {
     for (int64_t i = sequence.num_published; i > num_full; --i) e = index_[e].parent;
     publisher_.set_chain(sequence, std::min(sequence.num_published, num_full), e);
   }
-  const int64_t num_blocks = div_ceil(num, block_size_);
+  const int64_t num_blocks = tables_.num_to(sequence, num);
   if (num_blocks >= sequence.table.size) return 0;
   const int64_t num_released = tables_.cut(session, sequence, num_blocks, session.number);
   if (sequence.table_sent && !session.resync_due)
@@ -180,8 +186,7 @@ int64_t Lifecycle::truncate(Session& session, uint32_t index, int64_t num) {
 // Aborts
 
 bool Lifecycle::is_lost(const Sequence& sequence) const {
-  return sequence.num_trimmed &&
-         std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence);
+  return std::min(sequence.num_written, sequence.tokens.size) < fewest_tokens(sequence);
 }
 
 void Lifecycle::begin_again(const Session& session, Sequence& sequence) const {
@@ -210,7 +215,7 @@ void Lifecycle::cut_to_written(Session& session, uint32_t index, const Origins& 
   sequence.num_scheduled = sequence.num_written;
   sequence.num_cached = std::min(sequence.num_cached, sequence.num_written);
   sequence.pending.clear();
-  const int64_t num_kept = div_ceil(sequence.num_written, block_size_);
+  const int64_t num_kept = tables_.num_to(sequence, sequence.num_written);
   const bool has_copies =
       !origins.empty() && (sequence.copied_by > session.done || sequence.moved_by > session.done);
   if (sequence.moved_by > session.done) sequence.moved_by = 0;
@@ -234,7 +239,10 @@ void Lifecycle::cut_to_written(Session& session, uint32_t index, const Origins& 
     kept.push_back(ref.block);
     tier = ref.tier;
   }
-  tables_.share(session, tier, {kept.begin() + num_trimmed, kept.end()});
+  std::vector<Block> present;
+  std::copy_if(kept.begin() + num_trimmed, kept.end(), std::back_inserter(present),
+               [](Block b) { return b != kNoBlock; });
+  tables_.share(session, tier, present);
   tables_.cut(session, sequence, 0, next_plan);
   sequence.tier = tier;
   tables_.push(session, sequence, kept);

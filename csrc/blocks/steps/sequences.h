@@ -52,7 +52,7 @@ class Lifecycle {
   int64_t truncate(Session& session, uint32_t index, int64_t num);
 
   // Aborts
-  // Whether the next position after the written ones, by receipts, would see trimmed blocks.
+  // Whether the next position after the written ones, by receipts, would need trimmed blocks.
   bool is_lost(const Sequence& sequence) const;
   // Nothing is left of the sequence.
   void begin_again(const Session& session, Sequence& sequence) const;

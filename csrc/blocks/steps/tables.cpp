@@ -25,9 +25,13 @@ void Tables::own_chunk(Session& session, Sequence& sequence, size_t chunk) {
   const uint32_t copy = table_store_.add();
   const Block* items = table_store_[id].items;
   std::memcpy(table_store_[copy].items, items, static_cast<size_t>(num) * sizeof(Block));
-  const Block* first = std::find_if(items, items + num, [](Block b) { return b != kNoBlock; });
-  stores_[sequence.tier].share(first, static_cast<size_t>(items + num - first));
-  session.num_held += items + num - first;
+  const Block* const end = items + num;
+  for (const Block *first = items, *stop; first != end; first = stop) {
+    first = std::find_if(first, end, [](Block b) { return b != kNoBlock; });
+    stop = std::find(first, end, kNoBlock);
+    stores_[sequence.tier].share(first, static_cast<size_t>(stop - first));
+    session.num_held += stop - first;
+  }
   table_store_.drop(id);
   id = copy;
 }
@@ -58,6 +62,14 @@ void Tables::put(Session& session, Sequence& sequence, int64_t i, Block b) {
   auto& chunk = table_store_[sequence.table.chunks[static_cast<size_t>(i / Table::kItems)]];
   assert(chunk.num_owners == 1 && i < sequence.table.size);
   chunk.items[i % Table::kItems] = b;
+}
+
+int64_t Tables::num_to(const Sequence& sequence, int64_t num_tokens) const {
+  const int64_t block_size = shared_.config.block_size_tokens;
+  if (!shared_.config.holds_states) return div_ceil(num_tokens, block_size);
+  int64_t num = std::min(num_tokens / block_size, sequence.table.size);
+  while (num > 0 && sequence.table.at(table_store_, num - 1) == kNoBlock) --num;
+  return num;
 }
 
 int64_t Tables::cut(Session& session, Sequence& sequence, int64_t num, int64_t plan) {
@@ -93,6 +105,7 @@ void Tables::trim(Session& session, Sequence& sequence, int64_t num, int64_t pla
   for (int64_t i = sequence.num_trimmed; i < num; ++i) {
     own_chunk(session, sequence, static_cast<size_t>(i / Table::kItems));
     const Block b = sequence.table.at(table_store_, i);
+    if (b == kNoBlock) continue;
     put(session, sequence, i, kNoBlock);
     release(session, sequence.tier, &b, 1, plan);
     --session.num_held;
@@ -158,8 +171,16 @@ void Tables::add_entries(const Sequence& sequence, int64_t first, int64_t end,
   const BlockStore& blocks = stores_[sequence.tier];
   blocks.touched(static_cast<size_t>(end - first));
   size_t i = changes.indices.size();
-  changes.indices.resize(i + static_cast<size_t>(end - first));
+  changes.indices.resize(i + static_cast<size_t>(end - first), -1);
   changes.generations.resize(changes.indices.size());
+  if (shared_.config.holds_states) {
+    for (int64_t k = first; k < end; ++k, ++i)
+      if (const Block b = sequence.table.at(table_store_, k); b != kNoBlock) {
+        changes.indices[i] = static_cast<int32_t>(b);
+        changes.generations[i] = blocks.generation(b);
+      }
+    return;
+  }
   sequence.table.runs(table_store_, first, end, [&](const Block* items, int64_t num) {
     for (int64_t k = 0; k < num; ++k, ++i) {
       if (k + kAhead < num) blocks.prefetch(items[k + kAhead]);
@@ -263,9 +284,13 @@ void Tables::check(const Sessions& sessions, const SequenceStore& sequences,
           ++num_held;
         }
       }
-      for (size_t i = 0; i < table.size(); ++i)
-        require((table[i] == kNoBlock) == (static_cast<int64_t>(i) < sequence->num_trimmed),
-                "trimmed entries differ", sequence->id);
+      const auto num_trimmed = static_cast<size_t>(sequence->num_trimmed);
+      for (size_t i = 0; i < table.size(); ++i) {
+        const bool may_lack =
+            shared_.config.holds_states && i > num_trimmed && i + 1 < table.size();
+        require(may_lack || (table[i] == kNoBlock) == (i < num_trimmed), "trimmed entries differ",
+                sequence->id);
+      }
       table.erase(std::remove(table.begin(), table.end(), kNoBlock), table.end());
       if (sequence->tier == kDevice)
         for (const Block b : table)

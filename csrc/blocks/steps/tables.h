@@ -38,10 +38,13 @@ class Tables {
   void push(Session& session, Sequence& sequence, const std::vector<Block>& blocks);
   // Replaces an entry of a chunk that the sequence owns alone; the caller counts the references.
   void put(Session& session, Sequence& sequence, int64_t i, Block b);
+  // How many leading entries the sequence keeps when it is cut to num_tokens: those of its slots,
+  // or up to the last checkpoint there.
+  int64_t num_to(const Sequence& sequence, int64_t num_tokens) const;
   // Cuts the table to its first `num` entries; the session may touch released blocks until `plan`
   // has run. Returns how many blocks no table refers to any more. Tails first.
   int64_t cut(Session& session, Sequence& sequence, int64_t num, int64_t plan);
-  // Releases the entries before `num`: they lie behind the window.
+  // Releases the entries before `num`: no later position needs them.
   void trim(Session& session, Sequence& sequence, int64_t num, int64_t plan);
   // Gives a new sequence the table of `parent`.
   void share_table(Session& session, Sequence& child, const Sequence& parent);

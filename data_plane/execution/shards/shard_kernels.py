@@ -378,6 +378,16 @@ class ShardKernels:
         num_blocks = blocks.shape[1] if blocks.dim() == pool.dim() else 0
         check_blocks(blocks, (len(layers), num_blocks, *pool.shape[2:]), pool)
 
+    def write_whole(
+        self, group: int, layers: range, ids: NDArray[np.int64], blocks: torch.Tensor
+    ) -> None:
+        """Write layers of whole device blocks of a group from checked ``blocks``."""
+        pool = self._pools.tier(tier_key_of(group, pb.TIER_DEVICE))
+        with self._streams.computing():
+            self._kernels.scatter_blocks(
+                pool[:, layers.start : layers.stop], torch.from_numpy(ids), blocks
+            )
+
     def tokens_of(
         self, batch: AttentionBatch, span: int, first_block: int, num_blocks: int
     ) -> range:
@@ -422,13 +432,7 @@ class ShardKernels:
             entry = position // block_size - int(batch.first_positions[span]) // block_size
             ids = batch.written_blocks[batch.written_by == span][entry : entry + num_whole]
             given = position // block_size - first_block
-            pool = self._pools.tier(tier_key_of(batch.group, pb.TIER_DEVICE))
-            with self._streams.computing():
-                self._kernels.scatter_blocks(
-                    pool[:, layers.start : layers.stop],
-                    torch.from_numpy(ids),
-                    blocks[:, given : given + num_whole],
-                )
+            self.write_whole(batch.group, layers, ids, blocks[:, given : given + num_whole])
         rest = tokens[num_whole * block_size :]
         if rest:
             self._write_slots(batch, span, layers, first_block, blocks, rest)
@@ -505,7 +509,7 @@ def layer_scales(layout: Layout, shard: Shard, device: torch.device) -> list[_La
     are 1.
     """
     of_layer: dict[int, _LayerScales] = {}
-    for i in range(len(layout.groups)):
+    for i in range(len(layout.attention_groups)):
         scales = _group_scales(layout, shard, i, device)
         of_layer |= zip(shard.group_layers(layout, i), scales, strict=True)
     return [of_layer[layer] for layer in shard.layers(layout)]

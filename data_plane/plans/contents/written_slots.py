@@ -17,6 +17,7 @@ from kvplane_kernels import note_written
 from numpy.typing import NDArray
 
 from data_plane.plans.batches.attention_batch import AttentionBatch
+from data_plane.plans.batches.checkpoints import Checkpoints
 from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.tier_keys import TierKey, tier_key_of
@@ -68,9 +69,9 @@ class WrittenSlots:
             if of_tier.any():
                 num_written[ends.blocks[of_tier]] = of_sources[of_tier]
 
-    def to_write(self, batches: Sequence[AttentionBatch]) -> tuple[SlotsToWrite, ...]:
+    def to_write(self, batches: Sequence[AttentionBatch | Checkpoints]) -> tuple[SlotsToWrite, ...]:
         """Return the slots that the spans of a plan, which starts now, will write."""
-        if not batches[0].num_spans:
+        if not len(batches[0].sequence_ids):
             return ()
         return tuple(
             SlotsToWrite(

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -60,14 +60,18 @@ class Table:
     generations: NDArray[np.int64]
     """[num_blocks]: the generation of each block."""
     num_trimmed: int = 0
-    """Leading entries that were dropped behind the attention window. Their block and generation are
-    0, a valid id: kernels may be passed more of a table than they need.
+    """Leading entries that were dropped, as no later position needs them. Their block and
+    generation are 0, a valid id: kernels may be passed more of a table than they need.
     """
+    has_holes: bool = False
+    """Whether later entries may have no block either: a table of states has few. They are 0 too."""
 
     def part(self, begin: int, end: int) -> Table:
         """Return a table of the entries [begin, end), without the trimmed ones."""
         held = slice(max(begin, self.num_trimmed), end)
-        return Table(self.tier_key, self.blocks[held], self.generations[held])
+        return Table(
+            self.tier_key, self.blocks[held], self.generations[held], has_holes=self.has_holes
+        )
 
     def at(self, entries: NDArray[np.int64]) -> Table:
         """Return a table of some entries, none of them trimmed, in the order given."""
@@ -75,11 +79,13 @@ class Table:
 
     def copy(self) -> Table:
         """Return a table of the same entries that shares no memory with this one."""
-        return Table(self.tier_key, self.blocks.copy(), self.generations.copy(), self.num_trimmed)
+        return replace(self, blocks=self.blocks.copy(), generations=self.generations.copy())
 
     @property
     def held(self) -> Table:
-        """The table without its trimmed entries."""
+        """The table without its trimmed entries, and those that have no block."""
+        if self.has_holes:
+            return self.at(np.flatnonzero(self.generations))
         return self.part(0, len(self.blocks)) if self.num_trimmed else self
 
 
@@ -294,8 +300,16 @@ class BlockTables:
     of its blocks. Not thread-safe: the executor's lock guards it.
     """
 
-    def __init__(self, num_blocks: dict[TierKey, int], block_size_tokens: int) -> None:
-        """``num_blocks``: the number of blocks of each tier."""
+    def __init__(
+        self,
+        num_blocks: dict[TierKey, int],
+        block_size_tokens: int,
+        state_group: int | None = None,
+    ) -> None:
+        """``num_blocks``: the number of blocks of each tier. ``state_group``: the layer group whose
+        tables have blocks for some entries only.
+        """
+        self.state_group = state_group
         self.num_blocks = dict(num_blocks)
         self.block_size_tokens = block_size_tokens
         self.generations = {tier_key: np.zeros(n, np.int64) for tier_key, n in num_blocks.items()}
@@ -478,6 +492,8 @@ class BlockTables:
         _require(0 <= num_trimmed <= len(blocks), f"{at}: trimmed by more than it is long")
         hole = (*blocks[:num_trimmed].tolist(), *generations[:num_trimmed].tolist())
         _require(not any(hole), f"{at}: a trimmed entry has a block")
+        lacks = generations[num_trimmed:] == 0
+        _require(table.has_holes or not lacks.any(), f"{at}: an entry has no block")
         held = table.held
         present = self.generations[table.tier_key][held.blocks]
         in_range = (held.generations >= 1) & (held.generations <= present)

@@ -71,12 +71,19 @@ class ChangeColumns:
     """[E]: the blocks of the entries that are set."""
     allocated: Mask
     """[E]: whether each entry's block is allocated by the plan."""
+    is_hole: Mask | None
+    """[E]: whether an entry has no block, as in tables of states. Its block is 0 then. None where
+    there are no states.
+    """
 
     @classmethod
     def read(
-        cls, num_blocks: Mapping[TierKey, int], message: plan_pb2.TableChanges
+        cls,
+        num_blocks: Mapping[TierKey, int],
+        message: plan_pb2.TableChanges,
+        state_group: int | None = None,
     ) -> ChangeColumns:
-        """Parse and check the columns. ``num_blocks``: of each tier. Raises InvalidRequestError."""
+        """Parse and check the columns, for ``BlockTables`` of these. Raises InvalidRequestError."""
 
         def column(kind: str, name: str, length: int | None = None) -> NDArray[np.int64]:
             return ints(kind, getattr(message, name), f"{AT_CHANGES}.{name}", length)
@@ -136,10 +143,42 @@ class ChangeColumns:
                 field=f"{AT_CHANGES}.first_blocks",
             )
         parents = column(columns.INT64, "parent_sequence_ids", int(np.count_nonzero(kinds == FORK)))
-        entries = _read_blocks(message, np.repeat(in_tiers[sets], counts[sets]), limits, AT_CHANGES)
-        allocated = column(columns.UINT8, "allocated", len(entries))
-        require(allocated > 1, "allocated", lambda i: f"must be 0 or 1, is {allocated[i]}")
-        return cls(kinds, ids, groups, in_tiers, firsts, counts, parents, entries, allocated == 1)
+        of_states = None if state_group is None else groups[sets] == state_group
+        of_sets = in_tiers[sets], counts[sets], of_states
+        entries, is_new, is_hole = _read_entries(message, limits, *of_sets)
+        return cls(kinds, ids, groups, in_tiers, firsts, counts, parents, entries, is_new, is_hole)
+
+
+def _read_entries(
+    message: plan_pb2.TableChanges,
+    limits_of: NDArray[np.int64],
+    in_tiers: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    of_states: Mask | None,
+) -> tuple[BlockColumns, Mask, Mask | None]:
+    """Parse and check the entries that are set, as ``_read_blocks`` does. For each change that sets
+    some: ``in_tiers``, their tier; ``counts``, how many; ``of_states``, whether some may have no
+    block. Returns the blocks, which of these the plan allocates, and which entries have none.
+    """
+    may_lack = None if of_states is None else np.repeat(of_states, counts)
+    of_entries = np.repeat(in_tiers, counts)
+    entries, is_hole = _read_blocks(message, of_entries, limits_of, AT_CHANGES, may_lack)
+    allocated = ints(columns.UINT8, message.allocated, f"{AT_CHANGES}.allocated", len(entries))
+    refuse(
+        allocated > 1,
+        InvalidRequestError,
+        lambda i: f"must be 0 or 1, is {allocated[i]}",
+        f"{AT_CHANGES}.allocated",
+    )
+    if is_hole is not None:
+        for column, name in ((allocated, "allocated"), (entries.generations, "generations")):
+            bad = is_hole & (column != 0)
+            refuse(bad, InvalidRequestError, _not_of_a_hole, f"{AT_CHANGES}.{name}")
+    return entries, allocated == 1, is_hole
+
+
+def _not_of_a_hole(_: int) -> str:
+    return "must be 0 where there is no block"
 
 
 def read_allocations(
@@ -159,7 +198,7 @@ def read_allocations(
         lambda i: f"{tiers[i]} is not a tier",
         f"{AT_ALLOCATIONS}.tiers",
     )
-    return _read_blocks(message, in_tiers, limits, AT_ALLOCATIONS)
+    return _read_blocks(message, in_tiers, limits, AT_ALLOCATIONS)[0]
 
 
 def _read_blocks(
@@ -167,12 +206,17 @@ def _read_blocks(
     in_tiers: NDArray[np.int64],
     limits_of: NDArray[np.int64],
     at: str,
-) -> BlockColumns:
+    may_lack: Mask | None = None,
+) -> tuple[BlockColumns, Mask | None]:
     """Parse and check columns of blocks. ``in_tiers``: each block's tier key. ``limits_of``: from
-    ``limits_of_tiers``.
+    ``limits_of_tiers``. ``may_lack``: the entries that may have no block, -1. Also returns which
+    have none; their block is 0.
     """
     limits = limits_of[in_tiers]
     blocks = ints(columns.INT32, message.indices, f"{at}.indices", len(in_tiers))
+    is_hole = None if may_lack is None else may_lack & (blocks == -1)
+    if is_hole is not None:
+        blocks = np.where(is_hole, 0, blocks)
     refuse(
         (blocks < 0) | (blocks >= limits),
         InvalidRequestError,
@@ -180,4 +224,4 @@ def _read_blocks(
         f"{at}.indices",
     )
     generations = ints(columns.INT64, message.generations, f"{at}.generations", len(in_tiers))
-    return BlockColumns(in_tiers, blocks, generations)
+    return BlockColumns(in_tiers, blocks, generations), is_hole

@@ -43,7 +43,7 @@ def apply_changes(tables: BlockTables, session_id: int, plan: plan_pb2.Plan) -> 
     """
     if not (plan.resync or plan.changes.ByteSize() or plan.allocations.ByteSize()):
         return {}  # as in most decode steps
-    changes = ChangeColumns.read(tables.num_blocks, plan.changes)
+    changes = ChangeColumns.read(tables.num_blocks, plan.changes, tables.state_group)
     new = NewBlocks(changes, read_allocations(tables.num_blocks, plan.allocations))
     allocated = new.allocate(tables)
     _check_generations(tables, changes, allocated)
@@ -58,7 +58,10 @@ def _check_generations(
     """Check that each entry that the plan does not allocate has the block's present generation, or
     a former one of a block that this plan allocates.
     """
-    entries, others = changes.entries, np.flatnonzero(~changes.allocated)
+    entries, is_kept = changes.entries, ~changes.allocated
+    if changes.is_hole is not None:
+        is_kept &= ~changes.is_hole
+    others = np.flatnonzero(is_kept)
     if not len(others):
         return
     present = np.zeros(len(entries), np.int64)
@@ -136,7 +139,12 @@ class _Changer:
             made: Table | None
             if kind <= REPLACE:
                 begin, end = end, end + num
-                part = Table(tier_key, blocks[begin:end], entries.generations[begin:end])
+                part = Table(
+                    tier_key,
+                    blocks[begin:end],
+                    entries.generations[begin:end],
+                    has_holes=group == self._tables.state_group,
+                )
                 make = self._set if kind == SET else self._replace
                 made = make(old, part, first, i)
             elif kind == FORK:
@@ -181,6 +189,7 @@ class _Changer:
             np.concatenate((old.blocks[:first], part.blocks, old.blocks[end:])),
             np.concatenate((old.generations[:first], part.generations, old.generations[end:])),
             old.num_trimmed,
+            part.has_holes,
         )
 
     def _replace(self, old: Table | None, part: Table, first: int, i: int) -> Table:
@@ -194,10 +203,13 @@ class _Changer:
             np.concatenate((hole, part.blocks)),
             np.concatenate((hole, part.generations)),
             first,
+            part.has_holes,
         )
 
     def _check_length(self, tier_key: TierKey, length: int, num_trimmed: int, i: int) -> None:
         most = min(MAX_ENTRIES, num_trimmed + self._tables.num_blocks[tier_key])
+        if group_of(tier_key) == self._tables.state_group:
+            most = MAX_ENTRIES  # most of them have no block
         if length > most:
             raise InvalidRequestError(
                 f"the table would have {length} entries, {num_trimmed} of them trimmed, and may "
@@ -253,6 +265,7 @@ class _Changer:
                 table.blocks[:num_blocks],
                 table.generations[:num_blocks],
                 min(table.num_trimmed, num_blocks),
+                table.has_holes,
             )
         return made
 
@@ -273,7 +286,7 @@ class _Changer:
         self._counts.add(old.part(0, num_blocks).copy(), -1)
         blocks, generations = old.blocks.copy(), old.generations.copy()
         blocks[:num_blocks] = generations[:num_blocks] = 0
-        return Table(old.tier_key, blocks, generations, num_blocks)
+        return Table(old.tier_key, blocks, generations, num_blocks, old.has_holes)
 
 
 def _check_at_most(length: int, num_blocks: int, i: int) -> None:

@@ -61,7 +61,7 @@ async def test_a_plug_in_that_is_not_installed_is_named(tmp_path: Path) -> None:
 async def test_it_takes_no_pushes_in_the_clear_from_other_machines(tmp_path: Path) -> None:
     settings = settings_of(HERE, "127.0.0.1:1", write_layout(tmp_path))
     pushing = {**PUSHING, "bind": "0.0.0.0:0", "advertise": "gpu-1:50"}
-    with pytest.raises(InvalidRequestError, match="--tls-certificate"):
+    with pytest.raises(InvalidRequestError, match="--tls-cert"):
         async with data_plane(pushing, **settings):
             pass
 

@@ -55,7 +55,7 @@ async def peers(tmp_path: Path) -> AsyncIterator[TlsPools]:
         for pool_id in (HERE, THERE):
             layout = write_layout(tmp_path)
             values = settings_of(pool_id, peers.control.address, layout, **settings)
-            started = data_plane({**PUSHING, "name": settings["planes_name"]}, **values)
+            started = data_plane({**PUSHING, "name": settings["tls_name"]}, **values)
             peers.planes[pool_id] = await stack.enter_async_context(started)
         yield peers
 

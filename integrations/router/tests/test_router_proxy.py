@@ -231,7 +231,7 @@ def test_help_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) -> None
         run(["--help"], {})
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("Usage: python -m kvplane.integrations.router ")
+    assert printed.startswith("Usage: kvplane router ")
     assert "KVPLANE_ROUTER_ENGINE" in printed
 
 

@@ -75,6 +75,7 @@ class AccessList:
         self._stamp = _stamp(path)
         # By "certificate NAME" or "token SHA256".
         self._callers: Mapping[str, Caller] = {} if path is None else _read(path)
+        self._tenants = self._listed_tenants()
         self._num_reloads = 0
         self._next_look_s = time.monotonic() + _RELOAD_INTERVAL_S
 
@@ -108,6 +109,16 @@ class AccessList:
             )
         return caller
 
+    def metrics_label(self, tenant: str) -> str:
+        """Return the tenant if the list has it, else "other": a metric has a bounded number of
+        labels. Without a list, only "default" has a label of its own.
+        """
+        return tenant if tenant in self._tenants else "other"
+
+    def _listed_tenants(self) -> frozenset[str]:
+        listed = frozenset(caller.tenant for caller in self._callers.values())
+        return listed or frozenset([DEFAULT_TENANT])
+
     def _reload(self) -> None:
         now_s = time.monotonic()
         if self._path is None or now_s < self._next_look_s:
@@ -122,6 +133,7 @@ class AccessList:
         except InvalidRequestError as error:
             _LOGGER.error("access list not read again: %s", error)
         else:
+            self._tenants = self._listed_tenants()
             self._num_reloads += 1
             _LOGGER.info("access list read again num_callers=%d", len(self._callers))
 

@@ -13,9 +13,18 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
-from prometheus_client import CollectorRegistry, ProcessCollector, values
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+    values,
+)
+from prometheus_client import Histogram as ClientHistogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -28,6 +37,9 @@ from kvplane.serving.observability.histogram import Histogram
 LATENCY_BUCKETS_S: Final = (
     *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01),
     *(0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+REQUEST_BUCKETS_S: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
 
 
@@ -201,11 +213,33 @@ class PlaneMetrics(Collector):
         return samples.metrics()
 
 
-def count_in_process() -> None:
-    """Have prometheus_client keep what is counted from now on in this process, not in files of
-    PROMETHEUS_MULTIPROC_DIR: that folder is for servers of many processes, and may be another's.
+class HttpMetrics:
+    """Metrics of an HTTP program and of its process, in a registry of their own. Each is that of
+    ``prometheus_client``, by declaration.
     """
-    values.ValueClass = values.MutexValue
+
+    def __init__(self, program: str, declarations: Iterable[Declaration]) -> None:
+        # Counters stay in this process: the folder PROMETHEUS_MULTIPROC_DIR is for servers of many
+        # processes, and may be another's.
+        values.ValueClass = values.MutexValue
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._metrics = {each: self._metric(each) for each in (BUILD, *declarations)}
+        self[BUILD].labels(program, release(), platform.python_version()).set(1)
+
+    def _metric(self, declaration: Declaration) -> Any:
+        kinds: dict[str, Any] = {"counter": Counter, "gauge": Gauge, "histogram": ClientHistogram}
+        kind, name, labels = declaration.kind, declaration.name, declaration.labels
+        more = {"buckets": declaration.buckets} if declaration.buckets else {}
+        return kinds[kind](name, declaration.help, labels, registry=self.registry, **more)
+
+    def __getitem__(self, declaration: Declaration) -> Any:
+        return self._metrics[declaration]
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
 
 
 def _family(declaration: Declaration) -> str:

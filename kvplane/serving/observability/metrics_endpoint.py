@@ -1,5 +1,5 @@
-"""``/metrics`` for Prometheus, and ``/healthz`` for probes that cannot speak gRPC, over HTTP or
-HTTPS from threads of their own.
+"""``/metrics`` for Prometheus; ``/healthz`` (whether a process is alive) and ``/ready`` (whether it
+serves) for probes that cannot speak gRPC. Over HTTP or HTTPS, from threads of their own.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_login(path: Path) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class MetricsEndpoint:
-    """A running HTTP server for ``/metrics`` and ``/healthz``."""
+    """A running HTTP server for ``/metrics``, ``/healthz`` and ``/ready``."""
 
     port: int
     _server: WSGIServer
@@ -89,23 +89,27 @@ class MetricsEndpoint:
 
 def serve_metrics(
     registry: CollectorRegistry,
-    is_serving: Callable[[], bool],
+    is_alive: Callable[[], bool],
     host: str,
     port: int,
     access: MetricsAccess | None = None,
+    *,
+    is_ready: Callable[[], bool] | None = None,
 ) -> MetricsEndpoint:
-    """Start to serve ``registry``; port 0 picks a free one. Raises OSError when it cannot bind or a
-    TLS file cannot be read.
+    """Start to serve ``registry``; port 0 picks a free one. ``is_alive`` and ``is_ready`` are
+    called on the threads of probes; without ``is_ready``, alive means ready. Raises OSError when it
+    cannot bind or a TLS file cannot be read.
     """
     access = access or MetricsAccess()
+    probes = {"/healthz": is_alive, "/ready": is_ready or is_alive}
     metrics: Any = make_wsgi_app(registry)
 
     def answer(environ: dict[str, Any], start_response: Any) -> Any:
         headers = [("Content-Type", "text/plain")]
-        if environ["PATH_INFO"] == "/healthz":
-            is_up = is_serving()
+        if probe := probes.get(environ["PATH_INFO"]):
+            is_up = probe()
             start_response("200 OK" if is_up else "503 Service Unavailable", headers)
-            return [b"SERVING\n" if is_up else b"NOT_SERVING\n"]
+            return [b"OK\n" if is_up else b"NOT OK\n"]
         if not access.permits(environ.get("HTTP_AUTHORIZATION", "")):
             headers.append(("WWW-Authenticate", 'Basic realm="metrics"'))
             start_response("401 Unauthorized", headers)

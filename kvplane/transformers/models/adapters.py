@@ -1,10 +1,11 @@
-"""Models whose code in transformers computes attention itself, BLOOM, MPT and Falcon, and models
-with multi-head latent attention (MLA).
+"""Models whose code in transformers computes attention itself, and models with multi-head latent
+attention (MLA).
 
-An adapter replaces the forward of the attention modules of the former. It computes the same
-projections and gives q, k and v to the attention that is registered as "kvplane"; with any other
-implementation the module's own code runs. ALiBi becomes a slope for each head,
-``module.alibi_slopes``.
+An adapter replaces a method of the attention modules of the former: their forward, or ``_attn``
+where that computes attention alone. It computes the same projections and gives q, k and v to the
+attention that is registered as "kvplane"; with any other implementation the module's own code runs.
+ALiBi becomes a slope for each head, ``module.alibi_slopes``. BLOOM, MPT and Falcon have an adapter
+each; other modules are known by the layers and methods that they have (``_adapter_of``).
 
 Code of the latter expands latents to keys and values right before attention, by a method
 ``expand_kv``. Where the step that runs keeps latents, they are passed on unexpanded. Rotary
@@ -13,41 +14,59 @@ positions, norms and scales stay the model's own.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Final
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.falcon import modeling_falcon
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.mpt import modeling_mpt
 from transformers.models.mpt.modeling_mpt import MptAttention
 
+from kvplane.errors import InvalidRequestError
 from kvplane.transformers import absorbed, attention
+from kvplane.transformers.models.positions import adapt_positions
 
 Forward = Callable[..., Any]
+Slopes = Callable[[Any, Any], torch.Tensor | None]
 _ADAPTED: Final = "_kvplane_adapted"
+
+
+@dataclass
+class _Adapted:
+    """An adapted module's attribute: the model's config, and the method's code, ours and its own.
+    A copy of the model copies it, so that it computes with its own weights.
+    """
+
+    config: PreTrainedConfig
+    ours: Forward
+    own: Forward
 
 
 def adapt(model: PreTrainedModel) -> None:
     """Change the attention modules of ``model`` that this file knows, so that they use "kvplane"
-    and pass latents on.
+    and pass latents on, and its position embeddings.
     """
+    adapt_positions(model)
     _hand_on_latents(model)
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if type(module) in _KINDS and not getattr(module, _ADAPTED, False):
-            slopes, forward = _KINDS[type(module)]
+        found = None if hasattr(module, _ADAPTED) else _adapter_of(module)
+        if found is not None:
+            name, slopes, ours = found
             module.alibi_slopes = slopes(module, model)
-            module.forward = _either(module, forward, module.forward, model)
-            setattr(module, _ADAPTED, True)
+            setattr(module, _ADAPTED, _Adapted(model.config, ours, getattr(module, name)))
+            setattr(module, name, MethodType(_either, module))
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
     """Return whether ``adapt`` changed a module of ``model``."""
-    return any(getattr(module, _ADAPTED, False) for module in model.modules())
+    return any(hasattr(module, _ADAPTED) for module in model.modules())
 
 
 def reference(model: PreTrainedModel) -> str:
@@ -67,21 +86,25 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def _either(module: Any, ours: Forward, own: Forward, model: PreTrainedModel) -> Forward:
-    def forward(*arguments: Any, **named: Any) -> Any:
-        if model.config._attn_implementation != attention.NAME:
-            return own(*arguments, **named)
-        return ours(module, *arguments, **named)
-
-    return forward
+def _either(module: Any, *arguments: Any, **named: Any) -> Any:
+    adapted: _Adapted = getattr(module, _ADAPTED)
+    if adapted.config._attn_implementation != attention.NAME:
+        return adapted.own(*arguments, **named)
+    return adapted.ours(module, *arguments, **named)
 
 
 def _attend(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int = 0,
 ) -> torch.Tensor:
     """Attend: [1, num_heads, T, D] and [1, num_kv_heads, T, D] to [1, T, num_heads * D]."""
+    attend = AttentionInterface()[attention.NAME]
     out: torch.Tensor
-    out, _ = AttentionInterface()[attention.NAME](module, query, key, value, None, scaling=scale)
+    out, _ = attend(module, query, key, value, None, scaling=scale, sliding_window=window)
     return out.flatten(2)
 
 
@@ -166,7 +189,67 @@ def _step(alibi: torch.Tensor) -> torch.Tensor:
     return alibi[:, 0, 1] - alibi[:, 0, 0]
 
 
-_KINDS: Final[dict[type, tuple[Callable[[Any, Any], torch.Tensor | None], Forward]]] = {
+def _no_slopes(*_: Any) -> None:
+    return None
+
+
+def _projected(
+    module: Any, hidden_states: torch.Tensor, *arguments: Any, **named: Any
+) -> tuple[torch.Tensor, None]:
+    """The forward of a module that projects hidden states by three linear layers, and the output by
+    a fourth or not. Raises InvalidRequestError for other states to attend to.
+    """
+    of_encoder = (named.get(name) for name in ("key_value_states", "encoder_hidden_states"))
+    if any(isinstance(value, torch.Tensor) for value in (*arguments, *of_encoder)):
+        raise InvalidRequestError("attends to an encoder's states", field="model")
+    names = next(names for names in _PROJECTIONS if hasattr(module, names[0]))
+    size: int = getattr(module, names[3])
+    query, key, value = (
+        getattr(module, name)(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2)
+        for name in names[:3]
+    )
+    out = _attend(module, query, key, value, size**-0.5)
+    return getattr(module, names[4])(out) if names[4] else out, None
+
+
+_PROJECTIONS: Final = (
+    ("query", "key", "value", "attention_head_size", ""),
+    ("q_proj", "k_proj", "v_proj", "head_dim", "out_proj"),
+)
+"""Names of a module's projections of queries, keys and values, of a head's size, and of the output.
+"""
+
+
+def _inner(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, None]:
+    """The method ``_attn`` of a module: [1, num_heads, T, D] to the same shape."""
+    is_local = getattr(module, "attention_type", "") == "local"
+    window = module.config.window_size if is_local else 0
+    scale = 1 / getattr(module, "norm_factor", 1.0)
+    out = _attend(module, query, key, value, scale, window)
+    return out.view(*out.shape[:2], -1, value.shape[3]).transpose(1, 2), None
+
+
+def _adapter_of(module: Any) -> tuple[str, Slopes, Forward] | None:
+    """Return the method to replace, and its adapter; None for modules that need none."""
+    if type(module) in _KINDS:
+        return "forward", *_KINDS[type(module)]
+    if isinstance(getattr(module, "layer_id", None), int) and not hasattr(module, "layer_idx"):
+        module.layer_idx = module.layer_id
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if not isinstance(getattr(module, "layer_idx", None), int) or code is None:
+        return None
+    if "ALL_ATTENTION_FUNCTIONS" in code.co_names:  # calls attention by its name
+        return None
+    if hasattr(module, "_attn"):
+        return "_attn", _no_slopes, _inner
+    if any(all(hasattr(module, n) for n in names if n) for names in _PROJECTIONS):
+        return "forward", _no_slopes, _projected
+    return None
+
+
+_KINDS: Final[dict[type, tuple[Slopes, Forward]]] = {
     BloomAttention: (_bloom_slopes, _bloom),
     MptAttention: (_mpt_slopes, _mpt),
     FalconAttention: (_falcon_slopes, _falcon),

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvplane.transformers import attention
+from kvplane.transformers.models.positions import give_positions
 
 
 @torch.inference_mode()
@@ -31,10 +32,12 @@ def packed_logits(
     num_tokens = len(tokens)
     padding = [0] * (width - num_tokens)
     keeps_all = len(last) == num_tokens  # passed as 0, so that rows are not copied
+    position_ids = torch.tensor([[*positions, *padding]], device=model.device)
+    give_positions(model, position_ids)
     with attention.running(step, model, slice(num_tokens) if padding else None):
         output = (forward or model)(
             input_ids=torch.tensor([[*tokens, *padding]], device=model.device),
-            position_ids=torch.tensor([[*positions, *padding]], device=model.device),
+            position_ids=position_ids,
             use_cache=False,
             logits_to_keep=0
             if keeps_all

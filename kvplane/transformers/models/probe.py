@@ -56,9 +56,7 @@ def probe(model: PreTrainedModel, *, latent: bool = True) -> tuple[LayerGroup, .
 def _exact_shapes(
     part: PreTrainedModel, num_layers: int, of_config: list[LayerShape]
 ) -> list[LayerShape]:
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = part.config.get_text_config(decoder=True).vocab_size
-    tokens = [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in _LENGTHS]
+    tokens = _tokens(part)
     adapters.set_attention(part, attention.NAME)
     with refusals(part):
         measured = _measure(
@@ -83,6 +81,15 @@ def _exact_shapes(
         f"({difference:.2g} off, {tolerance:.2g} allowed): {reason}",
         field="model",
     )
+
+
+def _tokens(model: PreTrainedModel) -> list[list[int]]:
+    """Draw two sequences without padding, because RoBERTa counts no position for it."""
+    generator = torch.Generator().manual_seed(0)
+    config = model.config.get_text_config(decoder=True)
+    padding = getattr(config, "pad_token_id", None)
+    drawn = [torch.randint(config.vocab_size, (n,), generator=generator) for n in _LENGTHS]
+    return [[int(padding == 0) if i == padding else i for i in row.tolist()] for row in drawn]
 
 
 def _tolerance(model: PreTrainedModel) -> float:

@@ -399,7 +399,7 @@ class ListSequencesResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Union[SequenceStates, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[_types_pb2.Blocks, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class SequenceStates(_message.Message):
-    __slots__ = ("sequence_ids", "admitted_by", "num_tokens", "num_scheduled_tokens", "num_written_tokens", "num_cached_tokens", "num_blocks", "tiers", "num_awaited_blocks")
+    __slots__ = ("sequence_ids", "admitted_by", "num_tokens", "num_scheduled_tokens", "num_written_tokens", "num_cached_tokens", "num_blocks", "tiers", "num_awaited_blocks", "checkpoint_positions")
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_BY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -409,6 +409,7 @@ class SequenceStates(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     NUM_AWAITED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     sequence_ids: bytes
     admitted_by: bytes
     num_tokens: bytes
@@ -418,4 +419,5 @@ class SequenceStates(_message.Message):
     num_blocks: bytes
     tiers: bytes
     num_awaited_blocks: bytes
-    def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_scheduled_tokens: _Optional[bytes] = ..., num_written_tokens: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., num_awaited_blocks: _Optional[bytes] = ...) -> None: ...
+    checkpoint_positions: bytes
+    def __init__(self, sequence_ids: _Optional[bytes] = ..., admitted_by: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., num_scheduled_tokens: _Optional[bytes] = ..., num_written_tokens: _Optional[bytes] = ..., num_cached_tokens: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., num_awaited_blocks: _Optional[bytes] = ..., checkpoint_positions: _Optional[bytes] = ...) -> None: ...

@@ -28,7 +28,10 @@ class Shape:
     quota: int = 0
 
     def __str__(self) -> str:
-        groups = "-".join(f"{g.num_device}+{g.num_host}w{g.window}" for g in self.groups)
+        groups = "-".join(
+            f"{g.num_device}+{g.num_host}" + ("s" if g.states else f"w{g.window}")
+            for g in self.groups
+        )
         return f"{self.block_size}-{groups}-{self.quota}"
 
 
@@ -51,6 +54,9 @@ GROUPED_SHAPES = [
     Shape(4, (Group(10, 4, window=6), Group(16, 6))),
     Shape(2, (Group(20, 6), Group(12, 8, window=3), Group(14, 5, window=9))),
     Shape(1, (Group(200, 60), Group(120, 40, window=30))),
+    Shape(4, (Group(12, 5), Group(6, 3, states=True))),
+    Shape(2, (Group(20, 0), Group(14, 0, window=3), Group(5, 0, states=True))),
+    Shape(1, (Group(200, 40), Group(9, 4, states=True)), quota=60),
 ]
 ROOTS = [b"ann", b"ann", b"ann", b"bob"]
 WAITS = (Code.LATER, Code.LATER_HEADROOM, Code.LATER_QUOTA)
@@ -135,7 +141,8 @@ class Walk:
     def operation(self, engine: Engine) -> Operation | None:
         kinds = ["admit"]
         if engine.sequences:
-            kinds += ["append"] * 5 + ["fork", "fork", "truncate", "truncate", "swap", "free"]
+            kinds += ["append"] * 5 + ["fork", "fork", "truncate", "truncate", "free"]
+            kinds += ["swap"] * (not self.world.has_states)
         operation: Operation | None = getattr(self, "_" + self.rng.choice(kinds))(engine)
         return operation
 
@@ -159,7 +166,10 @@ class Walk:
             "skip": rng.random() < 0.1,
             "headroom": rng.choice([0, 0, 0, 1]),
         }
-        return ids[0], self.prompt(), options
+        tokens, size = self.prompt(), self.world.block_size
+        if self.world.has_states:
+            options["checkpoint"] = rng.randint(0, len(tokens) // size) * size
+        return ids[0], tokens, options
 
     def _admit(self, engine: Engine, granted_as: int | None = None) -> Operation:
         i, tokens, options = self.admission(engine)
@@ -193,7 +203,7 @@ class Walk:
     def _append(self, engine: Engine) -> Operation:
         rng, size = self.rng, self.world.block_size
         live = sorted(engine.sequences)
-        rows, grown = [], []
+        rows, grown, checkpoints = [], [], []
         for i in rng.sample(live, rng.choice([1, 1, 2, len(live)]) if len(live) > 1 else 1):
             known = engine.sequences[i]
             num = rng.choice([1, 1, 1, 2, size, size + 1, 0])
@@ -206,6 +216,7 @@ class Walk:
             first = known.num_scheduled + wrong
             rows.append((i, first, num, given, rng.choice([0, 0, 0, 0, 1, 2 * size])))
             grown.append((i, truth, num, len(given)))
+            checkpoints.append(self._checkpoint(known.num_scheduled, num))
 
         def grow(i: int, truth: list[int], num: int, num_given: int) -> None:
             known = engine.sequences[i]
@@ -213,7 +224,15 @@ class Walk:
             known.num_known += num_given
             known.num_scheduled += num
 
-        return partial(engine.caller.append, *rows), of_each(grown, grow)
+        call = partial(engine.caller.append, *rows, checkpoints=checkpoints)
+        return call, of_each(grown, grow)
+
+    def _checkpoint(self, first: int, num: int) -> int:
+        """Return a position in what is computed at which a state may be kept; 0 for none."""
+        size = self.world.block_size
+        ends = range((first // size + 1) * size, first + num + 1, size)
+        may_keep = self.world.has_states and self.rng.random() < 0.7
+        return self.rng.choice(ends) if may_keep and ends else 0
 
     def _truncate(self, engine: Engine) -> Operation:
         rng, live = self.rng, sorted(engine.sequences)
@@ -354,7 +373,7 @@ class Walk:
         root, tokens = engine.caller.root, self.prompt()
         num_found = self.world.num_found(root, tokens)
         for core, group in zip(self.world.cores, self.world.groups, strict=True):
-            if not group.window:  # then all leading blocks are there
+            if not group.window and not group.states:  # then all leading blocks are there
                 alone = Pool([core])
                 counts, columns = find(alone, core, root, i32(tokens))
                 assert find(alone, core, root, hashes=columns[0]) == (counts, columns)

@@ -35,7 +35,7 @@ def changed(before: dict[int, Table], plan: MadePlan) -> dict[int, Table]:
         new: Table
         if change.kind == Kind.SET:
             new = list(old or [])
-            num_trimmed = sum(ref is None for ref in new)
+            num_trimmed = next((i for i, ref in enumerate(new) if ref), len(new))
             assert num_trimmed <= change.first <= len(new), "a hole, or a trimmed entry is set"
             assert not any(ref and ref.tier != change.tier for ref in new), "in two tiers"
             new[change.first : change.first + change.num] = change.blocks
@@ -68,7 +68,9 @@ def allocated_by(plan: MadePlan) -> list[Ref]:
     blocks = list(plan.allocations)
     for change in plan.changes:
         blocks += [
-            ref for ref, is_new in zip(change.blocks, change.allocated, strict=True) if is_new
+            ref
+            for ref, is_new in zip(change.blocks, change.allocated, strict=True)
+            if is_new and ref is not None
         ]
     return blocks
 
@@ -87,8 +89,8 @@ class Running:
 class Plane:
     """One shard's blocks, and the tables of its sessions."""
 
-    def __init__(self, block_size: int, window: int) -> None:
-        self.block_size, self.window = block_size, window
+    def __init__(self, block_size: int, window: int, *, states: bool = False) -> None:
+        self.block_size, self.window, self.states = block_size, window, states
         self.generation: dict[Place, int] = {}
         self.content: dict[Place, list[int | None]] = {}
         self.published: dict[Place, int] = {}  # generation
@@ -113,6 +115,8 @@ class Plane:
             start = self.content[parent.place][-1]
             assert start is not None, "the parent is not written"
         wanted = values_of(tokens, start or 0)
+        if self.states:
+            wanted = wanted[-1:] * self.block_size
         assert self.content[place] == wanted, f"{place} is published and holds something else"
         self.published[place] = generation
 
@@ -149,20 +153,33 @@ class Plane:
         spans = plan.spans[: halfway.randint(0, 9) if halfway else None]
         if running.num_copied == len(plan.transfers):
             for span in spans:
-                self._write(
-                    tables[span.sequence_id], span, plan.expected[span.sequence_id], running
-                )
+                table, values = tables.get(span.sequence_id, []), plan.expected[span.sequence_id]
+                write = self._write_states if self.states else self._write
+                write(table, span, values, running)
         if halfway:
             return False
         for span in spans:
-            self._read(tables[span.sequence_id], span, plan.expected[span.sequence_id])
+            values = plan.expected[span.sequence_id]
+            if self.states:
+                wrong = self.wrong_states(tables.get(span.sequence_id, []), values)
+                assert not wrong, f"sequence {span.sequence_id}: states of other prefixes {wrong}"
+            else:
+                self._read(tables[span.sequence_id], span, values)
         self.finished[session] = plan.number
         return True
 
     def holds(self, table: Table, values: Sequence[int], num: int) -> bool:
         """Return whether the visible ones of the table's first positions hold the values."""
+        if self.states:
+            return len(table) * self.block_size <= num and not self.wrong_states(table, values)
         first = max(0, num - self.window + 1) if self.window else 0
         return all(self._at(table, i) == values[i] for i in range(first, num))
+
+    def wrong_states(self, table: Table, values: Sequence[int]) -> list[int]:
+        """Return the entries of a table whose checkpoint is not that of the prefix there."""
+        size = self.block_size
+        ends = [(i, values[(i + 1) * size - 1]) for i, ref in enumerate(table) if ref is not None]
+        return [i for i, value in ends if self._at(table, i * size) != value]
 
     def _at(self, table: Table, position: int) -> int | None:
         ref = table[position // self.block_size]
@@ -184,7 +201,7 @@ class Plane:
             self.published.pop(ref.place, None)
         places = {ref.place for ref in new}  # a table may have had a former generation until now
         for change in plan.changes:
-            for ref in change.blocks:
+            for ref in filter(None, change.blocks):
                 known = self.generation.get(ref.place, 0)
                 is_known = ref.generation <= known if ref.place in places else None
                 assert is_known or ref.generation == known, f"{ref} is not allocated: {known}"
@@ -208,6 +225,19 @@ class Plane:
             assert ref.place not in self.published, f"a write to a published block: {ref}"
             running.former.pop(ref.place, None)
             self.content[ref.place][position % self.block_size] = values[position]
+
+    def _write_states(
+        self, table: Table, span: Span, values: Sequence[int], running: Running
+    ) -> None:
+        """Write the checkpoints that lie in the span, each whole."""
+        size = self.block_size
+        for i in range(span.first // size, min(len(table), (span.first + span.num) // size)):
+            if (ref := table[i]) is None:
+                continue
+            assert ref.tier == DEVICE and ref.place not in self.published, f"a write to {ref}"
+            assert self.generation[ref.place] == ref.generation, f"{ref} was allocated again"
+            running.former.pop(ref.place, None)
+            self.content[ref.place] = [values[(i + 1) * size - 1]] * size
 
     def _read(self, table: Table, span: Span, values: Sequence[int]) -> None:
         first = max(0, span.first - self.window + 1) if self.window else 0

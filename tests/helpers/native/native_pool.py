@@ -51,6 +51,8 @@ class Code(enum.IntEnum):
     OTHER_TOKENS = 22
     BEYOND_SLOTS = 23
     TOO_MANY_ENTRIES = 24
+    TOO_MANY_PINNED = 25
+    CHECKPOINT = 26
 
 
 class Kind(enum.IntEnum):
@@ -84,7 +86,7 @@ class Change(NamedTuple):
     first: int
     num: int
     parent_id: int
-    blocks: list[Ref]
+    blocks: list[Ref | None]
     allocated: list[bool]
     group: int = 0
 
@@ -224,7 +226,10 @@ def _changes(message: plan_pb2.TableChanges) -> list[Change]:
         own = list(islice(entries, num)) if kind <= Kind.REPLACE else []
         assert (kind <= Kind.REPLACE) == bool(tier)
         parent = next(parents) if kind == Kind.FORK else 0
-        blocks = [Ref(tier, index, generation) for index, generation, _ in own]
+        blocks = [None if i == -1 else Ref(tier, i, generation) for i, generation, _ in own]
+        assert all(
+            ref or not generation for ref, (_, generation, _) in zip(blocks, own, strict=True)
+        )
         allocated = [bool(flag) for _, _, flag in own]
         changes.append(
             Change(kind, sequence_id, tier, first, num, parent, blocks, allocated, group)
@@ -297,13 +302,14 @@ class View:
         return found
 
     def table(self, sequence_id: int) -> list[Ref | None]:
-        """Return a sequence's blocks; None where one was trimmed."""
+        """Return a sequence's blocks; None where one was trimmed, or there is no checkpoint."""
         tier, blocks, generations, _, num_trimmed = self.pool.table(self.handle, sequence_id)
         found = [
             None if block == NO_BLOCK else Ref(tier, block, generation)
             for block, generation in zip(ints(blocks, "I"), ints(generations, "q"), strict=True)
         ]
-        assert all((ref is None) == (i < num_trimmed) for i, ref in enumerate(found))
+        assert not any(found[:num_trimmed]), "a trimmed entry has a block"
+        assert len(found) == num_trimmed or (found[num_trimmed] and found[-1]), "it is not trimmed"
         return found
 
 
@@ -376,6 +382,7 @@ class Caller(View):
         max_total: int = 0,
         skip: bool = False,
         headroom: int = 0,
+        checkpoint: int = 0,
         admitted_by: int | None = None,
     ) -> tuple[int, ...]:
         """Admit: (cached tokens, blocks, scheduled tokens), or a failure, which has five elements.
@@ -383,14 +390,20 @@ class Caller(View):
         """
         rest = (sequence_id, i32(tokens), i64(forks), num_compute, max_total, skip, headroom)
         if admitted_by is None:
-            answer: tuple[int, ...] = self.pool.admit(self.handle, *rest)
+            more = {"checkpoint": checkpoint} if checkpoint else {}
+            answer: tuple[int, ...] = self.pool.admit(self.handle, *rest, **more)
         else:
             answer = self.pool.grant(self.handle, admitted_by, *rest)
         return answer
 
-    def append(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows:
-        """Append. Rows: id, first position, slots, tokens, lookahead slots."""
-        return _rows(self.pool.append(self.handle, *_append_columns(rows)))
+    def append(
+        self, *rows: tuple[int, int, int, Sequence[int], int], checkpoints: Sequence[int] = ()
+    ) -> Rows:
+        """Append. Rows: id, first position, slots, tokens, lookahead slots. ``checkpoints``: the
+        position of each row's, 0 for none; empty: no row has one.
+        """
+        more = {"checkpoints": i32(checkpoints)} if any(checkpoints) else {}
+        return _rows(self.pool.append(self.handle, *_append_columns(rows), **more))
 
     def append_if_sure(self, *rows: tuple[int, int, int, Sequence[int], int]) -> Rows | None:
         """``append``, if its columns say that there is room."""

@@ -32,6 +32,7 @@ from tests.helpers.native.native_pool import (
     dump,
     find,
     i32,
+    i64,
     ints,
 )
 
@@ -41,11 +42,14 @@ Touched = tuple[int, Place]
 
 @dataclass(frozen=True)
 class Group:
-    """A layer group's blocks, and its window in tokens, 0 for none."""
+    """A layer group's blocks, and its window in tokens, 0 for none. ``states``: whether its blocks
+    are checkpoints.
+    """
 
     num_device: int
     num_host: int
     window: int = 0
+    states: bool = False
 
 
 @dataclass
@@ -118,7 +122,7 @@ class Engine:
         tables = self.tables[group] = changed(self.tables[group], made)
         places: set[Place] = set()
         for span in made.spans:
-            places |= {ref.place for ref in tables[span.sequence_id] if ref}
+            places |= {ref.place for ref in tables.get(span.sequence_id, []) if ref}
             self._check_alone(made, span, group)
         for pair in made.transfers:
             places |= {ref.place for ref in pair}
@@ -134,7 +138,7 @@ class Engine:
 
     def _check_alone(self, made: MadePlan, span: Span, group: int) -> None:
         """Check that nobody writes a slot in which another table has content."""
-        size, table = self.world.block_size, self.tables[group][span.sequence_id]
+        size, table = self.world.block_size, self.tables[group].get(span.sequence_id, [])
         values = made.expected[span.sequence_id]
         for other in self.world.engines:
             for i, known in other.sequences.items():
@@ -142,7 +146,7 @@ class Engine:
                     continue
                 shared = other.views[group].table(i)
                 for block in range(span.first // size, len(table)):
-                    if table[block] not in shared:
+                    if table[block] is None or table[block] not in shared:
                         continue
                     begin, end = max(span.first, block * size), min(len(values), (block + 1) * size)
                     assert other is self or begin >= end, f"{i} of another session loses content"
@@ -184,6 +188,8 @@ class Engine:
             known, was = self.sequences[state.sequence_id], before[state.sequence_id]
             kept = min(was.num_written, was.num_tokens)
             for group, of_group in zip(self.world.groups, tables, strict=True):
+                if group.states:
+                    continue
                 num_trimmed = of_group[state.sequence_id].count(None)
                 fewest = num_trimmed * self.world.block_size + group.window - 1
                 if num_trimmed and kept < fewest:
@@ -210,6 +216,8 @@ class Engine:
             in_step = [state._replace(num_blocks=0) for state in view.states()]
             assert in_step == [state._replace(num_blocks=0) for state in states]
         self._check_families(states)
+        if self.world.has_states:
+            self._check_checkpoints(states)
         is_quiet = not self.queue and not self.has_draft
         for state in states:
             known = self.sequences[state.sequence_id]
@@ -222,6 +230,15 @@ class Engine:
                     assert plane.holds(table, values, state.num_written), (
                         f"sequence {state.sequence_id} of session {self.id} has lost its content"
                     )
+
+    def _check_checkpoints(self, states: Sequence[State]) -> None:
+        """Check that the deepest written checkpoint of each sequence is known."""
+        size, ids = self.world.block_size, i64(state.sequence_id for state in states)
+        positions = ints(self.world.pool.checkpoints(self.caller.handle, ids), "i")
+        for state, position in zip(states, positions, strict=True):
+            table = self.views[-1].table(state.sequence_id)
+            ends = [(i + 1) * size for i, ref in enumerate(table) if ref is not None]
+            assert position == max((end for end in ends if end <= state.num_written), default=0)
 
     def _check_families(self, states: Sequence[State]) -> None:
         """Check that the events tell which families there are, and which hold device blocks."""
@@ -266,18 +283,20 @@ class World:
             LayerGroup(
                 block_size, group.num_device, group.num_host,
                 window_tokens=group.window, max_sequences=12, max_owner_blocks=quota, seed=7,
-                eviction_policy=policy,
+                eviction_policy=policy, holds_states=group.states,
             )
             for group in groups
         ]  # fmt: skip
         self.pool = OneGroup(self.cores[0]) if len(groups) == 1 else Pool(self.cores)
         self.groups, self.block_size, self.quota = groups, block_size, quota
         self.has_windows = any(group.window for group in groups)
+        self.has_states = groups[-1].states
+        of_tokens = [group for group in groups if not group.states]
         self.sizes = {
-            DEVICE: min(group.num_device for group in groups),
-            HOST: min(group.num_host for group in groups),
+            DEVICE: min(group.num_device for group in of_tokens),
+            HOST: min(group.num_host for group in of_tokens),
         }
-        self.planes = [Plane(block_size, group.window) for group in groups]
+        self.planes = [Plane(block_size, group.window, states=group.states) for group in groups]
         self.num_sessions = 0
         self.engines: list[Engine] = []
         self.ended: list[Engine] = []  # their fences are not done

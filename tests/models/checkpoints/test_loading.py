@@ -125,7 +125,7 @@ def test_what_transformers_cannot_load_is_refused_with_its_reason(
 
 
 def test_a_model_that_the_probe_refuses_loads_only_without_it(tmp_path: Path) -> None:
-    folder = save(tmp_path / "m", "gpt_neo")
+    folder = save(tmp_path / "m", "cpmant")
     with pytest.raises(InvalidRequestError, match="in its own code"):
         loader.load(folder, "float32")
     assert loader.load(folder, "float32", probe=False).vocabulary_size == VOCABULARY

@@ -33,6 +33,7 @@ def test_without_a_file_everybody_has_every_role() -> None:
         assert caller.tenant == tenant
         assert caller.roles == frozenset(ROLES.values())
         assert caller.may_register("any")
+    assert [*map(everybody.metrics_label, ("default", "a"))] == ["default", "other"]
 
 
 def test_callers_are_found_by_certificate_and_then_by_token(tmp_path: Path) -> None:
@@ -118,9 +119,11 @@ def test_the_file_is_read_again_when_it_changes_and_kept_when_it_is_wrong(
     path = tmp_path / "access.toml"
     callers = listed(tmp_path, f'[[callers]]\ncertificate = "a"\n{ENGINE}')
     assert callers.num_reloads == 0
+    assert [*map(callers.metrics_label, ("a", "bb"))] == ["a", "other"]
     path.write_text(f'[[callers]]\ncertificate = "bb"\n{ENGINE}')
     assert callers.caller("bb", None).tenant == "bb"
     assert callers.num_reloads == 1
+    assert [*map(callers.metrics_label, ("a", "bb"))] == ["other", "bb"]
     with pytest.raises(UnauthenticatedError):
         callers.caller("a", None)
     for wrong in ("nonsense", None):

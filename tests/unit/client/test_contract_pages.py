@@ -14,7 +14,7 @@ from kvplane.layout import LayerGroup, Layout
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = (*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("integrations/*/*.md")))
-STARTS_A_POOL = re.compile(r"python -m data_plane|--data-plane embedded")
+STARTS_A_POOL = re.compile(r"kvplane data|--data-plane embedded")
 
 
 def test_the_fingerprints_of_the_page_are_those_of_their_layouts() -> None:

@@ -126,7 +126,7 @@ def test_wider_types_have_no_scales(name: str) -> None:
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=0),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=12),)}),
         ("groups[0].head_size", {"groups": (replace(FULL, head_size=520),)}),
-        ("groups[0].cache_kind", {"groups": (replace(FULL, cache_kind="state"),)}),
+        ("groups[0].cache_kind", {"groups": (replace(FULL, cache_kind="other"),)}),
         ("groups[0].num_kv_heads", {"groups": (replace(LATENTS, num_kv_heads=2),)}),
         ("groups[0].head_size", {"groups": (replace(LATENTS, head_size=584),)}),
         ("groups[0].head_size", {"groups": (replace(LATENTS, cache_kind="keys_and_values"),)}),
@@ -225,6 +225,51 @@ def test_opaque_pages_are_refused_with(change: dict[str, Any], field: str) -> No
         replace(layout, groups=(replace(layout.groups[0], **change),))
 
 
+STATES = LayerGroup("states", (1, 3), 2, 0, cache_kind="state", page_bytes=256)
+HYBRID = replace(LAYOUT, groups=(FULL, STATES))
+
+
+def test_states_are_pages_beside_keys_and_values() -> None:
+    assert Layout.from_proto(HYBRID.to_proto()) == HYBRID
+    assert (HYBRID.state_group, HYBRID.num_layers, LAYOUT.state_group) == (1, 2, None)
+    assert HYBRID.attention_groups == LAYOUT.attention_groups == (FULL,)
+    assert HYBRID.token_bytes == LAYOUT.token_bytes
+    whole = Shard.whole(HYBRID)
+    assert (whole.layers(HYBRID), whole.group_layers(HYBRID, 1)) == ((0, 1), (1, 3))
+    assert HYBRID.block_bytes(1) == whole.block_bytes(HYBRID, 1) == 2 * 256
+    halves = [Shard.of_heads(HYBRID, i, 2) for i in range(2)]
+    assert [half.block_bytes(HYBRID, 1) for half in halves] == [2 * 128] * 2
+    assert [half.kv_heads(HYBRID, 1) for half in halves] == [range(1), range(1, 2)]
+    undivided = replace(HYBRID, groups=(FULL, replace(STATES, num_kv_heads=1)))
+    with refused(InvalidRequestError, "shard.num_kv_heads"):
+        halves[0].layers(undivided)
+
+
+# Of states: the change of the layer group, and the field that is named.
+NOT_STATES: list[tuple[dict[str, Any], str]] = [
+    ({"page_bytes": 0}, "page_bytes"),
+    ({"page_bytes": 192}, "page_bytes"),
+    ({"page_bytes": MAX_PAGE_BYTES + 128}, "page_bytes"),
+    ({"num_kv_heads": 0}, "num_kv_heads"),
+    ({"head_size": 64}, "head_size"),
+    ({"sliding_window_tokens": 16}, "sliding_window_tokens"),
+    ({"key_scales": (1.0,)}, "key_scales"),
+]
+
+
+@pytest.mark.parametrize(("change", "field"), NOT_STATES, ids=[str(c) for c, _ in NOT_STATES])
+def test_states_are_refused_with(change: dict[str, Any], field: str) -> None:
+    with refused(InvalidRequestError, f"layout.groups[1].{field}"):
+        replace(HYBRID, groups=(FULL, replace(STATES, **change)))
+
+
+@pytest.mark.parametrize("groups", [(STATES,), (STATES, FULL), (FULL, STATES, STATES)])
+def test_states_are_the_last_group(groups: tuple[LayerGroup, ...]) -> None:
+    index = min(i for i, group in enumerate(groups) if group is STATES)
+    with refused(InvalidRequestError, f"layout.groups[{index}]"):
+        replace(LAYOUT, groups=groups)
+
+
 def test_long_ids_are_shown_from_where_they_differ() -> None:
     model = "sglang/Qwen/Qwen3-235B-A22B-Instruct-2507/0123456789abcdef0123456789abcdef01234567"
     mine, others = (
@@ -261,7 +306,7 @@ def test_what_has_a_default_enters_the_fingerprint_only_if_it_is_another(
 
 Change = Callable[[pb.Layout], object]
 LATER = b"\xf8\x07\x01"  # field 127: 1
-KINDS = "keys_and_values, latent or opaque, the kinds"
+KINDS = "keys_and_values, latent, state or opaque, the kinds"
 
 
 def of_group(**fields: Any) -> Change:
@@ -277,7 +322,7 @@ WRONG_MESSAGES: dict[str, tuple[Change, str, str | None]] = {
         "layout.groups[0].block_pattern.local_blocks",
         "from 1",
     ),
-    "state": (of_group(cache_kind=pb.CACHE_KIND_STATE), "layout.groups[0].cache_kind", KINDS),
+    "states alone": (of_group(cache_kind=pb.CACHE_KIND_STATE), "layout.groups[0]", "after all"),
     "opaque, and types of numbers": (
         of_group(cache_kind=pb.CACHE_KIND_OPAQUE),
         "layout.dtype",

@@ -224,7 +224,7 @@ def test_a_field_that_is_no_setting_is_refused() -> None:
         ["--bind", "localhost:http"],
         ["--bind", "localhost:65536"],
         ["--tls-key", "key.pem"],
-        ["--tls-certificate", "certificate.pem"],
+        ["--tls-cert", "certificate.pem"],
         ["--tls-client-ca", "ca.pem"],
     ],
 )

@@ -34,7 +34,8 @@ def test_items_are_counted_by_operation_and_status() -> None:
         pb.OperationResult(failures=failures(never)),
         pb.OperationResult(failures=failures(failed)),
     ]
-    metrics.count_step(StepAnswer(b"", 0, read_operations(operations, 99), results), 0.25)
+    answer = StepAnswer(b"", 0, read_operations(operations, 99), results)
+    metrics.count_step(answer, "search", 0.25)
     counted = metrics.operations.values
     assert counted == {
         ("append", "ok"): 2,
@@ -43,6 +44,12 @@ def test_items_are_counted_by_operation_and_status() -> None:
         ("swap", "ok"): 1,
         ("admit", "never"): 1,
         ("none", "failed"): 1,
+    }
+    assert metrics.tenant_items.values == {
+        ("search", "ok"): 3,
+        ("search", "later"): 1,
+        ("search", "never"): 1,
+        ("search", "failed"): 2,
     }
     assert metrics.registry.get_sample_value("kvplane_step_duration_seconds_sum") == 0.25
     assert metrics.num_plans == 0

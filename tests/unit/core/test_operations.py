@@ -53,13 +53,6 @@ OVERFLOW = ops.append(1, pack([1, 2]), 1, first_positions=4)
 OVERFLOW.append.num_tokens = columns.pack(INT32, [1])
 CUT_OFF = ops.append(1, b"", 1, first_positions=4)
 CUT_OFF.append.sequence_ids += b"x"
-# Operations of whose fields one is of a later release, or is missing.
-CHECKPOINT = cpb.Operation(
-    admit=cpb.Admit(sequence_id=2, token_ids=pack([1]), checkpoint_position=8)
-)
-CHECKPOINTS = cpb.Operation(
-    append=cpb.Append(sequence_ids=bytes(8), checkpoint_positions=columns.pack(INT32, [8]))
-)
 NO_TIER = cpb.Operation(swap=cpb.Swap(sequence_ids=columns.pack(INT64, [1])))
 # By the error: operations, and the fields that it names.
 WRONG: dict[type[KvplaneError], list[tuple[cpb.Operation, str]]] = {
@@ -87,8 +80,16 @@ WRONG: dict[type[KvplaneError], list[tuple[cpb.Operation, str]]] = {
                 ("wait", True),
             )
         ),
-        (CHECKPOINT, "checkpoint_position"),
-        (CHECKPOINTS, "checkpoint_positions"),
+        # The layout has no states.
+        (ops.admit(2, [1] * 8, checkpoint_position=8), "checkpoint_position"),
+        (
+            ops.append(1, [9] * 8, 8, first_positions=4, checkpoint_positions=8),
+            "checkpoint_positions[0]",
+        ),
+        (
+            ops.append(1, [9], 1, first_positions=4, checkpoint_positions=[0, 0]),
+            "checkpoint_positions",
+        ),
         (
             ops.append(1, [9], 1, first_positions=4, num_lookahead_slots=[-1]),
             "num_lookahead_slots[0]",

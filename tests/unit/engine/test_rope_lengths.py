@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, RobertaConfig
 
 from engine.request import SamplingParams
 from kvplane.errors import InvalidRequestError
@@ -145,3 +145,11 @@ def test_a_scaled_kind_of_layers_extends_no_other_kind(tmp_path: Path) -> None:
         rope_parameters={"sliding_attention": DEFAULT, "full_attention": scaled}, pad_token_id=0,
     )  # fmt: skip
     assert loaded(save_model(config, tmp_path / "model"), 0).max_total_tokens == LENGTH
+
+
+def test_positions_that_begin_behind_paddings_are_fewer(tmp_path: Path) -> None:
+    config = RobertaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, is_decoder=True,
+        num_attention_heads=4, max_position_embeddings=LENGTH, pad_token_id=1,
+    )  # fmt: skip
+    assert loaded(save_model(config, tmp_path / "model"), 0).max_total_tokens == LENGTH - 2

@@ -18,6 +18,7 @@ from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.server import build_executor, layout_from_json
 from data_plane.server.tensor_codec import tensor_from_message, tensor_to_message
 from kvplane.errors import InvalidRequestError, NeverFitsError
+from kvplane.serving.config import memory_of
 from kvplane.serving.settings import parse
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
@@ -57,7 +58,7 @@ def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
         ("control_plane", {"model": Path("m"), "control_plane": ":50051"}),
         ("pool_id", {"model": Path("m"), "pool_id": ""}),
         ("block_size_tokens", {"model": Path("m"), "block_size_tokens": 12}),
-        ("tls_certificate", {"model": Path("m"), "tls_certificate": Path("c")}),
+        ("tls_cert", {"model": Path("m"), "tls_cert": Path("c")}),
     ],
 )
 def test_settings_that_contradict_are_refused(field: str, settings: dict[str, Any]) -> None:
@@ -77,10 +78,36 @@ def test_the_pool_is_measured_when_its_size_is_not_given(
 ) -> None:
     free_bytes = 100 * LAYOUT.block_bytes()
     monkeypatch.setattr("data_plane.server.server.free_bytes", lambda device: free_bytes)
-    settings = {"memory_utilization": 0.5, "num_host_blocks": 10}
+    settings = {"memory": "50%", "num_host_blocks": 10}
     executor = build_executor(DataPlaneSettings(layout=layout_file, **settings))
     assert executor.pools.device_tier.shape[0] == 40
     assert executor.pools.host_tier.shape[0] == 10
+
+
+def test_a_pool_takes_the_bytes_that_it_is_given_and_says_how_many_tokens_they_hold(
+    layout_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    memory = str(7 * LAYOUT.block_bytes() + 1)
+    executor = build_executor(DataPlaneSettings(layout=layout_file, memory=memory))
+    assert executor.pools.device_tier.shape[0] == 7
+    assert f"7 blocks = {7 * LAYOUT.block_size_tokens:,} tokens = 0.0 GiB" in caplog.text
+    with refused(NeverFitsError, "memory"):
+        build_executor(DataPlaneSettings(layout=layout_file, memory="1KiB"))
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [("8GiB", 8 << 30), ("64MiB", 1 << 26), ("12", 12), ("50%", 0.5), ("99.5%", 0.995)],
+)
+def test_memory_is_bytes_or_a_share(text: str, memory: float) -> None:
+    assert (memory_of(text), type(memory_of(text))) == (memory, type(memory))
+
+
+@pytest.mark.parametrize("text", ["", "8GB", "-1", "0%", "101%", "1.5GiB", "1.2.3%", "all"])
+def test_other_memory_is_refused(text: str) -> None:
+    with refused(InvalidRequestError, "memory"):
+        DataPlaneSettings(memory=text)
 
 
 @pytest.mark.parametrize(
