@@ -38,8 +38,8 @@ def run(program: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("page", "heading", "answer"),
     [
-        ("scale-out.md", "Shards: one model on several data planes", "xyz"),
-        ("scale-out.md", "A control plane that can die", "xyz"),
+        ("operations.md", "Shards: one model on several data planes", "xyz"),
+        ("operations.md", "A control plane that can die", "xyz"),
     ],
 )
 def test_the_programs_of_a_section_answer(

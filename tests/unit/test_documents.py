@@ -1,4 +1,4 @@
-"""The commands of each page name programs, targets and flags that exist.
+"""Each page begins with a command, and commands name programs, targets and flags that exist.
 
 tests/e2e/test_documented_programs.py runs them.
 """
@@ -122,3 +122,13 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     found = [fault for words in commands(text) for fault in faults_of(words)]
     wrong = ["make nothing", "kvplane control --no-such-flag", "kvplane lost", "benchmarks.none"]
     assert found == [*wrong, "data --layer"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_a_page_begins_with_what_it_is_for_and_a_command(page: Path) -> None:
+    title, _, rest = page.read_text().partition("\n")
+    assert title.startswith("# ")
+    first = INDENTED.search(rest) or FENCED.search(rest)
+    assert first, "no command"
+    before = rest[: first.start()]
+    assert before.strip() and "\n## " not in before, "no command before the first heading"
