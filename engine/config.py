@@ -79,11 +79,21 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
         help="Where attention runs: in the pool's data plane; or in this process, which then holds"
         " the pool with the sizes and the layout below.",
     )
+    device: str = setting(
+        "auto",
+        help='Device of the model, sampling and an embedded pool: "cpu", "cuda", "cuda:N", or'
+        ' "auto": the first GPU. Rank R of --tensor-parallel takes the R-th GPU from there on.',
+    )
+    graphs: bool = setting(
+        True,
+        help="On a GPU with an embedded pool: capture the steps in which sequences get one token"
+        " each as CUDA graphs, one for each of some batch sizes, and replay them.",
+    )
     memory: str = setting(
         "90%",
         help="Memory of an embedded pool if --num-device-blocks is 0: bytes, as in 8GiB; or the"
         " share of the free memory that it takes together with the largest step, which is run once"
-        " to measure it.",
+        " to measure it. On a GPU: the share of all, with weights and captured graphs.",
     )
     dtype: str = setting(
         "auto",

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,9 +26,10 @@ from kvplane.wire.v1 import types_pb2 as tpb
 
 from .config import EngineSettings
 from .models import loader
+from .models.captured import CapturedDecoder
 from .models.compiled import CompiledDecoder
 from .models.loader import Message
-from .parallel.backends import backend_of
+from .parallel.backends import backend_of, device_of
 from .parallel.leader import ParallelBackend
 from .request import Delta, RequestOutput, SamplingParams
 from .running.core import EngineCore
@@ -36,6 +37,9 @@ from .scheduling.loading import LoadingScheduler
 from .scheduling.scheduler import Scheduler
 from .stats import EngineStats
 from .threads import waiting
+
+if TYPE_CHECKING:
+    from kvplane.runtime.embedded import EmbeddedBackend
 
 Prompt = str | Sequence[int]
 
@@ -160,6 +164,11 @@ class LLM:
     def is_ready(self) -> Future[bool]:
         """Begin to ask whether the planes could serve requests now: ``ControlLink.is_ready``."""
         return self._link.is_ready()
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that the model computes on."""
+        return self._loaded.model.device
 
     @property
     def stats(self) -> EngineStats:
@@ -292,6 +301,10 @@ def _core(
 ) -> EngineCore:
     if config.data_plane == "remote":
         _check_batch(config.max_batch_tokens, layout, loaded.num_heads)
+    elif config.graphs and config.tensor_parallel == 1 and loaded.model.device.type == "cuda":
+        own = cast("EmbeddedBackend", backend)
+        most = config.max_sequences, loaded.max_total_tokens
+        loaded = replace(loaded, decoder=CapturedDecoder(loaded.model, own, *most))
     settings: dict[str, Any] = {
         "block_size_tokens": layout.block_size_tokens,
         "max_batch_tokens": config.max_batch_tokens,
@@ -337,7 +350,14 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
         dtype = "float32" if pool is None else pool.dtype
     if kv_dtype == "auto":
         kv_dtype = dtype if pool is None else pool.kv_dtype
-    latent = _embeds_latents(config) if pool is None else bool(pool.latent_layers)
+    device = device_of(config)
+    if config.compile and device.type == "cuda":
+        raise InvalidRequestError(
+            f"is for a CPU, and the model is on {device}, where decode steps are captured as CUDA "
+            "graphs",
+            field="compile",
+        )
+    latent = _embeds_latents(config, device) if pool is None else bool(pool.latent_layers)
     packs = config.linears == "packed"
     loaded = loader.load(
         config.model,
@@ -346,7 +366,12 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
         latent=latent,
         packs=packs,
         max_total_tokens=config.max_total_tokens,
+        device=device if config.tensor_parallel == 1 else torch.device("cpu"),
     )
+    if device.type != "cpu":  # kernels of a CPU round otherwise: it finds nothing of a GPU's
+        kinds = filter(None, (loaded.namespace, device.type))
+        loaded = replace(loaded, namespace="-".join(kinds))
+    _log.info("model device=%s", device)
     layout = layout_from_hf(
         config.model,
         block_size_tokens=config.block_size_tokens if pool is None else pool.block_size_tokens,
@@ -361,10 +386,10 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
     return loaded, layout if pool is None else layout.with_scales_of(pool)
 
 
-def _embeds_latents(config: EngineSettings) -> bool:
+def _embeds_latents(config: EngineSettings, device: torch.device) -> bool:
     from kvplane.runtime.embedded import serves_latents
 
-    return config.latent and serves_latents()
+    return config.latent and serves_latents(str(device))
 
 
 def _params_of_each(

@@ -40,7 +40,8 @@ def compare(model: Any, prompt: list[int], answer: CompletionOutput) -> tuple[bo
     Where its two best logits differ by less than the tolerance, either token will do.
     """
     assert answer.logits is not None
-    want = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    ids = torch.tensor([[*prompt, *answer.token_ids]], device=model.device)
+    want = model(ids).logits[0, len(prompt) - 1 : -1].cpu()
     error = float((answer.logits - want).abs().max())
     chosen = want.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     below_best = float((want.max(dim=1).values - chosen).max())
@@ -70,15 +71,22 @@ def report_work(stats: EngineStats, elapsed_s: float, counters: Mapping[str, int
     return [f"there were no {what}" for what, count in work.items() if not count]
 
 
-def report_answers(asked: list[Question], outputs: list[RequestOutput]) -> list[str]:
-    """Check the answers and print the lines that say whether all is right. Return what is not."""
+def report_answers(
+    asked: list[Question], outputs: list[RequestOutput], device: torch.device
+) -> list[str]:
+    """Check the answers and print the lines that say whether all is right. Return what is not.
+    ``device``: the engine's, on which transformers computes too.
+    """
     failures = [f"request {each.request_id}: {each.error}" for each in outputs if each.error]
     greedy = [(q, o) for q, o in zip(asked, outputs, strict=True) if q.is_greedy and not o.error]
     for question, output in greedy[:8]:
         context, _, key = question.prompt.rpartition("?")
         print(f"{len(context):>4} bytes of facts  ?{key}{output.outputs[0].text[:40]}")
     print(f"checking {len(greedy)} answers by transformers ...")
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, local_files_only=True
+    )
+    model.to(device)
     verdicts, errors = zip(
         *(compare(model, o.prompt_token_ids, o.outputs[0]) for _, o in greedy), strict=True
     )
@@ -106,11 +114,14 @@ def main(argv: Sequence[str], data_plane: Sequence[str] = ("data_plane",)) -> in
     with run_planes(args.run_folder, flags, data_plane) as planes:
         address = planes.control.address
         with LLM(MODEL, control_plane=address, max_batch_tokens=512, timeout_s=30.0) as llm:
+            device = llm.device
+            if device.type == "cuda":
+                print(f"the model computes on {device}, {torch.cuda.get_device_name(device)}")
             began_s = time.monotonic()
             outputs = llm.generate([q.prompt for q in asked], [q.params for q in asked])
             elapsed_s = time.monotonic() - began_s
             failures = report_work(llm.stats, elapsed_s, llm.get_counters())
-    failures += report_answers(asked, outputs)
+    failures += report_answers(asked, outputs, device)
     for failure in failures:
         print(f"failed: {failure}")
     return 1 if failures else 0

@@ -9,8 +9,10 @@ from typing import cast
 import torch
 
 from data_plane.execution.executor import Executor
+from data_plane.execution.fixed_step import FixedStep
 from data_plane.execution.table_blocks import BlockRange
 from data_plane.kernels.device.cuda_streams import device_errors
+from data_plane.plans.batches.fixed_rows import StepBounds
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.results import Signed
@@ -46,6 +48,7 @@ class EmbeddedExecution:
         self._plan_number = 0
         self._pass_index: int | None = None
         self._last_given = 0  # number of the plan whose receipt was given
+        self._step: ExecutionStep | None = None
 
     def __enter__(self) -> EmbeddedExecution:
         return self
@@ -108,6 +111,20 @@ class EmbeddedExecution:
             self.finish()
         return output
 
+    def fixed_step(self, bounds: StepBounds) -> ExecutionStep:
+        """Return the execution's step for CUDA graphs, made at the first call. Raises as
+        ``Executor.fixed_step``.
+        """
+        if self._step is None:
+            fixed = self._executor.fixed_step(self._session_id, bounds)
+            self._step = ExecutionStep(self, fixed)
+        return self._step
+
+    def run_step(self, step: FixedStep, call: Callable[[], object], num_tokens: int) -> None:
+        """Run the plan or pass started last by a step: see ``FixedStep.run``."""
+        number, index = self._plan_number, self._pass_index
+        step.run(call, plan_number=number, pass_index=index, num_tokens=num_tokens)
+
     def finish(self) -> Sequence[Signed]:
         """Return the receipt of the plan, if it has run. On a GPU, waits until it has."""
         self._take(self._executor.receipt(self._session_id))
@@ -154,3 +171,32 @@ class EmbeddedExecution:
         if self._give_receipt is not None and self._plan_number != self._last_given:
             self._last_given = self._plan_number
             self._give_receipt(receipt)
+
+
+class ExecutionStep:
+    """A fixed step of an execution. Its layers can be captured in a CUDA graph: it is a
+    ``kvplane.transformers.attention.Step``, for pools that keep no latents.
+    """
+
+    latent_layers: frozenset[int] = frozenset()
+
+    def __init__(self, execution: EmbeddedExecution, step: FixedStep) -> None:
+        self._execution = execution
+        self._step = step
+
+    def layer(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        *,
+        options: AttentionOptions = AttentionOptions(),
+    ) -> torch.Tensor:
+        """Queue a layer: see ``FixedStep.layer``."""
+        assert value is not None, "a GPU's pool keeps no latents"
+        return self._step.layer(index, query, key, value, options=options)
+
+    def run(self, call: Callable[[], object], *, num_tokens: int) -> None:
+        """Run the plan or pass that the execution started last: see ``FixedStep.run``."""
+        self._execution.run_step(self._step, call, num_tokens)

@@ -96,8 +96,9 @@ class _AlibiAttention(LlamaAttention):
         **named: Any,
     ) -> Any:
         if self.config._attn_implementation != attention.NAME and attention_mask is not None:
-            positions = torch.arange(attention_mask.shape[-1])
-            bias = self.alibi_slopes[:, None, None] * positions
+            device = attention_mask.device
+            positions = torch.arange(attention_mask.shape[-1], device=device)
+            bias = self.alibi_slopes.to(device)[:, None, None] * positions
             attention_mask = attention_mask + bias.to(attention_mask.dtype)
         return super().forward(hidden_states, position_embeddings, attention_mask, **named)
 

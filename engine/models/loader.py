@@ -29,9 +29,11 @@ from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independe
 
 from ..sampling.detokenizer import REPLACEMENT
 from . import baichuan
+from .captured import CapturedDecoder
 from .compiled import CompiledDecoder
 
 NO_LIMIT: Final = 2**31 - 1
+_CPU: Final = torch.device("cpu")
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,7 +58,7 @@ class LoadedModel:
     ``repetition_penalty``: from the model's generation config; 1 for none. ``max_total_tokens``:
     ``NO_LIMIT`` where the config has none; ``limit`` names it in errors. ``groups``: the layers'
     caches, by the probe, or else by the config. ``namespace``: of its keys, which are separate
-    where RoPE has the frequencies of one length. ``decoder``: of steps that are compiled.
+    where RoPE has the frequencies of one length. ``decoder``: of compiled or captured steps.
     """
 
     model: PreTrainedModel
@@ -70,7 +72,7 @@ class LoadedModel:
     limit: str
     namespace: str = ""
     repetition_penalty: float = 1.0
-    decoder: CompiledDecoder | None = None
+    decoder: CompiledDecoder | CapturedDecoder | None = None
 
     @property
     def num_heads(self) -> int:
@@ -151,8 +153,9 @@ def load(
     latent: bool = True,
     packs: bool = False,
     max_total_tokens: int = 0,
+    device: torch.device = _CPU,
 ) -> LoadedModel:
-    """Load the model in ``folder`` in ``dtype``, with attention "kvplane".
+    """Load the model in ``folder`` in ``dtype`` on ``device``, with attention "kvplane".
 
     ``probe``: first compare the model's logits with those of transformers' own attention.
     ``latent``: as for ``layer_groups``. ``packs``: pack the weights of linear layers, as
@@ -165,6 +168,7 @@ def load(
     is_baichuan = read_config(folder).model_type == baichuan.MODEL_TYPE
     load_model = baichuan.load if is_baichuan else _load_model
     model = load_model(folder, getattr(torch, dtype))
+    move(model, device)
     model.train(mode=False)
     adapters.adapt(model)
     if packs:
@@ -188,6 +192,11 @@ def load(
         namespace=namespace,
         repetition_penalty=getattr(model.generation_config, "repetition_penalty", None) or 1.0,
     )
+
+
+def move(model: PreTrainedModel, device: torch.device) -> None:
+    """Move a model's weights to ``device``."""
+    model.to(device)  # type: ignore[arg-type]
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
+import torch
 from transformers import PreTrainedModel
 
 from kvplane.errors import InvalidRequestError
@@ -20,6 +22,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from ..config import EngineSettings
+from .group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,34 @@ class SharedSession:
         response = cpb.OpenSessionResponse.FromString(message)
         shards = [ShardInfo.from_proto(each) for each in response.shards]
         return cls(response.grant, shards, layout)
+
+
+def device_of(config: EngineSettings, rank: int = 0) -> torch.device:
+    """Return the device of a rank's model, and of its pool if that is embedded. Ranks share the
+    first one's GPU where there are too few. Raises InvalidRequestError for the field "device"
+    saying what is missing.
+    """
+    from data_plane.kernels.device.devices import choose_device, machine_of_torch, this_machine
+
+    is_embedded = config.data_plane == "embedded"
+    first = choose_device(config.device, this_machine if is_embedded else machine_of_torch)
+    if first.type == "cpu":
+        return first
+    has_enough = first.index + config.tensor_parallel <= torch.cuda.device_count()
+    return torch.device("cuda", first.index + rank * has_enough)
+
+
+def group_of(config: EngineSettings, meeting: Path, rank: int = 0) -> RankGroup:
+    """Join the ranks of an engine: see ``RankGroup``. Sums are by NCCL where each has a GPU."""
+    devices = {device_of(config, each) for each in range(config.tensor_parallel)}
+    has_own_gpus = len(devices) == config.tensor_parallel and config.tensor_parallel > 1
+    return RankGroup(
+        meeting,
+        rank,
+        config.tensor_parallel,
+        config.recovery_timeout_s,
+        gpu=device_of(config, rank) if has_own_gpus else None,
+    )
 
 
 def backend_of(
@@ -67,19 +98,22 @@ def _embedded(
     config: EngineSettings, layout: Layout, model: PreTrainedModel, rank: int
 ) -> DataBackend:
     # It needs the data plane's own packages.
-    from kvplane.runtime.embedded import EmbeddedBackend, chosen_device
+    from kvplane.runtime.embedded import EmbeddedBackend
 
     from ..running.step_memory import utilization_beside_step
 
     memory = memory_of(config.memory)
-    if isinstance(memory, float) and not config.num_device_blocks and chosen_device() == "cpu":
+    if isinstance(memory, float) and not config.num_device_blocks:
         memory = utilization_beside_step(
             model,
             layout,
             utilization=memory,
-            num_processes=config.tensor_parallel,
+            num_processes=sum(
+                device_of(config, each) == model.device for each in range(config.tensor_parallel)
+            ),
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
+            graphs=config.graphs and config.tensor_parallel == 1,
         )
     return EmbeddedBackend(
         layout,
@@ -89,6 +123,7 @@ def _embedded(
         pool_id=config.pool_id,
         num_shards=config.tensor_parallel,
         shard_index=rank,
+        device=str(model.device),
         num_device_blocks=config.num_device_blocks,
         num_host_blocks=config.num_host_blocks,
         num_threads=config.num_threads,

@@ -1,7 +1,8 @@
 """Communication between one engine's processes: sums of tensors, and messages of rank 0.
 
 Gloo's process group, on the loopback interface, with a file to meet in: nothing listens on others.
-Every call is made by all ranks in the same order. When a rank dies the others' calls raise.
+Where each rank has a GPU of its own, sums are by NCCL, and tensors stay on the GPUs. Every call is
+made by all ranks in the same order. When a rank dies the others' calls raise.
 """
 
 from __future__ import annotations
@@ -27,9 +28,17 @@ class RankGroup:
     meeting and of each sum; for messages they wait until a process has ended.
     """
 
-    def __init__(self, meeting: Path, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Wait for the other ranks at the file ``meeting``, which need not exist. Raises
-        InternalError when they do not come.
+    def __init__(
+        self,
+        meeting: Path,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        *,
+        gpu: torch.device | None = None,
+    ) -> None:
+        """Wait for the other ranks at the file ``meeting``, which need not exist. ``gpu``: this
+        rank's, if no other rank has the same. Raises InternalError when they do not come.
         """
         self.rank = rank
         self.num_ranks = num_ranks
@@ -41,12 +50,17 @@ class RankGroup:
             store = _C10D.FileStore(str(meeting), num_ranks)
             store.set_timeout(timedelta(seconds=timeout_s))
             self._gloo = gloo(store, rank, num_ranks, options)
+            self._nccl = None if gpu is None else _nccl(store, rank, num_ranks, timeout_s)
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place, to the same bits on each."""
         with _typed():
-            self._gloo.allreduce([tensor]).wait()
-        return tensor
+            if self._nccl is not None:
+                self._nccl.allreduce([tensor]).wait()  # the stream waits, not this thread
+                return tensor
+            there = tensor.cpu()  # the same tensor on the CPU
+            self._gloo.allreduce([there]).wait()
+        return tensor if there is tensor else tensor.copy_(there)
 
     def tell(self, message: bytes = b"") -> bytes:
         """Send rank 0's message to all ranks; each returns it. Other ranks' arguments are
@@ -84,6 +98,16 @@ class RankGroup:
         with _typed():
             self._gloo.allgather([of_ranks], [tensor], options).wait()
         return of_ranks
+
+
+def _nccl(store: Any, rank: int, num_ranks: int, timeout_s: float) -> Any:
+    """Return NCCL's process group. It begins to communicate at the first sum, on the GPU of that
+    tensor.
+    """
+    options = _C10D.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    own = _C10D.PrefixStore("nccl", store)
+    return _C10D.ProcessGroupNCCL(own, rank, num_ranks, options)
 
 
 @contextmanager

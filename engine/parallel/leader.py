@@ -22,9 +22,9 @@ from kvplane.runtime.backend import DataBackend, OpenedSession, PlanStarted
 from kvplane.sync.loop_thread import LoopThread
 
 from ..config import EngineSettings
+from ..models import loader
 from . import rank as ranks
-from .backends import SharedSession, backend_of
-from .group import RankGroup
+from .backends import SharedSession, backend_of, device_of, group_of
 from .model_part import keep_part
 
 _END_TIMEOUT_S: Final = 10.0
@@ -48,11 +48,12 @@ class ParallelBackend:
             meeting = Path(self._closing.enter_context(tempfile.TemporaryDirectory()), "meeting")
             for rank in range(1, config.tensor_parallel):
                 self._start_rank(ranks.Assignment(config, layout, meeting, rank))
-            self._group = RankGroup(meeting, 0, config.tensor_parallel, config.recovery_timeout_s)
+            self._group = group_of(config, meeting)
             self._closing.callback(self._stop_others)
 
             def begin() -> None:
                 keep_part(model, layout, self._group)
+                loader.move(model, device_of(config))  # only the part need fit there
                 self._own = backend_of(config, layout, loop, model)
                 self._closing.callback(self._own.stop)
 
@@ -150,7 +151,7 @@ class ParallelBackend:
     def _share_batch(self, _: Any, __: Any, arguments: dict[str, Any]) -> None:
         """Send the batch to the other ranks, so that they begin the same forward pass."""
         batch = torch.cat([arguments["input_ids"], arguments["position_ids"]])
-        self._tell(ranks.FORWARD + batch.numpy().tobytes())
+        self._tell(ranks.FORWARD + batch.cpu().numpy().tobytes())
         self._step = ranks.DeferredErrorStep(self._backend)
 
 

@@ -33,7 +33,7 @@ from kvplane.wire.v1.types_pb2 import SignedPayload
 
 from ..config import EngineSettings
 from ..models import loader
-from .backends import SharedSession, backend_of
+from .backends import SharedSession, backend_of, device_of, group_of
 from .group import RankGroup
 from .model_part import keep_part
 
@@ -130,9 +130,7 @@ def follow(assignment: Assignment) -> None:
     config = assignment.config
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    group = RankGroup(
-        assignment.meeting, assignment.rank, config.tensor_parallel, config.recovery_timeout_s
-    )
+    group = group_of(config, assignment.meeting, assignment.rank)
     with _RankWorker(assignment, group) as worker:
         _agree(group, worker.begin)
         while (message := group.tell())[:1] != STOP:
@@ -173,6 +171,8 @@ class _RankWorker:
             config.model, layout.dtype, probe=False, max_total_tokens=config.max_total_tokens
         ).model
         keep_part(self._model, layout, self._group)
+        # Only the part need fit there.
+        loader.move(self._model, device_of(config, self._group.rank))
         self._backend = backend_of(config, layout, loop, self._model, self._group.rank)
         self._closing.callback(self._backend.stop)
 

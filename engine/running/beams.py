@@ -47,15 +47,17 @@ class _BeamSearch:
         self, beams: Sequence[Sequence[int]], log_probs: torch.Tensor
     ) -> list[tuple[int, int]]:
         """Choose the next token of every beam. ``beams``: their tokens, the prompt's at first, in
-        the order that the last call gave. ``log_probs``: float32 [num_beams, vocabulary].
+        the order that the last call gave. ``log_probs``: float32 [num_beams, vocabulary], on any
+        device, from which the candidates alone are copied.
 
         Returns for each next beam the present beam that it continues, and its token. Returns
         nothing when the search is over.
         """
         params, vocabulary = self._params, log_probs.shape[1]
         length = len(beams[0]) + 1 - self._num_prompt_tokens
-        sums = (log_probs + self._scores[:, None]).flatten()
-        scores, places = torch.topk(sums, min(self._num_candidates, len(sums)))
+        sums = (log_probs + self._scores[:, None].to(log_probs.device)).flatten()
+        found = torch.topk(sums, min(self._num_candidates, len(sums)))
+        scores, places = found.values.cpu(), found.indices
         candidates = [divmod(place, vocabulary) for place in places.tolist()]
         is_last = length >= params.max_tokens
         ends = torch.tensor([is_last or token in self._end_token_ids for _, token in candidates])

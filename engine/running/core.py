@@ -42,6 +42,7 @@ from kvplane.sync.loop_thread import Pending, wait
 from kvplane.transformers import attention
 from kvplane.transformers.models.packed import packed_logits
 
+from ..models.captured import CapturedDecoder
 from ..models.compiled import CompiledDecoder
 from ..models.loader import LoadedModel
 from ..request import CompletionOutput, Delta, Request, RequestOutput, SamplingParams
@@ -159,7 +160,11 @@ class Runner:
     are computed only at the end of each span.
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: CompiledDecoder | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        decoder: CompiledDecoder | CapturedDecoder | None = None,
+    ) -> None:
         """``decoder``: computes the steps in which each sequence has one token."""
         self._model = model
         self._decoder = decoder
@@ -523,7 +528,7 @@ class EngineCore:
                 sequences[i].logprobs.append(replace(logprob, text_offset=offset))
         for place, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence.params.record_logits:
-                sequence.logits.append(logits[place].clone())
+                sequence.logits.append(logits[place].to("cpu", copy=True))
             self._take_token(sequence, token)
 
     def _take_token(self, sequence: EngineSequence, token: int) -> None:

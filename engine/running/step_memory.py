@@ -21,12 +21,15 @@ from kvplane.models.model_layers import layer_shapes
 from kvplane.transformers.models.packed import packed_logits
 from kvplane.transformers.models.probe import Recorder
 
+from ..models.captured import sizes_of
 from ..request import SamplingParams
 from ..sampling.sampler import sample
 
 _LOGGER: Final = logging.getLogger(__name__)
 _PROCESS: Final = Path("/proc/self")
 _RESETS_PEAK: Final = "5"
+_GRAPH_BYTES: Final = 32 << 20
+"""Memory that the driver takes for one graph of some thousand kernels."""
 
 
 def utilization_beside_step(
@@ -37,29 +40,61 @@ def utilization_beside_step(
     num_processes: int,
     max_batch_tokens: int,
     max_sequences: int,
+    graphs: bool = False,
 ) -> float:
-    """Return the fraction of the free memory to give a pool on the CPU, so that the pool and the
-    largest step together use at most ``utilization`` of it. ``num_processes``: how many processes
-    of this machine size a pool this way, this one included. Raises NeverFitsError if the step alone
-    exceeds the limit.
+    """Return the fraction of the free memory to give a pool on the model's device, so that the pool
+    and the largest step together use at most ``utilization`` of what was free on the CPU. On a GPU
+    they use so much of all memory, together with what is used already, such as the weights, and
+    with ``graphs`` also the captured steps. ``num_processes``: how many processes size a pool on
+    the device this way, this one included. Raises NeverFitsError if nothing is left.
     """
+    device = model.device
     largest = model, layout, max_batch_tokens, max_sequences
     run_largest_step(*largest)  # weights are read from files when they are first used
-    free = free_bytes(torch.device("cpu"))
+    step_bytes = _peak_bytes(*largest)
+    free = limit = free_bytes(device)
+    if device.type == "cuda":
+        limit = int(torch.cuda.get_device_properties(device).total_memory)
+        if graphs:
+            step_bytes += _graph_bytes(model, layout, max_sequences)
+    used = limit - free  # 0 on the CPU
+    usable = (limit * utilization - used) / num_processes - step_bytes
+    _LOGGER.info("measured free_bytes=%d used_bytes=%d step_bytes=%d", free, used, step_bytes)
+    if usable <= 0:
+        raise NeverFitsError(
+            f"a step of {max_batch_tokens} tokens takes {step_bytes} bytes, and {free} are free on "
+            f"{device}: compute fewer at one time",
+            field="max_batch_tokens",
+        )
+    return usable / free
+
+
+def _peak_bytes(
+    model: PreTrainedModel, layout: Layout, max_batch_tokens: int, max_sequences: int
+) -> int:
+    """Return how much more memory of its device the model has at most during a step."""
+    largest = model, layout, max_batch_tokens, max_sequences
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(model.device)
+        before = torch.cuda.memory_allocated(model.device)
+        run_largest_step(*largest)
+        peak = torch.cuda.max_memory_allocated(model.device) - before
+        torch.cuda.empty_cache()  # or what torch keeps would not count as free
+        return peak
     before = _kib("VmRSS")
     with suppress(OSError):  # without it, what was taken before may count too
         (_PROCESS / "clear_refs").write_text(_RESETS_PEAK)
     run_largest_step(*largest)
-    step_bytes = 1024 * max(0, _kib("VmHWM") - before)
-    usable = free * utilization / num_processes - step_bytes
-    _LOGGER.info("measured free_bytes=%d step_bytes=%d", free, step_bytes)
-    if usable <= 0:
-        raise NeverFitsError(
-            f"a step of {max_batch_tokens} tokens takes {step_bytes} bytes, and {free} are free: "
-            "compute fewer at one time",
-            field="max_batch_tokens",
-        )
-    return usable / free
+    return 1024 * max(0, _kib("VmHWM") - before)
+
+
+def _graph_bytes(model: PreTrainedModel, layout: Layout, max_sequences: int) -> int:
+    """Return an upper limit of the memory of captured steps: what each one's tensors take."""
+    of_largest, sizes = (
+        _peak_bytes(model, layout, max_sequences, max_sequences),
+        sizes_of(max_sequences),
+    )
+    return of_largest * sum(sizes) // max_sequences + _GRAPH_BYTES * len(sizes)
 
 
 class _Row:

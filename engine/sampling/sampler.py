@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Final, Protocol
 
@@ -47,10 +48,12 @@ def new_stream(seed: int | None, index: int) -> int:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """Return each row's next token from ``logits``, float32 [num_rows, vocabulary] on the CPU."""
+    """Return each row's next token from ``logits``, float32 [num_rows, vocabulary], computed on
+    their device. From a GPU only the tokens are copied, and to it the rows' parameters, random
+    numbers and, for penalties, tokens.
+    """
     logits = penalised(logits, rows)
-    # NumPy's is vectorised, torch's is not; of equal logits both take the first.
-    tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
+    tokens = _likeliest(logits)
     for is_nucleus in (False, True):
         drawn = [
             i
@@ -60,9 +63,9 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         if drawn:
             of_rows = logits if len(drawn) == len(rows) else logits[drawn]
             found = _draw(of_rows, [rows[i] for i in drawn], is_nucleus=is_nucleus)
-            for i, token in zip(drawn, found, strict=True):
-                tokens[i] = token
-    return tokens
+            tokens[torch.tensor(drawn, device=tokens.device)] = found
+    chosen: list[int] = tokens.tolist()
+    return chosen
 
 
 def logprobs_of(
@@ -82,7 +85,8 @@ def logprobs_of(
 
     logprobs = torch.log_softmax(logits, dim=-1).clamp(min=_LEAST_LOGPROB)
     top = torch.topk(logprobs, min(max(nums_likeliest), logits.shape[1]))
-    of_tokens = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    ids_of_rows = torch.tensor(tokens, device=logits.device)[:, None]
+    of_tokens = logprobs.gather(1, ids_of_rows)[:, 0].tolist()
     ids, values = top.indices.tolist(), top.values.tolist()
     found = []
     for i, token in enumerate(tokens):
@@ -93,13 +97,14 @@ def logprobs_of(
 
 def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Return ``logits`` [num_rows, vocabulary] after the penalties for tokens that were seen."""
+    there = partial(torch.tensor, device=logits.device)
     repeated = [i for i, row in enumerate(rows) if row.params.repetition_penalty not in (None, 1.0)]
     if repeated:
         of_rows = logits[repeated]
-        penalty = torch.tensor([[rows[i].params.repetition_penalty] for i in repeated])
-        seen = _counts([rows[i].tokens for i in repeated], logits.shape[1]) > 0
+        penalty = there([[rows[i].params.repetition_penalty] for i in repeated])
+        seen = _counts([rows[i].tokens for i in repeated], logits) > 0
         changed = torch.where(of_rows > 0, of_rows / penalty, of_rows * penalty)
-        logits = logits.index_copy(0, torch.tensor(repeated), torch.where(seen, changed, of_rows))
+        logits = logits.index_copy(0, there(repeated), torch.where(seen, changed, of_rows))
     counted = [
         i
         for i, row in enumerate(rows)
@@ -107,48 +112,59 @@ def penalised(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     ]
     if counted:
         generated = [rows[i].tokens[rows[i].num_prompt_tokens :] for i in counted]
-        counts = _counts(generated, logits.shape[1])
-        frequency = torch.tensor([[rows[i].params.frequency_penalty] for i in counted])
-        presence = torch.tensor([[rows[i].params.presence_penalty] for i in counted])
+        counts = _counts(generated, logits)
+        frequency = there([[rows[i].params.frequency_penalty] for i in counted])
+        presence = there([[rows[i].params.presence_penalty] for i in counted])
         changed = logits[counted] - frequency * counts - presence * (counts > 0)
-        logits = logits.index_copy(0, torch.tensor(counted), changed)
+        logits = logits.index_copy(0, there(counted), changed)
     return logits
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> list[int]:
-    """Return a token for each row, by a random number looked up in the sums of its probabilities:
-    after the cuts to top-k, to min-p and, if ``is_nucleus``, to top-p (arXiv:1904.09751), in this
-    order. The most likely token always stays. Top-k keeps k tokens, of equal ones the first.
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """Return each row's likeliest token, the first of equal ones: int64 [num_rows]."""
+    if logits.is_cpu:  # NumPy's is vectorised, torch's is not
+        return torch.from_numpy(logits.numpy().argmax(axis=-1))
+    return logits.argmax(dim=-1)
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[Row], *, is_nucleus: bool) -> torch.Tensor:
+    """Return a token for each row, int64 [num_rows], by a random number looked up in the sums of
+    its probabilities: after the cuts to top-k, to min-p and, if ``is_nucleus``, to top-p
+    (arXiv:1904.09751), in this order. The most likely token always stays. Top-k keeps k tokens, of
+    equal ones the first.
     """
 
     def column(name: str) -> torch.Tensor:
+        """Return a parameter of each row, [num_rows, 1], on the host: its values decide what is
+        computed, and a device that is asked for them waits.
+        """
         return torch.tensor([[getattr(row.params, name)] for row in rows])
 
-    vocabulary = logits.shape[1]
+    vocabulary, device = logits.shape[1], logits.device
     top_k, min_p = column("top_k"), column("min_p")
     if (top_k > 0).any():  # before the temperature, whose rounding can make logits equal
-        most = top_k.where((top_k > 0) & (top_k < vocabulary), vocabulary)
-        least = torch.topk(logits, int(most.max())).values.gather(1, most - 1)
+        largest = top_k.where((top_k > 0) & (top_k < vocabulary), vocabulary)
+        most = largest.to(device)
+        least = torch.topk(logits, int(largest.max())).values.gather(1, most - 1)
         above, equal = logits > least, logits == least
         room = most - above.sum(dim=-1, keepdim=True)
         kept = above | (equal & (equal.cumsum(dim=-1) <= room))
         logits = logits.masked_fill(~kept, -torch.inf)
-    logits = logits / column("temperature").clamp(*_TEMPERATURES)
+    logits = logits / column("temperature").clamp(*_TEMPERATURES).to(device)
     if (min_p > 0).any():
-        least = logits.max(dim=-1, keepdim=True).values + min_p.log()
+        least = logits.max(dim=-1, keepdim=True).values + min_p.log().to(device)
         logits = logits.masked_fill(logits < least, -torch.inf)
     order = None
     if is_nucleus:
         logits, order = torch.sort(logits, descending=True, stable=True)
         probabilities = torch.softmax(logits, dim=-1)
-        top_p = column("top_p").clamp(min=_LEAST_TOP_P)
+        top_p = column("top_p").clamp(min=_LEAST_TOP_P).to(device)
         outside = probabilities.cumsum(dim=-1) - probabilities >= top_p
         logits = logits.masked_fill(outside, -torch.inf)
     sums = torch.softmax(logits, dim=-1).double().cumsum(dim=-1)
-    places = torch.searchsorted(sums, _uniform(rows) * sums[:, -1:], right=True)
+    places = torch.searchsorted(sums, _uniform(rows).to(device) * sums[:, -1:], right=True)
     places = places.clamp(max=vocabulary - 1)  # for logits that are not numbers
-    found: list[int] = (places if order is None else order.gather(1, places))[:, 0].tolist()
-    return found
+    return (places if order is None else order.gather(1, places))[:, 0]
 
 
 def _uniform(rows: Sequence[Row]) -> torch.Tensor:
@@ -168,10 +184,17 @@ def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _counts(tokens: Sequence[Sequence[int]], vocabulary: int) -> torch.Tensor:
-    """Return how often each token is in each of ``tokens``: float32 [len(tokens), vocabulary]."""
-    lengths = [len(each) for each in tokens]
+def _counts(tokens: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
+    """Return how often each token is in each of ``tokens``: float32 [len(tokens), vocabulary], for
+    ``logits`` and on their device.
+    """
+    vocabulary, lengths = logits.shape[1], [len(each) for each in tokens]
     ids = np.fromiter(chain.from_iterable(tokens), np.int64, sum(lengths))
     ids += np.repeat(np.arange(len(tokens)) * vocabulary, lengths)
-    counts = np.bincount(ids, minlength=len(tokens) * vocabulary).astype(np.float32)
+    num = len(tokens) * vocabulary
+    if not logits.is_cpu:  # the ids are fewer bytes than the counts
+        there = torch.from_numpy(ids).to(logits.device)
+        zeros = torch.zeros(num, device=logits.device)
+        return zeros.index_add_(0, there, zeros.new_ones(len(ids))).view(len(tokens), vocabulary)
+    counts = np.bincount(ids, minlength=num).astype(np.float32)
     return torch.from_numpy(counts).view(len(tokens), vocabulary)

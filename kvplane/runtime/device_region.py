@@ -127,4 +127,4 @@ def _note_not_shared(execution: ShardExecution, why: object) -> None:
     """Log why tensors have to leave the GPU, once for each data plane."""
     if execution.target not in _NOT_SHARED:
         _NOT_SHARED.add(execution.target)
-        _LOGGER.info("no GPU memory with %s, copying: %s", execution.target, why)
+        _LOGGER.warning("no GPU memory with %s, copying: %s", execution.target, why)

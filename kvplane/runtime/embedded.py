@@ -17,9 +17,10 @@ from control_plane.server.server import ControlPlaneServer
 from data_plane.kernels.backend import cache_kinds_of
 from data_plane.kernels.device.cuda_streams import device_errors
 from data_plane.kernels.device.devices import choose_device, this_machine
+from data_plane.plans.batches.fixed_rows import StepBounds
 from data_plane.server.config import DataPlaneSettings
 from data_plane.server.embedded import EmbeddedDataPlane
-from data_plane.server.embedded_execution import EmbeddedExecution
+from data_plane.server.embedded_execution import EmbeddedExecution, ExecutionStep
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InternalError
 from kvplane.layout import LATENT, Layout
@@ -135,6 +136,15 @@ class EmbeddedBackend:
             return out
         with device_errors():
             return out.to(query.device)
+
+    def fixed_step(self, num_tokens: int, context_tokens: int) -> ExecutionStep:
+        """Return the open session's step for CUDA graphs, which are replayed for its plans: see
+        ``StepBounds``. A context is of no more tokens than the pool has room for.
+        """
+        pools = self._executor.pools
+        most = max(pools.num_blocks.values()) * self._executor.layout.block_size_tokens
+        bounds = StepBounds(num_tokens, min(context_tokens, most))
+        return self._open_execution().fixed_step(bounds)
 
     def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return the receipt after the last layer."""

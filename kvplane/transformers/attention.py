@@ -29,7 +29,12 @@ from kvplane.transformers import absorbed
 NAME: Final = "kvplane"
 _QUALIFIED_NAME: Final = "kvplane::attention"
 _MAX_OPTIONS: Final = 1024  # that are kept
+_COUNTED: Final = "_kvplane_counts_calls"
 _Floats = tuple[int, tuple[float, ...]]
+
+
+class OtherCallsError(InvalidRequestError):
+    """The layers of a model don't call attention once each."""
 
 
 class Step(Protocol):
@@ -64,12 +69,13 @@ class Step(Protocol):
 @dataclass(slots=True)
 class Running:
     """State of a forward pass. ``num_layers``: calls of attention so far. ``is_direct``: whether
-    the step takes transformers' shapes and computes all tokens.
+    the step takes transformers' shapes and computes all tokens. ``counts_calls``: see the function.
     """
 
     step: Step
     tokens: torch.Tensor | slice | None
     is_direct: bool
+    counts_calls: bool = False
     num_layers: int = 0
     last_layer: int = -1
 
@@ -89,13 +95,25 @@ def running(
     may_keep = absorbed.may_keep_latents(model)  # of other models no step need say what it keeps
     absorbed.keep_latents(model, step.latent_layers if may_keep else frozenset())
     is_direct = tokens is None and getattr(step, "takes_model_shapes", False)
-    forward = Running(step, tokens, is_direct)
+    forward = Running(step, tokens, is_direct, counts_calls(model))
     token = _RUNNING.set(forward)
     try:
         yield forward
     finally:
         _RUNNING.reset(token)
         absorbed.keep_latents(model, frozenset())
+
+
+def count_calls(model: PreTrainedModel) -> None:
+    """From now on give each call of attention in a forward pass of ``model`` a pool layer of its
+    own, in their order: layers may call it twice, be run again, or call none.
+    """
+    setattr(model, _COUNTED, True)
+
+
+def counts_calls(model: PreTrainedModel) -> bool:
+    """Return whether pool layers are the model's calls of attention instead of its layers."""
+    return _COUNTED in model.__dict__
 
 
 def register() -> None:
@@ -239,8 +257,10 @@ def _compute(
             " attention",
             field="cache",
         )
+    if running.counts_calls:
+        layer = running.num_layers
     if layer == running.last_layer:
-        raise InvalidRequestError(f"layer {layer} calls attention twice", field="model")
+        raise OtherCallsError(f"layer {layer} calls attention twice", field="model")
     options = options_of(scale, window, soft_cap, sinks, slopes)
     num_rows, num_columns, num_queries = query.shape[0], key.shape[2], query.shape[2]
     if running.is_direct and not is_latent and num_queries == num_columns:

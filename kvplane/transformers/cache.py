@@ -57,6 +57,7 @@ class _ColumnLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self._extent = extent
         self.is_initialized = True
+        self.keys = self.values = torch.empty(0)  # Mllama asks how many it has
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing, because there is nothing to allocate."""

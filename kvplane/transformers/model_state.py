@@ -144,7 +144,7 @@ class _ModelState:
         """Return whether the model equals what transformers loads from ``folder``, which is loaded
         again for this, in the checkpoint's dtype, and dropped.
         """
-        is_of_engines = model.device.type == "cpu"  # they compute there
+        is_of_engines = model.device.type == "cpu"  # of those that compute there
         if self._watch is None or self._watch.has_active_adapters() or not is_of_engines:
             return False
         had_bar = transformers_logging.is_progress_bar_enabled()

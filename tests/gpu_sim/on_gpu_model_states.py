@@ -35,7 +35,7 @@ def test_two_processes_find_what_their_own_device_left(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_on_a_gpu_is_not_in_the_namespace_of_engines(tmp_path: Path) -> None:
-    """They compute on the CPU."""
+    """On a CPU they have the empty one, and on a GPU one of their own."""
     checks.tiny_llama().save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     names = [namespace_of(model, is_shared=True, folder=tmp_path)]

@@ -7,6 +7,7 @@
 //   item, nonzero and the like. The others are recorded, and `simulated_replay` repeats them on the
 //   same memory. They also run during the capture, whose writes are undone at its end.
 //
+// Bytes that cross the link are counted, and so is memory: `simulated_crossed`, `simulated_memory`.
 // A stream is only a number: operations run when they are queued.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -19,6 +20,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -59,12 +61,31 @@ bool is_in(const Memory& memory, const void* address) {
   return static_cast<const char*>(address) < static_cast<const char*>(it->first) + it->second;
 }
 
+// Bytes of tensors on the device, now and at most; bytes copied to the device and from it.
+std::atomic<int64_t> allocated{0}, peak{0}, sent{0}, received{0};
+
+void count_allocated(int64_t bytes) {
+  const int64_t now = allocated += bytes;
+  int64_t most = peak;
+  while (now > most && !peak.compare_exchange_weak(most, now)) {
+  }
+}
+
+// Whether this thread simulates an operation, whose copies a GPU does not make.
+thread_local bool is_simulating = false;
+
+void count_crossing(bool from_device, bool to_device, size_t bytes) {
+  if (from_device == to_device || is_simulating) return;
+  (to_device ? sent : received) += static_cast<int64_t>(bytes);
+}
+
 void* allocate(Memory& memory, size_t bytes) {
   void* address = nullptr;
   if (bytes == 0) return nullptr;
   if (posix_memalign(&address, kAlignment, bytes) != 0) throw std::bad_alloc();
   const std::lock_guard<std::mutex> lock(mutex);
   memory[address] = bytes;
+  if (&memory == &device_memory) count_allocated(static_cast<int64_t>(bytes));
   return address;
 }
 
@@ -72,7 +93,9 @@ void forget(Memory& memory, void* address) {
   if (address == nullptr) return;
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    memory.erase(address);
+    const auto it = memory.find(address);
+    if (&memory == &device_memory) count_allocated(-static_cast<int64_t>(it->second));
+    memory.erase(it);
   }
   std::free(address);
 }
@@ -177,14 +200,21 @@ void note(std::function<void()> again) {
   recorded[graph_being_captured].push_back(std::move(again));
 }
 
-// Suspends the capture for the operations inside of one that is recorded as a whole.
-class NotCapturing {
+// Suspends the capture, and counts, for the operations inside of one that is done as a whole.
+class Simulating {
  public:
-  NotCapturing() : before_(capturing) { capturing = 0; }
-  ~NotCapturing() { capturing = before_; }
+  Simulating() : capturing_before_(capturing), before_(is_simulating) {
+    capturing = 0;
+    is_simulating = true;
+  }
+  ~Simulating() {
+    capturing = capturing_before_;
+    is_simulating = before_;
+  }
 
  private:
-  int before_;
+  int capturing_before_;
+  bool before_;
 };
 
 Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
@@ -231,6 +261,7 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
     wait_for_device("copy from the host that is not asynchronous");
   }
   keep_contents(self);
+  count_crossing(source.is_cuda(), self.is_cuda(), source.nbytes());
   on_host(self).copy_(on_host(source));
   note([self, source] { on_host(self).copy_(on_host(source)); });
   return self;
@@ -238,6 +269,7 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
 
 at::Scalar local_scalar(const Tensor& self) {
   wait_for_device("item");
+  count_crossing(true, false, self.nbytes());
   return on_host(self).item();
 }
 
@@ -289,6 +321,7 @@ Tensor& set_whole_storage(Tensor& self, c10::Storage storage) {
 }
 
 Tensor copy_from(const Tensor& self, const Tensor& to, bool) {
+  count_crossing(self.is_cuda(), to.is_cuda(), self.nbytes());
   on_host(to).copy_(on_host(self));
   return to;
 }
@@ -394,13 +427,18 @@ void fallback(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
               "cuda:0 and cpu! (",
               name, ")");
   if (waits(name)) wait_for_device(name.c_str());
+  each_tensor(arguments, [&](const Tensor& tensor) {  // indices, which a GPU gets copied
+    if (on_device && tensor.defined() && tensor.is_cpu() && tensor.dim() > 0) {
+      count_crossing(false, true, tensor.nbytes());
+    }
+  });
   for (size_t i = 0; i < count && capturing != 0; ++i) {
     const auto* alias = operation.schema().arguments()[i].alias_info();
     if (alias == nullptr || !alias->isWrite()) continue;
     each_tensor({arguments[i]}, keep_contents);
   }
   {
-    const NotCapturing inside;
+    const Simulating inside;
     at::native::cpu_fallback(operation, stack);
   }
   if (capturing == 0) return;
@@ -472,6 +510,7 @@ EXPORTED const char* simulated_replay(int64_t graph, int64_t first, int64_t end)
   }
   try {
     const c10::InferenceMode mode;
+    const Simulating inside;
     for (const auto& call : calls) call();
   } catch (const std::exception& caught) {
     error = caught.what();
@@ -492,4 +531,9 @@ EXPORTED int simulated_unregister(const void* address) {
   const std::lock_guard<std::mutex> lock(mutex);
   return pinned_memory.erase(address) > 0 ? 0 : 713;  // cudaErrorHostMemoryNotRegistered
 }
+// Bytes copied to the device since the program began, or from it.
+EXPORTED int64_t simulated_crossed(int to_device) { return to_device ? sent : received; }
+// Bytes of tensors on the device, now or at most since `simulated_reset_peak`.
+EXPORTED int64_t simulated_memory(int most) { return most ? peak : allocated; }
+EXPORTED void simulated_reset_peak() { peak = allocated.load(); }
 EXPORTED int simulated_is_device(const void* address) { return is_in(device_memory, address); }

@@ -64,6 +64,9 @@ def install() -> None:
         ("register", None, [address, ctypes.c_size_t]),
         ("unregister", ctypes.c_int, [address]),
         ("is_device", ctypes.c_int, [address]),
+        ("crossed", number, [ctypes.c_int]),
+        ("memory", number, [ctypes.c_int]),
+        ("reset_peak", None, []),
     ):
         function = getattr(lib, f"simulated_{name}")
         function.restype, function.argtypes = result, arguments
@@ -74,6 +77,11 @@ def install() -> None:
     _replace_copies()
     _replace_dlpack()
     sys.meta_path.insert(0, _Kernels())
+
+
+def crossed() -> tuple[int, int]:
+    """Return how many bytes torch copied to the device so far, and from it."""
+    return lib.simulated_crossed(1), lib.simulated_crossed(0)
 
 
 # torch.cuda
@@ -263,7 +271,10 @@ def _replace_torch_cuda() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda device=None: (70 << 30, 80 << 30),
-        "memory_allocated": lambda device=None: 0,
+        "memory_allocated": lambda device=None: lib.simulated_memory(0),
+        "max_memory_allocated": lambda device=None: lib.simulated_memory(1),
+        "reset_peak_memory_stats": lambda device=None: lib.simulated_reset_peak(),
+        "graph_pool_handle": lambda: (0, 0),
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: _wait("synchronize"),
         "current_stream": lambda device=None: Stream(number=lib.simulated_stream()),

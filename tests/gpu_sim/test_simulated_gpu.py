@@ -13,14 +13,16 @@ import pytest
 from tests.helpers.gpu_programs import PYTEST, run_on_simulated_gpu
 
 TESTS = (
-    *(f"tests/gpu_sim/on_gpu_{name}.py" for name in ("refusals", "plane_cache")),
+    *(f"tests/gpu_sim/on_gpu_{name}.py" for name in ("refusals", "plane_cache", "engine", "llm")),
     *(f"tests/kernels/on_gpu_{name}.py" for name in ("steps", "swaps", "data_plane")),
     "-k",
 )
 TAKES_TIME = "not run_ahead and not go_on_beside"
 # On push one seed of each walk, and half of the ways to generate: the emulator is slow.
 ONCE = "not -1] and not -2] and not [1- and not [2- and not sampling and not assisted"
-ON_PUSH = f"{TAKES_TIME} and {ONCE} and not conversation"
+# Nor other processes, and one way each of the engine's.
+FEW = "not same_gpu and not only_gpu and not graphless and not one_by_one"
+ON_PUSH = f"{TAKES_TIME} and {ONCE} and {FEW} and not conversation"
 KERNELS = ("on_gpu", "test_cuda_plans", "test_cuda_splits", "test_oracle_blocks")
 NIGHTLY = {
     "all tests for a GPU": (*PYTEST, *TESTS, TAKES_TIME),

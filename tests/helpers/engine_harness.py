@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from control_plane.core import ControlPlane, CoreConfig
 from control_plane.observing import PoolObservation
 from data_plane import Executor
 from engine.models import loader
+from engine.models.captured import CapturedDecoder
 from engine.request import Delta, RequestOutput, SamplingParams
 from engine.running.core import EngineCore
 from engine.scheduling.scheduler import Scheduler
@@ -67,7 +68,9 @@ def save_model(config: PreTrainedConfig, folder: Path) -> Path:
 class Planes:
     """A registered pool."""
 
-    def __init__(self, layout: Layout, num_device_blocks: int, num_host_blocks: int) -> None:
+    def __init__(
+        self, layout: Layout, num_device_blocks: int, num_host_blocks: int, device: str = "cpu"
+    ) -> None:
         self.now_s = 0.0
         self.noticed: set[int] = set()  # sessions that have news
         self.layout = layout
@@ -76,6 +79,7 @@ class Planes:
             pool_id=POOL,
             num_device_blocks=num_device_blocks,
             num_host_blocks=num_host_blocks,
+            device=device,
             num_threads=1,
         )
         self.restart_control_plane(incarnation=1)
@@ -245,9 +249,15 @@ class Backend(EmbeddedBackend):
 
 
 @lru_cache(maxsize=4)
-def loaded(folder: Path, max_total_tokens: int) -> loader.LoadedModel:
+def loaded(folder: Path, max_total_tokens: int, device: str = "cpu") -> loader.LoadedModel:
     """Load a model, which no engine changes. What the probe does is tested in tests/models."""
-    return loader.load(folder, "float32", probe=False, max_total_tokens=max_total_tokens)
+    return loader.load(
+        folder,
+        "float32",
+        probe=False,
+        max_total_tokens=max_total_tokens,
+        device=torch.device(device),
+    )
 
 
 ENGINES: list[Engine] = []
@@ -268,6 +278,9 @@ class Engine:
     plans_ahead: bool = True
     max_plan_s: float = 0.0
     max_total_tokens: int = 0
+    device: str = "cpu"
+    graphs: bool = False
+    """Whether decode steps are captured, on a GPU."""
     shared_with: Engine | None = None
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     deltas: list[Delta] = field(default_factory=list)
@@ -281,7 +294,7 @@ class Engine:
         self.planes = (
             other.planes
             if other is not None
-            else Planes(layout, self.num_device_blocks, self.num_host_blocks)
+            else Planes(layout, self.num_device_blocks, self.num_host_blocks, self.device)
         )
         self.link = Link(self.planes)
         self.backend = Backend(self.planes)
@@ -291,8 +304,13 @@ class Engine:
             max_sequences=self.max_sequences,
         )
         self.backend.open(self.link.open(layout))
+        model = loaded(self.folder, self.max_total_tokens, self.device)
+        if self.graphs:
+            most = self.max_sequences, model.max_total_tokens
+            self.decoder = CapturedDecoder(model.model, self.backend, *most)
+            model = replace(model, decoder=self.decoder)
         self.core = EngineCore(
-            loaded(self.folder, self.max_total_tokens),
+            model,
             layout,
             self.link,  # type: ignore[arg-type]
             self.backend,  # type: ignore[arg-type]

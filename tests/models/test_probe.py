@@ -50,20 +50,10 @@ def state(model: PreTrainedModel) -> None:
     mlp.forward = lambda hidden: own(hidden + hidden.roll(1, 1) * (hidden.shape[1] > 1))
 
 
-def twice(model: PreTrainedModel) -> None:
-    layer = model.model.layers[2].self_attn
-    own = layer.forward
-    layer.forward = lambda *a, **k: (own(*a, **k), own(*a, **k))[1]
-
-
 def window(model: PreTrainedModel) -> None:
     """Asks for another window in the call than in the mask."""
     for layer in model.model.layers[::2]:
         layer.self_attn.sliding_window = 3
-
-
-def skipped(model: PreTrainedModel) -> None:
-    model.model.layers[3].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
 
 
 def fails(model: PreTrainedModel) -> None:
@@ -85,8 +75,6 @@ def nan(model: PreTrainedModel) -> None:
         ("llama", nan, "gives NaN or infinity with transformers' own attention"),
         ("llama", bias, "a part that kvplane's options do not express"),
         ("llama", state, "state besides keys and values"),
-        ("llama", twice, "layer 2 calls attention twice"),
-        ("llama", skipped, "layer 3 calls no attention"),
         ("llama", fails, "fails on two sequences in one row: AttributeError"),
         ("gemma3_text", window, "a part that kvplane's options do not express"),
     ],

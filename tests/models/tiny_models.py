@@ -96,6 +96,7 @@ _OF_TYPE: Final[dict[str, dict[str, Any]]] = {
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dory": {"initializer_range": 1.0, "n_input_layers": 1, "n_output_layers": 1},
     "falcon_h1": {"mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_ssm": 128},
     "gemma2": {"attn_logit_softcapping": 2.0},
     "gemma4": {"global_head_dim": 32},

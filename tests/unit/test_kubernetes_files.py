@@ -256,10 +256,10 @@ def test_callers_show_certificates_that_the_access_list_knows() -> None:
         assert secret == (plane if plane in PLANES else "engine")
         config = config_of("serving", plane)
         if plane in PLANES:
-            assert config.tls.client_ca and config.access_file and config.metrics_tls
+            assert config.tls_client_ca and config.access_file and config.metrics_tls
         if plane != "control-plane":
-            assert config.planes_tls and config.planes_ca
-            assert (config.planes_name, secret in callers) == ("kvplane", True)
+            assert config.tls and config.tls_ca
+            assert (config.tls_name, secret in callers) == ("kvplane", True)
     assert callers["engine"]["roles"] == ["engine", "router"]
     assert callers["data-plane"]["roles"] == ["plane"]
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import kvplane_kernels
 import torch
 
 from kvplane.errors import InvalidRequestError
@@ -32,13 +31,20 @@ class Machine:
 
 def this_machine() -> Machine:
     """Describe this machine. Needs no driver."""
+    import kvplane_kernels  # a model whose pool is elsewhere needs none
+
     has_kernels = kvplane_kernels.has_cuda_build()
+    num_gpus = kvplane_kernels.cuda_device_count() if has_kernels else 0
+    machine = machine_of_torch()
+    return Machine(has_kernels, machine.torch_has_cuda, machine.gpus[:num_gpus])
+
+
+def machine_of_torch() -> Machine:
+    """Describe this machine to a process that runs no kernels but torch's."""
     torch_has_cuda = torch.version.cuda is not None
-    num_gpus = 0
-    if has_kernels and torch_has_cuda and torch.cuda.is_available():
-        num_gpus = min(kvplane_kernels.cuda_device_count(), torch.cuda.device_count())
+    num_gpus = torch.cuda.device_count() if torch_has_cuda and torch.cuda.is_available() else 0
     gpus = tuple(torch.cuda.get_device_capability(i) for i in range(num_gpus))
-    return Machine(has_kernels, torch_has_cuda, gpus)
+    return Machine(True, torch_has_cuda, gpus)
 
 
 def choose_device(name: str, look: Callable[[], Machine]) -> torch.device:

@@ -222,7 +222,7 @@ class HttpMetrics:
         # Counters stay in this process: the folder PROMETHEUS_MULTIPROC_DIR is for servers of many
         # processes, and may be another's.
         values.ValueClass = values.MutexValue
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._metrics = {each: self._metric(each) for each in (BUILD, *declarations)}

@@ -16,15 +16,17 @@ _SMALL: Final = 50_000_000
 
 
 @contextlib.contextmanager
-def part_of(model: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, int]]:
+def part_of(
+    model: PreTrainedModel, *, is_whole: bool = False
+) -> Iterator[tuple[PreTrainedModel, int]]:
     """Yield the part of a model to probe, and its number of layers. A large model has only its
-    first layers inside the context. A small part in half precision is copied to float32, in which
-    differences are no rounding errors.
+    first layers inside the context, unless ``is_whole``. A small part in half precision is copied
+    to float32, in which differences are no rounding errors.
     """
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     layers = _layers(model, num_layers)
     whole = list(layers)
-    if whole and _num_parameters(model) > _SMALL:
+    if whole and not is_whole and _num_parameters(model) > _SMALL:
         num_layers = min(_num_distinct(whole), num_layers)
         del layers[num_layers:]
     try:

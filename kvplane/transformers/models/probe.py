@@ -40,21 +40,28 @@ Spans = Sequence[tuple[int, int, int]]
 
 def probe(model: PreTrainedModel, *, latent: bool = True) -> tuple[LayerGroup, ...]:
     """Return the layer groups with which the model's logits are right: those of its config or, if
-    these are wrong, those of its attention calls. ``latent``: see ``layer_groups``.
+    these are wrong, those of its attention calls. ``latent``: see ``layer_groups``. A model whose
+    layers don't call attention once each is run whole, and its calls are counted from then on.
 
     Raises InvalidRequestError for the field "model", saying in what way the model cannot be served.
     Its attention implementation is "kvplane" afterwards.
     """
     try:
         of_config = layer_shapes(model.config, latent=latent)
-        with part_of(model) as (part, num_layers):
-            return groups_of(_exact_shapes(part, num_layers, of_config))
+        if not attention.counts_calls(model):
+            try:
+                with part_of(model) as (part, num_layers):
+                    return groups_of(_exact_shapes(part, num_layers, of_config))
+            except attention.OtherCallsError:
+                attention.count_calls(model)
+        with part_of(model, is_whole=True) as (part, _):
+            return groups_of(_exact_shapes(part, None, of_config))
     finally:
         adapters.set_attention(model, attention.NAME)
 
 
 def _exact_shapes(
-    part: PreTrainedModel, num_layers: int, of_config: list[LayerShape]
+    part: PreTrainedModel, num_layers: int | None, of_config: list[LayerShape]
 ) -> list[LayerShape]:
     tokens = _tokens(part)
     adapters.set_attention(part, attention.NAME)
@@ -182,6 +189,8 @@ def refusals(model: PreTrainedModel, how: str = "on two sequences in one row") -
     """Convert errors of a model's own code, inside the context, to InvalidRequestError."""
     try:
         yield
+    except attention.OtherCallsError:
+        raise
     except KvplaneError as error:
         raise InvalidRequestError(f"{_type_of(model)}: {error.message}", field="model") from error
     except Exception as error:
@@ -195,13 +204,15 @@ def _type_of(model: PreTrainedModel) -> str:
 
 
 def _measure(
-    run: Callable[[attention.Step], object], num_layers: int, of_config: Sequence[LayerShape]
+    run: Callable[[attention.Step], object],
+    num_layers: int | None,
+    of_config: Sequence[LayerShape],
 ) -> list[LayerShape]:
     """Return the shape of each layer's attention call, which may differ from its config. ``run``
     makes a forward pass of the first ``num_layers``; a later layer has the shape measured for the
-    first layer with its shape in ``of_config``.
+    first layer with its shape in ``of_config``. None: of a whole model whose calls are counted.
 
-    Raises InvalidRequestError unless every layer that ran calls attention once.
+    Raises OtherCallsError unless every layer that ran calls attention once.
     """
     recorder = Recorder(of_config)
     run(recorder)
@@ -211,10 +222,12 @@ def _measure(
             "computes attention in its own code, not by transformers' AttentionInterface",
             field="model",
         )
+    if num_layers is None:
+        return [found[call] for call in sorted(found)]
     if missing := sorted(set(range(num_layers)) - set(found)):
-        raise InvalidRequestError(f"layer {missing[0]} calls no attention", field="model")
+        raise attention.OtherCallsError(f"layer {missing[0]} calls no attention", field="model")
     if unknown := sorted(set(found) - set(range(num_layers))):
-        raise InvalidRequestError(
+        raise attention.OtherCallsError(
             f"a layer calls attention as number {unknown[0]}, which its config does not have",
             field="model",
         )
@@ -243,7 +256,7 @@ class Recorder:
         options: AttentionOptions,
     ) -> torch.Tensor:
         if index in self.shapes:
-            raise InvalidRequestError(f"layer {index} calls attention twice", field="model")
+            raise attention.OtherCallsError(f"layer {index} calls attention twice", field="model")
         kind, value_size = KEYS_AND_VALUES, 0
         if value is None:
             kind, value_size = LATENT, self._of_config[index].value_head_size
