@@ -239,6 +239,16 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     ),
     (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
     (
+        rules.the_documents_are_short,
+        {
+            "docs/a.md": "\n" * 2_000,
+            "docs/models.md": "\n" * 151 + "## The census\n",
+            "docs/reference/b.md": "\n" * 3_000,
+            "docs/adr/c.md": "\n" * 450,
+        },
+        ["docs: 2151 lines"],
+    ),
+    (
         rules.kernels_include_no_torch,
         {"csrc/include/a.h": "#include <vector>\n#include <ATen/core/Tensor.h>\n"},
         ["csrc/include/a.h:2: #include <ATen/core/Tensor.h>"],

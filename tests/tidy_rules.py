@@ -23,6 +23,9 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 70
 MAX_LINE_CHARACTERS = 100
 MAX_README_LINES = 149
+# Pages for readers together, without the census of models, which is generated; decisions together.
+MAX_PAGE_LINES = 2_150
+MAX_DECISION_LINES = 450
 
 # Who may not import whom, by folder; the folder named last that a module is in counts.
 FORBIDDEN_IMPORTS = {
@@ -434,6 +437,18 @@ def the_readme_is_short(root: Path) -> list[str]:
     readme = root / "README.md"
     num_lines = readme.read_text().count("\n")
     return [f"README.md: {num_lines} lines"] if num_lines > MAX_README_LINES else []
+
+
+def the_documents_are_short(root: Path) -> list[str]:
+    bounds = {"docs": MAX_PAGE_LINES, "docs/adr": MAX_DECISION_LINES}
+    lines = {
+        folder: sum(
+            page.read_text().partition("## The census")[0].count("\n")
+            for page in (root / folder).glob("*.md")
+        )
+        for folder in bounds
+    }
+    return [f"{name}: {lines[name]} lines" for name, most in bounds.items() if lines[name] > most]
 
 
 def kernels_include_no_torch(root: Path) -> list[str]:
