@@ -1,4 +1,4 @@
-"""The programs of the tutorial do what it says, and ``examples/load.py`` runs."""
+"""The programs of the tutorial and of other pages do what these say; ``examples/load.py`` runs."""
 
 from __future__ import annotations
 
@@ -61,3 +61,15 @@ def test_the_example_of_a_load_prints_what_came_of_it(planes: Pair) -> None:
     done = run("examples.load", planes.control.address, *flags)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"[1-9]\d* requests, \d+ of \d+ .* cached, 0 sessions lost\n", done.stdout)
+
+
+def test_the_batch_of_the_page_of_serving_is_answered(planes: Pair) -> None:
+    (program,) = blocks("serving.md", "python", "From Python")
+    there = f'LLM("models/recall", control_plane="{planes.control.address}")'
+    assert printed(program.replace('LLM("models/recall")', there)) == "xyz;\n"
+
+
+def test_the_program_of_the_page_of_transformers_generates() -> None:
+    page = "Hugging Face models on kvplane"
+    program = f'folder = "{MODEL}"\n{blocks("transformers.md", "python", page)[0]}'
+    assert printed(f"{program}print(len(ids))\n") == "2\n"
