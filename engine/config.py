@@ -56,6 +56,13 @@ class BatchSettings(Settings):
     max_sequences: int = setting(
         64, unit="sequences", minimum=1, help="Most sequences that compute in one step."
     )
+    checkpoint_every_blocks: int = setting(
+        0,
+        unit="blocks",
+        minimum=0,
+        help="Of a model with running states, keep a checkpoint after every so many blocks of a"
+        " sequence, besides that at the end of its prompt; 0 keeps that one alone.",
+    )
     max_plan_s: float = setting(
         0.1,
         unit="s",

@@ -29,10 +29,11 @@ from .models import loader
 from .models.captured import CapturedDecoder
 from .models.compiled import CompiledDecoder
 from .models.loader import Message
-from .parallel.backends import backend_of, device_of
+from .parallel.backends import backend_of, captures_steps, device_of
 from .parallel.leader import ParallelBackend
 from .request import Delta, RequestOutput, SamplingParams
 from .running.core import EngineCore
+from .scheduling.checkpoints import CheckpointScheduler
 from .scheduling.loading import LoadingScheduler
 from .scheduling.scheduler import Scheduler
 from .stats import EngineStats
@@ -301,7 +302,7 @@ def _core(
 ) -> EngineCore:
     if config.data_plane == "remote":
         _check_batch(config.max_batch_tokens, layout, loaded.num_heads)
-    elif config.graphs and config.tensor_parallel == 1 and loaded.model.device.type == "cuda":
+    elif captures_steps(config, layout, loaded.model.device):
         own = cast("EmbeddedBackend", backend)
         most = config.max_sequences, loaded.max_total_tokens
         loaded = replace(loaded, decoder=CapturedDecoder(loaded.model, own, *most))
@@ -310,8 +311,10 @@ def _core(
         "max_batch_tokens": config.max_batch_tokens,
         "max_sequences": config.max_sequences,
     }
-    if link.has_file_tier:
-        scheduler: Scheduler = LoadingScheduler(link.begin_load, **settings)
+    if loaded.states is not None:
+        scheduler: Scheduler = CheckpointScheduler(config.checkpoint_every_blocks, **settings)
+    elif link.has_file_tier:
+        scheduler = LoadingScheduler(link.begin_load, **settings)
     else:
         scheduler = Scheduler(**settings)
     return EngineCore(
@@ -368,6 +371,11 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
         max_total_tokens=config.max_total_tokens,
         device=device if config.tensor_parallel == 1 else torch.device("cpu"),
     )
+    if loaded.states is not None and (config.compile or config.tensor_parallel > 1):
+        raise InvalidRequestError(
+            "is not served for a model with running states",
+            field="compile" if config.compile else "tensor_parallel",
+        )
     if device.type != "cpu":  # kernels of a CPU round otherwise: it finds nothing of a GPU's
         kinds = filter(None, (loaded.namespace, device.type))
         loaded = replace(loaded, namespace="-".join(kinds))

@@ -76,7 +76,7 @@ def _layout(argv: Sequence[str]) -> int:
     layout = make(groups=groups, latent=config.latent)
     print(json.dumps(asdict(layout), indent=1))
     takes = f"a token takes {layout.token_bytes:,} bytes"
-    if layout.latent_layers:
+    if layout.latent_layers and layout.state_group is None:
         expanded = make(latent=False, model_id=layout.model_id)
         takes += f" in latents, {expanded.token_bytes:,} in keys and values (--no-latent)"
     print(f"engine: {takes}", file=sys.stderr)

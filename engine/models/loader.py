@@ -25,7 +25,9 @@ from kvplane.transformers import absorbed, attention
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.positions import first_position
 from kvplane.transformers.models.probe import probe as run_probe
+from kvplane.transformers.models.probe import states_of, with_states
 from kvplane.transformers.models.rope import WHY, fix_frequencies, max_independent_tokens
+from kvplane.transformers.states import States
 
 from ..sampling.detokenizer import REPLACEMENT
 from . import baichuan
@@ -57,8 +59,9 @@ class LoadedModel:
     thread may use. ``longest_token``: most characters of a token. ``end_token_ids`` end a text.
     ``repetition_penalty``: from the model's generation config; 1 for none. ``max_total_tokens``:
     ``NO_LIMIT`` where the config has none; ``limit`` names it in errors. ``groups``: the layers'
-    caches, by the probe, or else by the config. ``namespace``: of its keys, which are separate
-    where RoPE has the frequencies of one length. ``decoder``: of compiled or captured steps.
+    caches, by the probe, or else by the config; ``states``: what layers keep besides keys and
+    values. ``namespace``: of its keys, which are separate where RoPE has the frequencies of one
+    length. ``decoder``: of compiled or captured steps.
     """
 
     model: PreTrainedModel
@@ -69,6 +72,7 @@ class LoadedModel:
     vocabulary_size: int
     max_total_tokens: int
     groups: tuple[LayerGroup, ...]
+    states: States | None
     limit: str
     namespace: str = ""
     repetition_penalty: float = 1.0
@@ -175,7 +179,9 @@ def load(
         _log.info("linear layers with packed weights num=%d", pack_linears(model))
     text_config = model.config.get_text_config(decoder=True)
     max_total_tokens, limit, namespace = _limit_context(model, text_config, max_total_tokens)
-    groups = run_probe(model, latent=latent) if probe else layer_groups(model.config, latent=latent)
+    of_config = layer_groups(model.config, latent=latent)
+    states = states_of(model)
+    groups = run_probe(model, latent=latent) if probe else with_states(of_config, states)
     adapters.set_attention(model, attention.NAME)
     has_tokenizer = any((folder / name).exists() for name in _TOKENIZER_FILES)
     tokenizer: Any = _load_tokenizer(folder, is_baichuan=is_baichuan) if has_tokenizer else None
@@ -188,6 +194,7 @@ def load(
         vocabulary_size=text_config.vocab_size,
         max_total_tokens=max_total_tokens,
         groups=groups,
+        states=states,
         limit=limit,
         namespace=namespace,
         repetition_penalty=getattr(model.generation_config, "repetition_penalty", None) or 1.0,

@@ -62,6 +62,14 @@ def device_of(config: EngineSettings, rank: int = 0) -> torch.device:
     return torch.device("cuda", first.index + rank * has_enough)
 
 
+def captures_steps(config: EngineSettings, layout: Layout, device: torch.device) -> bool:
+    """Return whether decode steps are captured as CUDA graphs where the pool is embedded: not of
+    several ranks, which are told of each step, nor of layers that keep states, in no fixed step.
+    """
+    is_plain = config.tensor_parallel == 1 and layout.state_group is None
+    return config.graphs and device.type == "cuda" and is_plain
+
+
 def group_of(config: EngineSettings, meeting: Path, rank: int = 0) -> RankGroup:
     """Join the ranks of an engine: see ``RankGroup``. Sums are by NCCL where each has a GPU."""
     devices = {device_of(config, each) for each in range(config.tensor_parallel)}
@@ -113,7 +121,7 @@ def _embedded(
             ),
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
-            graphs=config.graphs and config.tensor_parallel == 1,
+            graphs=captures_steps(config, layout, model.device),
         )
     return EmbeddedBackend(
         layout,

@@ -52,6 +52,7 @@ from ..scheduling.intents import Intent, Outcome, Span
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import EngineSequence, SequenceStatus
 from .beams import BeamRequest
+from .states import StateRunner
 
 MAX_FAILURES: Final = 5  # failures, with nothing computed between them, before the engine raises
 RETRY_DELAY_S: Final = 0.1
@@ -210,7 +211,9 @@ class EngineCore:
         self._backend = backend
         self._scheduler = scheduler
         self._max_sequences = scheduler.max_sequences
-        self._runner = Runner(loaded.model, loaded.decoder)
+        self._runner: Runner | StateRunner = Runner(loaded.model, loaded.decoder)
+        if loaded.states is not None:
+            self._runner = StateRunner(loaded.model, loaded.states, layout.block_size_tokens)
         self._recovery_timeout_s = recovery_timeout_s
         self._plans_ahead = plans_ahead
         self._max_plan_s = max_plan_s if backend.has_passes else 0.0

@@ -30,7 +30,8 @@ class Intent:
 
     An APPEND has for each of them ``num_slots``, the slots that it computes, and ``num_known``, the
     tokens that the control plane knows afterwards. ``in_passes``: each slot's token is sampled from
-    the slot before, so they are computed one after another.
+    the slot before, so they are computed one after another. ``kv_ids`` and ``checkpoints``: of
+    each, its id when it was asked for, and the position of the checkpoint that is kept, or 0.
     """
 
     kind: Kind
@@ -39,6 +40,8 @@ class Intent:
     num_slots: tuple[int, ...] = ()
     num_known: tuple[int, ...] = ()
     in_passes: bool = False
+    kv_ids: tuple[int, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
 
 Failures = dict[int, ItemFailure]
@@ -51,13 +54,21 @@ class Span:
     step.
 
     ``is_last``: it ends with the sequence's last known token, whose logits give the next one. No
-    token is taken for a sequence that ended after it was planned.
+    token is taken for a sequence that ended after it was planned. ``kv_id``: of the sequence when
+    it was planned. ``checkpoint_position``: where the plan keeps a checkpoint of it; 0 for none.
     """
 
     sequence: EngineSequence
     first_position: int
     num_tokens: int
     is_last: bool
+    kv_id: int = 0
+    checkpoint_position: int = 0
+
+    @property
+    def ends_at_checkpoint(self) -> bool:
+        """Whether the state after the span is kept."""
+        return self.checkpoint_position == self.first_position + self.num_tokens
 
 
 @dataclass(slots=True)

@@ -109,7 +109,7 @@ class _Queues:
         it.
         """
         kv_id, blocks = parent.kv_id, parent.num_blocks
-        sent, computed = parent.num_sent, parent.num_computed
+        sent, computed, state = parent.num_sent, parent.num_computed, parent.state
         self.running.remove(parent)
         parent.status = SequenceStatus.FINISHED
         alive = [s for s in sequences if not s.finish_reason]
@@ -120,6 +120,7 @@ class _Queues:
         for i, sequence in enumerate(alive):
             sequence.num_sent, sequence.num_computed, sequence.num_due = sent, computed, 0
             sequence.num_blocks = blocks
+            sequence.state = state if i == 0 or state is None else state.copy()
             if i == 0:
                 sequence.kv_id, sequence.status = kv_id, SequenceStatus.RUNNING
                 self.running.append(sequence)
@@ -155,6 +156,9 @@ class Scheduler(_Queues):
     """Decides which operations the next step has. ``max_batch_tokens``: tokens computed in a step;
     ``max_sequences``: sequences on the device tier.
     """
+
+    has_states = False
+    """Whether sequences have running states, which are not swapped, and begin after admission."""
 
     def __init__(
         self,
@@ -369,15 +373,34 @@ class Scheduler(_Queues):
         """
         kv_ids, sequences, num_slots = zip(*items, strict=True)
         new_tokens = [s.tokens[s.num_sent :] for s in sequences]
+        checkpoints = tuple(
+            self._checkpoint(s, num) for s, num in zip(sequences, num_slots, strict=True)
+        )
         operation = ops.append(
             kv_ids,
             chain.from_iterable(new_tokens),
             num_slots,
             first_positions=[s.num_computed for s in sequences],
             num_tokens=[len(tokens) for tokens in new_tokens],
+            checkpoint_positions=checkpoints if any(checkpoints) else 0,
         )
         num_known = tuple(len(s.tokens) for s in sequences)
-        return Intent(Kind.APPEND, operation, sequences, num_slots, num_known, in_passes)
+        return Intent(
+            Kind.APPEND,
+            operation,
+            sequences,
+            num_slots,
+            num_known,
+            in_passes,
+            kv_ids,
+            checkpoints,
+        )
+
+    def _checkpoint(self, sequence: EngineSequence, num_slots: int) -> int:
+        """Return where a plan of ``num_slots`` keeps a checkpoint of a sequence's state; 0 for
+        none.
+        """
+        return 0
 
     def _preempt(self) -> list[Intent]:
         """Return operations that swap out or free the sequences that go last."""
@@ -387,7 +410,7 @@ class Scheduler(_Queues):
         self._tight = True
         num_blocks = sum(s.num_blocks for s in victims)
         refused = any(s.kv_id in self._no_swap for s in victims)
-        if num_blocks <= self._room.num_host_blocks and not refused:
+        if num_blocks <= self._room.num_host_blocks and not refused and not self.has_states:
             swap = ops.swap([s.kv_id for s in victims], "host")
             return [Intent(Kind.SWAP_OUT, swap, tuple(victims))]
         self.stats.num_recompute_preemptions += len(victims)
@@ -451,7 +474,7 @@ class Scheduler(_Queues):
             if not is_head and not self._room.fits(num_blocks + num_running):
                 break
             sequence.kv_id = self._new_kv_id()
-            num_compute = min(budget, len(sequence.tokens))
+            num_compute = 0 if self.has_states else min(budget, len(sequence.tokens))
             budget -= num_compute
             admit = ops.admit(
                 sequence.kv_id,
@@ -521,7 +544,8 @@ class Scheduler(_Queues):
                 continue
             if failure is None:
                 num_slots = intent.num_slots[item]
-                self._compute(sequence, sequence.num_computed, num_slots, outcome)
+                ids = intent.kv_ids[item], intent.checkpoints[item]
+                self._compute(sequence, sequence.num_computed, num_slots, outcome, *ids)
                 sequence.num_sent = intent.num_known[item]
                 sequence.num_blocks = num_blocks[item]
             elif sequence.status is SequenceStatus.FINISHED:
@@ -575,7 +599,13 @@ class Scheduler(_Queues):
             self.stats.num_recompute_preemptions += 1
 
     def _compute(
-        self, sequence: EngineSequence, first: int, num_tokens: int, outcome: Outcome
+        self,
+        sequence: EngineSequence,
+        first: int,
+        num_tokens: int,
+        outcome: Outcome,
+        kv_id: int = 0,
+        checkpoint: int = 0,
     ) -> None:
         sequence.num_computed = first + num_tokens
         if num_tokens > 0:
@@ -584,7 +614,8 @@ class Scheduler(_Queues):
                 sequence.num_due = num_tokens * is_live
             else:
                 sequence.num_due = int(is_live and sequence.num_uncomputed == 0)
-            outcome.spans.append(Span(sequence, first, num_tokens, bool(sequence.num_due)))
+            is_due = bool(sequence.num_due)
+            outcome.spans.append(Span(sequence, first, num_tokens, is_due, kv_id, checkpoint))
 
     # Helpers.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -40,7 +40,8 @@ class SequenceStatus(Enum):
 @dataclass(slots=True, eq=False)
 class EngineSequence:
     """A continuation of a request's prompt, one of ``n``. ``kv_id``: its id at the control plane; 0
-    while it has no blocks. ``stream``: of its random numbers.
+    while it has no blocks. ``stream``: of its random numbers. ``state``: the model's running state
+    after the computed tokens, if it has one (``running.states``); None before it was computed.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class EngineSequence:
     finish_reason: str = ""
     logits: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    state: Any = None
 
     @property
     def params(self) -> SamplingParams:
@@ -152,6 +154,7 @@ class EngineSequence:
         """
         self.status = SequenceStatus.WAITING
         self.kv_id = self.num_sent = self.num_computed = self.num_due = self.num_blocks = 0
+        self.state = None
 
 
 def most_passes(running: Sequence[EngineSequence]) -> int:

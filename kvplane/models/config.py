@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
+
+_FLOAT: Final = "__float__"
 
 
 def require_folder(folder: Path) -> None:
@@ -27,7 +29,7 @@ def read_config(folder: Path) -> Any:
     require_folder(folder)
     path = folder / "config.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}", field="config") from error
     except ValueError as error:
@@ -45,6 +47,12 @@ def read_config(folder: Path) -> Any:
         raise InvalidRequestError(
             f"{path} is refused by transformers: {error}", field="config"
         ) from error
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """Return an infinity or NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
+    value = fields.get(_FLOAT)
+    return float(value) if len(fields) == 1 and isinstance(value, str) else fields
 
 
 def encode(text: str, folder: Path) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any, Final
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import FP8_BYTES, LATENT, LayerGroup, Layout
 from kvplane.models.config import read_config
-from kvplane.models.model_layers import layer_groups
+from kvplane.models.model_layers import has_states, layer_groups
 
 _NAME: Final = re.compile(
     r"layers\.(\d+)\.self_attn\."
@@ -77,6 +77,12 @@ def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
             "a file that 'kvplane layout' wrote",
             field="model",
         ) from error
+    if has_states(config):
+        raise InvalidRequestError(
+            "has running states, whose size its config does not tell: give --layout a file that "
+            "'kvplane layout --probe' wrote",
+            field="config.layer_types",
+        )
     return layer_groups(config, latent=latent)
 
 

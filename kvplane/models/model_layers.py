@@ -15,8 +15,11 @@ from typing import Any, Final
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import KEYS_AND_VALUES, LATENT, MAX_LATENT_SIZE, LayerGroup
 
-_SLIDING: Final = "sliding_attention"
-_ATTENTION: Final = ("full_attention", _SLIDING)
+_SLIDING: Final = ("sliding_attention", "hybrid_sliding")
+_ATTENTION: Final = ("full_attention", "hybrid", *_SLIDING)
+_STATE: Final = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
+_WITHOUT: Final = ("moe", "mlp")
+"""Layer types of transformers' caches. Hybrid layers have attention and a running state."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,7 +34,7 @@ class LayerShape:
 
 
 def layer_groups(config: Any, *, latent: bool = True) -> tuple[LayerGroup, ...]:
-    """Return the layer groups of a model with this config.
+    """Return the layer groups of a model with this config, without those of running states.
 
     ``latent``: layers with multi-head latent attention (MLA) keep their latents where the kernels
     serve the sizes; False for their keys and values. Raises InvalidRequestError naming the entry
@@ -40,11 +43,18 @@ def layer_groups(config: Any, *, latent: bool = True) -> tuple[LayerGroup, ...]:
     return groups_of(layer_shapes(config, latent=latent))
 
 
-def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
+def has_states(config: Any) -> bool:
+    """Return whether layers of the config keep a running state, whose size it does not tell."""
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return any(kind in _STATE for kind in types)
+
+
+def groups_of(shapes: Sequence[LayerShape | None]) -> tuple[LayerGroup, ...]:
     """Group layers ``i`` by their shapes ``shapes[i]``, in the order of groups' first layers."""
     groups: dict[LayerShape, list[int]] = defaultdict(list)
     for index, shape in enumerate(shapes):
-        groups[shape].append(index)
+        if shape is not None:
+            groups[shape].append(index)
     return tuple(
         LayerGroup(
             name=_name(shape, list(groups)),
@@ -59,23 +69,36 @@ def groups_of(shapes: Sequence[LayerShape]) -> tuple[LayerGroup, ...]:
     )
 
 
-def layer_shapes(config: Any, *, latent: bool = True) -> list[LayerShape]:
-    """Return the shape of each layer. ``latent`` and errors: see ``layer_groups``."""
+def layer_shapes(config: Any, *, latent: bool = True) -> list[LayerShape | None]:
+    """Return the shape of each layer's attention; None if it has none. ``latent`` and errors: see
+    ``layer_groups``.
+    """
     text = config.get_text_config(decoder=True)
     num_layers = _positive(text, "num_hidden_layers")
     types = getattr(text, "layer_types", None) or [None] * num_layers
     for index, kind in enumerate(types):
-        if kind is not None and kind not in _ATTENTION:
+        if kind is not None and kind not in (*_ATTENTION, *_STATE, *_WITHOUT):
             raise InvalidRequestError(
-                f"layer {index} is of type {kind!r}: only full and sliding attention keep nothing "
-                "but keys and values",
+                f"layer {index} is of type {kind!r}: only full and sliding attention and running "
+                "states are served",
                 field="config.layer_types",
             )
-    layers = list(text.per_layer_config)
-    shapes = [_shape(layer, kind) for layer, kind in zip(layers, types, strict=True)]
-    if not latent:
-        return shapes
-    return [_of_latents(layer, shape) for layer, shape in zip(layers, shapes, strict=True)]
+    if not any(kind is None or kind in _ATTENTION for kind in types):
+        raise InvalidRequestError(
+            "has no layer with attention, and a pool of running states alone is not served",
+            field="config.layer_types",
+        )
+    return [
+        _attention_shape(layer, kind, latent)
+        for layer, kind in zip(text.per_layer_config, types, strict=True)
+    ]
+
+
+def _attention_shape(layer: Any, kind: str | None, latent: bool) -> LayerShape | None:
+    if kind is not None and kind not in _ATTENTION:
+        return None
+    shape = _shape(layer, kind)
+    return _of_latents(layer, shape) if latent else shape
 
 
 def _of_latents(layer: Any, shape: LayerShape) -> LayerShape:
@@ -100,7 +123,7 @@ def _shape(layer: Any, kind: str | None) -> LayerShape:
         )
     head_size = _head_size(layer, num_heads)
     window = None
-    if kind in (None, _SLIDING):
+    if kind in (None, *_SLIDING):
         window = getattr(layer, "sliding_window", None)
     return LayerShape(
         num_kv_heads=num_kv_heads,

@@ -69,7 +69,8 @@ class Step(Protocol):
 @dataclass(slots=True)
 class Running:
     """State of a forward pass. ``num_layers``: calls of attention so far. ``is_direct``: whether
-    the step takes transformers' shapes and computes all tokens. ``counts_calls``: see the function.
+    the step takes transformers' shapes and computes all tokens. ``counts_calls`` and
+    ``noted_layer``: see the functions that set them.
     """
 
     step: Step
@@ -78,6 +79,7 @@ class Running:
     counts_calls: bool = False
     num_layers: int = 0
     last_layer: int = -1
+    noted_layer: int | None = None
 
 
 _RUNNING: ContextVar[Running] = ContextVar("kvplane_running_step")
@@ -102,6 +104,15 @@ def running(
     finally:
         _RUNNING.reset(token)
         absorbed.keep_latents(model, frozenset())
+
+
+def note_layer(index: int) -> None:
+    """Say that the next call of attention is that of layer ``index``. Its module may serve several
+    layers, as in Zamba2, and have no index of its own.
+    """
+    running = _RUNNING.get(None)
+    if running is not None:
+        running.noted_layer = index
 
 
 def count_calls(model: PreTrainedModel) -> None:
@@ -257,6 +268,8 @@ def _compute(
             " attention",
             field="cache",
         )
+    if running.noted_layer is not None:
+        layer, running.noted_layer = running.noted_layer, None
     if running.counts_calls:
         layer = running.num_layers
     if layer == running.last_layer:

@@ -11,6 +11,14 @@ model's column is the position ``column - num_padding`` in a row's sequence.
 
     columns       0       num_padding              num_columns
     row           | padding | positions 0, 1, 2 ... | the next forward pass
+
+Where the model has running states (``states``), these lie in cache layers of transformers' own, and
+the pool has checkpoints of them. A pass over a prompt is then made in two: the hook runs the model
+up to the end of the last block, and stores a checkpoint; the columns after it are left to the pass
+that was asked for. No checkpoint is taken where blocks of the rows end at different columns, since
+their padding differs by other than whole blocks. A row continues from a checkpoint only if all rows
+do so from one column: no row then has padding after it. Otherwise the hits are cut to the first
+row's column and looked up again, and without a common one all rows are computed from the beginning.
 """
 
 from __future__ import annotations
@@ -25,60 +33,27 @@ from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvplane import ops
-from kvplane.errors import InvalidRequestError, KvplaneError
+from kvplane.errors import InvalidRequestError
 from kvplane.results import OperationResult, PoolInfo
 from kvplane.session import Session
 from kvplane.transformers import attention
-from kvplane.transformers.inputs import inputs_of, wants_all_columns
+from kvplane.transformers.columns import ColumnLayer, Extent
+from kvplane.transformers.inputs import Inputs, first_columns, inputs_of, wants_all_columns
 from kvplane.transformers.model_state import weights_changed
 from kvplane.transformers.models.positions import give_positions
 from kvplane.transformers.planes import Planes, PlaneSettings, check_length, planes_of
+from kvplane.transformers.states import cache_layers
 
 attention.register()
 
 _FIELD: Final = "cache"
-
-
-class _Extent:
-    """The number of columns that the model has seen so far."""
-
-    num_columns = 0
-
-
-class _ColumnLayer(CacheLayerMixin):
-    """A cache layer as transformers sees it: a number of columns, the same for all layers."""
-
-    is_croppable = True
-
-    def __init__(self, extent: _Extent) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._extent = extent
-        self.is_initialized = True
-        self.keys = self.values = torch.empty(0)  # Mllama asks how many it has
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing, because there is nothing to allocate."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys and values as they are: see ``PlaneCache.update``."""
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of all columns, and the first one's index, 0."""
-        return self._extent.num_columns + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of columns so far."""
-        return self._extent.num_columns
-
-    def get_max_length(self) -> int:
-        """Return -1, which means that the layer itself has no limit."""
-        return -1
+_NO_CROP: Final = (
+    "holds running states, from which no token can be taken back: generate without an assistant "
+    "model and without prompt_lookup_num_tokens"
+)
 
 
 class PlaneCache(Cache):
@@ -99,8 +74,9 @@ class PlaneCache(Cache):
         self._model = weakref.ref(model)
         self._settings = settings
         self._planes = planes_of(model, PlaneSettings(**settings))
-        self._extent = _Extent()
-        super().__init__(layers=[_ColumnLayer(self._extent)] * self._planes.num_layers)
+        self._extent = Extent()
+        self._states = self._planes.states
+        super().__init__(layers=self._new_layers(model))
         self._rows: list[_Row] = []
         self._pending: list[ops.Operation] = []  # for the next step
         self._held = _Held(self._planes)
@@ -113,6 +89,11 @@ class PlaneCache(Cache):
         if _before_forward not in model._forward_pre_hooks.values():
             model.register_forward_pre_hook(_before_forward, with_kwargs=True)
             model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+
+    def _new_layers(self, model: PreTrainedModel) -> list[Any]:
+        if self._states is None:
+            return [ColumnLayer(self._extent)] * self._planes.num_layers
+        return cache_layers(model.config, self._extent)
 
     def close(self) -> None:
         """Free the sequences. The cache cannot be used afterwards; harmless when called again."""
@@ -160,6 +141,9 @@ class PlaneCache(Cache):
                 replace(row, sequence_id=i) for row, i in zip(self._rows, ids, strict=True)
             ]
             copy._extent.num_columns = self._extent.num_columns
+            if self._states is not None:
+                pages = self._states.read(self.layers)
+                self._states.write(copy.layers, pages, model.device)
         return copy
 
     # Called by transformers.
@@ -175,6 +159,8 @@ class PlaneCache(Cache):
         """Return the new keys and values as they are: attention writes them."""
         if self._forward is None:
             raise InvalidRequestError("was made for another model", field=_FIELD)
+        if self._states is not None:
+            attention.note_layer(layer_idx)
         return key_states, value_states
 
     def reset(self) -> None:
@@ -182,10 +168,20 @@ class PlaneCache(Cache):
         self._end_forward()
         self._rows, self._pending, self._extent.num_columns = [], [], 0
         self._held.free()
+        model = self._model()
+        if self._states is not None and model is not None:
+            self.layers = self._new_layers(model)
+
+    def activate_past_recording(self) -> None:
+        """Refuse to record states, as transformers does in order to crop them."""
+        if self._states is not None:
+            raise InvalidRequestError(_NO_CROP, field=_FIELD)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last ``-tokens_to_remove`` columns, which hold rejected tokens."""
         num = -tokens_to_remove
+        if num and self._states is not None:
+            raise InvalidRequestError(_NO_CROP, field=_FIELD)
         if num < 0 or any(row.num_tokens <= num for row in self._rows):
             raise InvalidRequestError(
                 "must be negative, the number of columns to drop, and leave a token in each row",
@@ -238,7 +234,11 @@ class PlaneCache(Cache):
         block_size = self._planes.block_size_tokens
         try:
             check_length(module, stop - min(padding))
-            if self._rows:
+            if self._states is not None:
+                last = 0 if wants_all or inputs.names else kwargs.get("logits_to_keep")
+                columns = _Columns(first, stop, last if isinstance(last, int) else 0, padding)
+                computed = self._begin_rows(module, kwargs, inputs, columns, positions)
+            elif self._rows:
                 lengths = [row.num_tokens for row in self._rows]
                 self._append(inputs.keys([0] * len(ids), lengths, block_size))
                 computed = [first] * len(ids)
@@ -247,18 +247,24 @@ class PlaneCache(Cache):
                 # Columns whose logits are wanted have to be computed.
                 last = 0 if wants_all else kwargs.get("logits_to_keep")
                 computed = self._admit(keys, padding, last if isinstance(last, int) else 0)
-        except KvplaneError:
+        except BaseException:
             self.reset()
             raise
         start = first + inputs.leave_out(kwargs, min(computed) - first)
-        tokens = _computed_tokens(computed, start, stop, ids.device)
+        self._enter(module, computed, start, stop)
+        kwargs["position_ids"] = positions[:, start - first :]
+        give_positions(module, kwargs["position_ids"])
+        return kwargs
+
+    def _enter(
+        self, module: PreTrainedModel, computed: Sequence[int], start: int, stop: int
+    ) -> None:
+        """Have the plan compute columns [start, stop), of each row those from ``computed`` on."""
+        tokens = _computed_tokens(computed, start, stop, module.device)
         self._forward = ExitStack()
         running = attention.running(self._planes.backend, module, tokens)
         self._running = self._forward.enter_context(running)
         self._extent.num_columns, self._num_columns_after = start, stop
-        kwargs["position_ids"] = positions[:, start - first :]
-        give_positions(module, kwargs["position_ids"])
-        return kwargs
 
     def _after(self, *, failed: bool) -> None:
         if self._forward is None:  # it did not begin
@@ -345,21 +351,120 @@ class PlaneCache(Cache):
         self._begin([ops.append(sequence_id, new, num_slots, first_positions=cached)])
         return cached
 
-    def _append(self, ids: list[list[int]]) -> None:
+    def _begin_rows(
+        self,
+        module: PreTrainedModel,
+        kwargs: dict[str, Any],
+        inputs: Inputs,
+        columns: _Columns,
+        positions: torch.Tensor,
+    ) -> list[int]:
+        """Start the plan of a pass of a model with running states, after a pass up to the columns'
+        checkpoint, if they have one. Returns the first column of each row that is left to compute.
+        """
+        block_size, cached = self._planes.block_size_tokens, [0]
+        if self._rows:
+            lengths = [row.num_tokens for row in self._rows]
+            tokens = inputs.keys([0] * len(lengths), lengths, block_size)
+            computed = [columns.first] * len(lengths)
+        else:
+            tokens = inputs.keys(columns.padding, [0] * len(columns.padding), block_size)
+            tokens = self._admit_at_one_column(tokens, columns)
+            cached = self.num_cached_tokens
+            computed = [skip + n for skip, n in zip(columns.padding, cached, strict=True)]
+        start, checkpoint = min(computed), columns.checkpoint(min(computed), block_size)
+        if checkpoint:
+            before = dict(kwargs)
+            inputs.leave_out(before, start - columns.first)
+            before = first_columns(before, checkpoint - start)
+            before["position_ids"] = positions[
+                :, start - columns.first : checkpoint - columns.first
+            ]
+            if before.get("attention_mask") is not None:
+                before["attention_mask"] = before["attention_mask"][:, :checkpoint]
+            ends = [checkpoint - skip for skip in columns.padding]
+            self._append(tokens, ends, keep=True)
+            self._restore(cached)
+            self._enter(module, computed, start, checkpoint)
+            give_positions(module, before["position_ids"])
+            with torch.no_grad():
+                module.forward(**before)  # without hooks: they are for the pass that was asked for
+            self._store(ends)
+            self._after(failed=False)
+            tokens, computed, cached = [[] for _ in ends], [checkpoint] * len(ends), [0]
+        self._append(tokens, [columns.stop - skip for skip in columns.padding])
+        self._restore(cached)
+        return computed
+
+    def _admit_at_one_column(self, rows: list[list[int]], columns: _Columns) -> list[list[int]]:
+        """Admit new rows, all of which continue from checkpoints at one column, or all from none.
+        Returns the tokens of each that are still to be appended.
+        """
+        padding, bound = columns.padding, columns.stop - columns.last + 1
+        while True:
+            is_new = columns.last == 0 or bound <= max(padding) + 1
+            ids = self._planes.new_ids(len(rows))
+            self._held.ids.update(ids)
+            known = [len(t) if is_new else bound - n for t, n in zip(rows, padding, strict=True)]
+            admits = [
+                ops.admit(i, t[:n], num_compute_tokens=0, skip_prefix_lookup=is_new)
+                for i, t, n in zip(ids, rows, known, strict=True)
+            ]
+            results = self._begin([*self._pending, *admits])[1][-len(rows) :]
+            self._planes.finish()
+            cached = [result.admit.num_cached_tokens for result in results]
+            starts = [n + skip for n, skip in zip(cached, padding, strict=True)]
+            if not any(cached) or len(set(starts)) == 1:
+                break
+            self._pending, bound = [ops.free(list(ids))], min(starts) + 1
+        self._pending, self._held.ids = [], set(ids)
+        self.num_cached_tokens = cached
+        self._rows = [_Row(i, skip, n) for i, skip, n in zip(ids, padding, cached, strict=True)]
+        return [t[n:] for t, n in zip(rows, known, strict=True)]
+
+    def _restore(self, cached: Sequence[int]) -> None:
+        """Continue the rows' states from their checkpoints after ``cached`` tokens, if any."""
+        model = self._model()
+        if self._states is not None and model is not None and any(cached):
+            pages = self._planes.backend.read_states(*self._checkpoints(cached))
+            self._states.write(self.layers, pages, model.device)
+
+    def _store(self, positions: Sequence[int]) -> None:
+        """Store the rows' states as their checkpoints after ``positions`` tokens."""
+        if self._states is not None:
+            pages = self._states.read(self.layers)
+            self._planes.backend.write_states(*self._checkpoints(positions), pages.cpu())
+
+    def _checkpoints(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return each row's sequence, and the entry of its checkpoint in that one's table."""
+        size = self._planes.block_size_tokens
+        return [row.sequence_id for row in self._rows], [n // size - 1 for n in positions]
+
+    def _append(
+        self, ids: list[list[int]], ends: Sequence[int] | None = None, *, keep: bool = False
+    ) -> None:
+        """Append tokens to each row, and compute them, or up to position ``ends[i]``. ``keep``:
+        whether a checkpoint is kept there.
+        """
         sequence_ids = [row.sequence_id for row in self._rows]
         num_each = [len(tokens) for tokens in ids]
+        lengths = [row.num_tokens for row in self._rows]
+        num_slots = num_each
+        if ends is not None:
+            num_slots = [end - n for end, n in zip(ends, lengths, strict=True)]
         append = ops.append(
             sequence_ids,
             [token for tokens in ids for token in tokens],
-            num_each,
-            first_positions=[row.num_tokens for row in self._rows],
+            num_slots,
+            first_positions=lengths,
             num_tokens=num_each,
+            checkpoint_positions=ends if keep and ends is not None else 0,
         )
         self._begin([*self._pending, append])
         self._was_changed()
         self._rows = [
-            replace(row, num_tokens=row.num_tokens + len(tokens))
-            for row, tokens in zip(self._rows, ids, strict=True)
+            replace(row, num_tokens=row.num_tokens + n)
+            for row, n in zip(self._rows, num_slots, strict=True)
         ]
 
     def _begin(self, operations: list[ops.Operation]) -> tuple[Session, list[OperationResult]]:
@@ -404,6 +509,9 @@ class PlaneCache(Cache):
             self._pending.append(ops.free(unused))
         self._held.ids.update(children)
         self._rows = rows
+        for layer in self.layers if self._states is not None else ():
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                LinearAttentionCacheLayerMixin.reorder_cache(layer, torch.LongTensor(indices))
 
 
 class _Held:
@@ -459,6 +567,29 @@ def _cache_in(kwargs: dict[str, Any]) -> PlaneCache | None:
     model with code of its own, calls the argument.
     """
     return next((value for value in kwargs.values() if isinstance(value, PlaneCache)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Columns [first, stop) of a pass. ``last``: number of last ones whose logits are wanted, 0 for
+    all; ``padding``: columns of padding in each row.
+    """
+
+    first: int
+    stop: int
+    last: int
+    padding: list[int]
+
+    def checkpoint(self, start: int, block_size: int) -> int:
+        """Return the last column, after ``start`` and before those whose logits are wanted, at
+        which blocks of all rows end; 0 if there is none.
+        """
+        skip = self.padding[0] % block_size
+        column = self.stop - self.last
+        column -= (column - skip) % block_size
+        is_common = all(each % block_size == skip for each in self.padding)
+        is_inside = self.last > 0 and column > max(start, *self.padding)
+        return column if is_common and is_inside else 0
 
 
 @dataclass(frozen=True, slots=True)

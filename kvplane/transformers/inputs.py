@@ -89,6 +89,16 @@ class Inputs:
         return num_columns
 
 
+def first_columns(kwargs: Mapping[str, Any], num_columns: int) -> dict[str, Any]:
+    """Return the arguments of a pass over the first ``num_columns`` alone, without media."""
+    cut = {
+        name: kwargs[name][:, :num_columns]
+        for name in ("input_ids", *_TYPES)
+        if kwargs.get(name) is not None
+    }
+    return {**kwargs, **cut}
+
+
 def inputs_of(model: PreTrainedModel, ids: torch.Tensor, kwargs: Mapping[str, Any]) -> Inputs:
     """Collect what a pass's keys and values depend on. ``ids``: int64 [num_rows, num_columns].
     Raises InvalidRequestError for types too large for an id, for arguments that are not tensors,

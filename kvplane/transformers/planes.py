@@ -43,7 +43,7 @@ from kvplane.sync.loop_thread import LoopThread
 from kvplane.transformers import attention
 from kvplane.transformers.model_state import last_changes, namespace_of
 from kvplane.transformers.models import adapters
-from kvplane.transformers.models.probe import probe
+from kvplane.transformers.models.probe import probe, states_of, with_states
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
 from kvplane.transport.tls import Tls
 
@@ -124,6 +124,7 @@ class Planes:
                 self._layout = _layout_in(pool, model, settings)
             self._namespace = self._wanted_namespace = self._changes = ""
             self._shapes = layer_shapes(model.config, latent=False)
+            self.states = states_of(model)
             self.follow(model)
             self._open_session()
             closing.callback(self._is_closed.set)
@@ -344,8 +345,9 @@ def _prepare(model: PreTrainedModel, wants_probe: bool, *, latent: bool) -> tupl
         with torch.compiler.set_stance("force_eager"):  # a compiled model runs as it is written
             if wants_probe and of_config not in probed:
                 probed[of_config] = probe(model, latent=latent)
+            states = states_of(model)
             _MAX_TOKENS[model] = max_independent_tokens(model)
-        return probed.get(of_config, of_config)
+        return probed.get(of_config) or with_states(of_config, states)
     finally:
         is_adapted = adapters.is_adapted(model)
         adapters.set_attention(model, attention.NAME if is_adapted else before)
@@ -425,7 +427,7 @@ def _layout_in(pool: Layout, model: PreTrainedModel, settings: PlaneSettings) ->
             raise InvalidRequestError(
                 "must be given: the model was not loaded from a folder", field="model_id"
             )
-        model_id = layout_from_hf(folder).model_id
+        model_id = layout_from_hf(folder, groups=groups).model_id
     own = replace(pool, model_id=model_id, dtype=_dtype_of(model), groups=groups)
     return own.with_scales_of(pool)
 

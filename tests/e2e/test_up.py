@@ -32,8 +32,9 @@ def up(environ: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(COMMAND, cwd=ROOT, env=environ, stdout=pipe, stderr=pipe, text=True)
     with process:
         try:
-            assert process.stdout is not None
-            assert any("Ctrl-C" in line for line in process.stdout)
+            assert process.stdout is not None and process.stderr is not None
+            is_up = any("Ctrl-C" in line for line in process.stdout)
+            assert is_up, process.stderr.read()
             yield process
         finally:
             process.terminate()

@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import KvplaneError
-from kvplane.layout import LayerGroup
+from kvplane.layout import STATE, LayerGroup
 from kvplane.models.model_layers import layer_groups
 from kvplane.runtime.probe_planes import ProbePlanes
 from kvplane.transformers import attention
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.packed import packed_logits
-from kvplane.transformers.models.probe import probe
+from kvplane.transformers.models.probe import probe, states_of
+from kvplane.transformers.states import StateCache, States
 from tests.models.tiny_models import TYPES, VOCABULARY, tiny_model
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -47,6 +48,28 @@ _MATTERS: Final = 0.05
 _DIFFERS: Final = "other logits"
 _TIME_LIMIT_S: Final = 120
 _MEMORY_BYTES: Final = 12 << 30
+
+
+_WHY: Final = {
+    "blt": "several transformers, over bytes and over patches of them",
+    "cpmant": "adds biases of relative positions to its scores",
+    "doge": "a learned gate chooses the keys of each token",
+    "gemma4_assistant": "a draft model, which attends to another model's keys",
+    "gemma4_unified_assistant": "a draft model, which attends to another model's keys",
+    "llama4": "a token sees its chunk alone, which no window expresses",
+    "llama4_text": "a token sees its chunk alone, which no window expresses",
+    "musicgen": "several codebooks have a token at each position",
+    "musicgen_melody": "several codebooks have a token at each position",
+    "openai-gpt": "takes no cache",
+    "prophetnet": "adds biases of relative positions to its scores",
+    "reformer": "attention by hashes and within chunks",
+    "roformer": "applies rotary positions inside of its own attention",
+    "rwkv": "no attention",
+    "xlm": "sees tokens in both directions, unless its config is causal",
+    "xlnet": "takes no cache",
+    "xlstm": "no attention",
+}
+"""Why a type cannot be served, where the error's text, which follows, does not tell it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +133,11 @@ def examine(model_type: str) -> Row:
         groups = probe(model)
     except KvplaneError as error:
         where = f"{error.field} " if error.message.startswith("must") else ""
-        return Row(model_type, REFUSED, _plain(f"{where}{error.message}"))
+        reason = _plain(f"{where}{error.message}")
+        why = _WHY.get(model_type)
+        return Row(model_type, REFUSED, f"{why} ({reason})" if why else reason)
     needs = check_exact(model, groups)
+    groups = tuple(group for group in groups if group.cache_kind != STATE)
     if "latents" in needs:  # their keys and values can be kept instead
         check_exact(model, probe(model, latent=False))
     if len(groups) > 1:
@@ -130,6 +156,7 @@ def check_exact(model: PreTrainedModel, groups: Sequence[LayerGroup]) -> list[st
     generator = torch.Generator().manual_seed(7)
     tokens = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in _LENGTHS]
     wanted = _eager(model, tokens)
+    groups = [group for group in groups if group.cache_kind != STATE]
     observer = Observer(ProbePlanes(groups, "float32", _LENGTHS))
     off = float((_through(model, tokens, observer) - wanted).abs().max() / wanted.std())
     assert off <= _TOLERANCE, f"{model.config.model_type}: logits are {off:.2g} deviations off"
@@ -151,7 +178,11 @@ def _eager(model: PreTrainedModel, tokens: Sequence[list[int]]) -> torch.Tensor:
 def _through(
     model: PreTrainedModel, tokens: Sequence[list[int]], observer: Observer
 ) -> torch.Tensor:
+    states = states_of(model)
     adapters.set_attention(model, attention.NAME)
+    if states is not None:
+        observer.needs["running states"] = None
+        return _through_states(model, tokens, observer, states)
     rows = []
     for spans in _PASSES:
         observer.planes.begin(spans)
@@ -161,9 +192,30 @@ def _through(
     return torch.cat(rows)
 
 
+@torch.inference_mode()
+def _through_states(
+    model: PreTrainedModel, tokens: Sequence[list[int]], observer: Observer, states: States
+) -> torch.Tensor:
+    """Each span in a row of its own, which continues from the pages of the one before."""
+    logits, pages = [], dict[int, torch.Tensor]()
+    for i, first, n in (span for spans in _PASSES for span in spans):
+        cache = StateCache(model, states)
+        if first:
+            cache.restore(pages[i])
+        observer.planes.begin([(i, first, n)])
+        ids = torch.tensor([tokens[i][first : first + n]])
+        positions = torch.arange(first, first + n)[None]
+        with attention.running(observer, model):
+            output = model(ids, position_ids=positions, cache=cache, use_cache=True)
+        logits.append(output.logits[0].float())
+        pages[i] = cache.pages()
+    return torch.cat(logits)
+
+
 def _plain(reason: str) -> str:
-    """Without the type's name, and figures of the comparison, which differ by machine."""
+    """Without the type's name, that of a layer's type, and figures, which differ by machine."""
     reason = re.sub("^a model of type '[^']*':? ", "", reason)
+    reason = re.sub(r"^layer \d+ is of type '[^']*'", "a layer is of another type", reason)
     reason = re.sub(r" \([^()]* off, [^()]* allowed\)", "", reason).strip().replace("\n", " ")
     return reason.replace("gives other logits through kvplane than through transformers", _DIFFERS)
 

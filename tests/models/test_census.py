@@ -21,10 +21,11 @@ from tests.models import census
 from tests.models.tiny_models import TYPES, tiny_model
 
 FAMILIES = (
-    "bert", "bloom", "cohere2", "cpmant", "deepseek_v3", "diffllama", "falcon", "gemma2",
-    "gemma3_text", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj", "llama",
-    "llama4_text", "mamba", "mbart", "mimo_v2_flash", "minicpm3", "mixtral", "mpt", "opt", "phi3",
-    "qwen3_next", "roberta", "stablelm",
+    "bert", "bloom", "cohere2", "cpmant", "deepseek_v3", "diffllama", "falcon", "falcon_h1",
+    "gemma2", "gemma3_text", "gemma4_text", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_oss", "gptj",
+    "jamba", "lfm2", "llama", "llama4_text", "mamba", "mbart", "mimo_v2_flash", "minicpm3",
+    "minimax", "mixtral", "mpt", "nemotron_h", "opt", "phi3", "qwen3_next", "roberta", "stablelm",
+    "zamba2",
 )  # fmt: skip
 """Examined on each push: one of each way to attend, and of each reason to refuse; at night all are.
 """

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,12 @@ from tests.helpers.plane_cache_checks import (
     BLOCK_SIZE,
     CHECKS,
     Check,
+    beams,
+    block_edges,
+    conversation,
     greedy_with_padding,
+    rows_with_hits,
+    sampling,
 )
 from tests.models import census
 
@@ -31,6 +37,12 @@ FAMILIES = (
     "mistral", "mixtral", "olmo3", "opt", "phi3", "qwen3",
 )  # fmt: skip
 ADAPTED = ("bloom", "falcon", "mpt")
+HYBRIDS = (
+    "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_next",
+    "zamba2",
+)  # fmt: skip
+"""With running states: jamba and minimax are refused."""
+HYBRID_CHECKS = (greedy_with_padding, block_edges, rows_with_hits, beams, sampling, conversation)
 WHOLE = ("bloom", "deepseek_v3", "gemma3_text", "gpt_oss", "llama")
 """Checked in all ways on each push, the others in one."""
 CASES = [
@@ -42,6 +54,15 @@ CASES = [
     )
     for family in (*FAMILIES, *ADAPTED)
     for check in CHECKS
+] + [
+    pytest.param(
+        family,
+        check,
+        id=f"{family}-{check.__name__}",
+        marks=() if family == "qwen3_next" or check is block_edges else pytest.mark.nightly,
+    )
+    for family in HYBRIDS
+    for check in HYBRID_CHECKS
 ]
 
 
@@ -65,7 +86,10 @@ def test_an_embedded_pool_gives_what_eager_attention_gives(
     [
         ("doge", "a token sees all positions"),
         ("cpmant", "in its own code"),
-        ("mamba", "only full and sliding attention"),
+        ("jamba", "passes of several tokens do not continue its running states"),
+        ("llama4_text", "only full and sliding attention"),
+        ("mamba", "no layer with attention"),
+        ("minimax", "uses cache of its own"),
     ],
 )
 def test_a_family_that_is_not_served_is_refused_when_the_cache_is_made(
@@ -99,9 +123,11 @@ def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
 
 # The engine.
 
-ENGINES_ON_PUSH = ("bloom", "deepseek_v3", "gemma4_text", "gpt_oss", "mimo_v2_flash")
-"""Between them: ALiBi, latents, windows, two head sizes, sinks, and KV heads that the config does
-not tell.
+ENGINES_ON_PUSH = (
+    "bloom", "deepseek_v3", "falcon_h1", "gemma4_text", "gpt_oss", "mimo_v2_flash", "nemotron_h",
+)  # fmt: skip
+"""Between them: ALiBi, latents, windows, two head sizes, sinks, KV heads that the config does not
+tell, layers with attention and a running state, and layers with neither.
 """
 EXACT = [name for name, row in census.documented().items() if row.verdict == census.EXACT]
 PROMPTS_TOKENS = (50, 3, 50, 21)
@@ -146,3 +172,37 @@ def test_every_exact_family_over_planes(
     model_type: str, tmp_path: Path, control_plane: str
 ) -> None:
     check_engine(model_type, tmp_path / model_type, control_plane)
+
+
+@pytest.mark.parametrize("every_blocks", [0, 1])
+def test_running_states_are_right_when_preempted_and_forked(
+    every_blocks: int, tmp_path: Path, control_plane: str
+) -> None:
+    """In a pool with room for two of six sequences: also of several answers, and of beams."""
+    save_tiny("qwen3_next", tmp_path)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCABULARY, (1, n), generator=generator) for n in (50, 3, 50, 21)]
+    how: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "record_logits": True}
+    params = [SamplingParams(**how), SamplingParams(**how, n=2, temperature=1.0, seed=3)] * 2
+    with LLM(
+        tmp_path, control_plane=control_plane, data_plane="embedded", pool_id=f"q{every_blocks}",
+        num_device_blocks=14, num_host_blocks=8, block_size_tokens=8, max_batch_tokens=24,
+        num_threads=1, timeout_s=60.0, checkpoint_every_blocks=every_blocks,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate([prompt[0].tolist() for prompt in prompts], params)
+        assert llm.stats.num_recompute_preemptions > 0
+        found = llm.generate(
+            [prompts[3][0].tolist()], SamplingParams(max_tokens=8, ignore_eos=True, num_beams=3)
+        )
+    for prompt, output in zip(prompts, outputs, strict=True):
+        for answer in output.outputs:
+            ids = torch.cat([prompt, torch.tensor([answer.token_ids])], dim=1)
+            with torch.inference_mode():
+                wanted = eager(ids, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
+            assert answer.logits is not None
+            assert float((answer.logits - wanted).abs().max() / wanted.std()) < 2e-3
+    beams = eager.generate(
+        prompts[3], num_beams=3, max_new_tokens=8, min_new_tokens=8, do_sample=False
+    )
+    assert found[0].outputs[0].token_ids == beams[0, prompts[3].shape[1] :].tolist()

@@ -82,6 +82,14 @@ _SIZES: Final = {
     "index_n_heads": 2,
     "index_head_dim": 16,
     "index_topk": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
 }
 """Entries that a config gets where its class has them, by the names most classes use."""
 
@@ -90,6 +98,7 @@ _SHARED: Final = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input"
 _ROPE: Final = {"rope_type": "default", "rope_theta": 10_000.0}
 _OF_TYPE: Final[dict[str, dict[str, Any]]] = {
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 16, "mamba_d_head": 8},
+    "big_bird": {"attention_type": "original_full"},  # the other kind is no decoder's
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}
     },
@@ -105,11 +114,20 @@ _OF_TYPE: Final[dict[str, dict[str, Any]]] = {
     "gemma4_unified": {"global_head_dim": 32},
     "gemma4_unified_assistant": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "mamba_n_heads": 16,
+        "mamba_d_head": 8,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": {"kv_channels": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "nemotron_h": {
+        "ssm_state_size": 16, "mamba_num_heads": 16, "mamba_head_dim": 8, "n_groups": 2,
+        "chunk_size": 16,
+    },
     "mpt": {"max_seq_len": 128},
     "prophetnet": {"num_hidden_layers": None},
     "reformer": {

@@ -14,7 +14,14 @@ from kvplane.transformers import attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from tests.exhaustive.explorer import SETTINGS, explore
-from tests.helpers.plane_cache_checks import CHECKS, Check, greedy_with_padding, tiny_llama
+from tests.helpers.plane_cache_checks import (
+    CHECKS,
+    Check,
+    block_edges,
+    greedy_with_padding,
+    rows_with_hits,
+    tiny_llama,
+)
 from tests.helpers.planes.planes_machine import PlanesMachine
 from tests.models.tiny_models import tiny_model
 
@@ -60,3 +67,10 @@ def test_a_probe_of_latents(latent_model: PreTrainedModel) -> None:
 def test_a_text_of_latents(latent_model: PreTrainedModel) -> None:
     greedy_with_padding(latent_model, num_device_blocks=64, probe=False)
     close_planes(latent_model)
+
+
+@pytest.mark.parametrize("check", [block_edges, rows_with_hits], ids=lambda check: check.__name__)
+def test_running_states(check: Check) -> None:
+    model = tiny_model("qwen3_next")
+    check(model, num_device_blocks=128, probe=False)
+    close_planes(model)

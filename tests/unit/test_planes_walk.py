@@ -14,13 +14,17 @@ from kvplane import ops
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_known import HOST
-from tests.helpers.planes.planes_machine import PlanesMachine
+from tests.helpers.planes.planes_machine import HybridMachine, PlanesMachine
 from tests.helpers.planes.planes_values import BLOCK
 from tests.helpers.planes.planes_world import LEASE_S, World
 
 
 def test_no_engine_sees_what_is_not_its_own() -> None:
     walk(max_examples=80, derandomize=True)
+
+
+def test_no_engine_reads_a_state_of_another_prefix() -> None:
+    walk(max_examples=40, derandomize=True, machine=HybridMachine)
 
 
 def test_the_walk_knows_what_the_line_took() -> None:
@@ -68,10 +72,15 @@ def test_longer_walks() -> None:
     walk(max_examples=4000)
 
 
-def walk(*, max_examples: int, derandomize: bool = False) -> None:
+def walk(
+    *,
+    max_examples: int,
+    derandomize: bool = False,
+    machine: type[PlanesMachine] = PlanesMachine,
+) -> None:
     """A failure is shown as it was found: to shorten it takes minutes."""
     run_state_machine_as_test(
-        PlanesMachine,
+        machine,
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=80,

@@ -1,4 +1,4 @@
-"""The forward pass of a row that several sequences share."""
+"""The forward pass of a row that several sequences share, and of a row for each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from kvplane.transformers import attention
 from kvplane.transformers.models.positions import give_positions
+from kvplane.transformers.states import StateCache
 
 
 @torch.inference_mode()
@@ -46,4 +47,31 @@ def packed_logits(
     logits: torch.Tensor = output.logits[0]
     if len(logits) != len(last):  # the model computes them for every token
         logits = logits[:num_tokens] if keeps_all else logits[list(last)]
+    return logits.float()
+
+
+@torch.inference_mode()
+def row_logits(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    first_positions: Sequence[int],
+    cache: StateCache,
+    step: attention.Step,
+) -> torch.Tensor:
+    """Run a forward pass of rows of equally many tokens, which continue the running states in
+    ``cache``, with attention by ``step``. Returns float32 logits [num_rows, vocabulary], after the
+    last token of each.
+    """
+    first = torch.tensor(first_positions, device=model.device)[:, None]
+    position_ids = first + torch.arange(len(rows[0]), device=model.device)
+    give_positions(model, position_ids)
+    with attention.running(step, model):
+        output = model(
+            input_ids=torch.tensor(rows, device=model.device),
+            position_ids=position_ids,
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+    logits: torch.Tensor = output.logits[:, -1]
     return logits.float()

@@ -50,6 +50,7 @@ from tests.helpers.planes.planes_known import (
 from tests.helpers.planes.planes_values import (
     BLOCK,
     Owner,
+    Values,
     check_blocks,
     check_read,
     tag_of,
@@ -387,7 +388,7 @@ class Engine:
             and self.world.clock.now < pin.since_s + LEASE_S
         )
         values = values_of(self.owner, pin.tokens)
-        for group in range(len(self.world.layout.groups)):
+        for group in range(len(self.world.layout.attention_groups)):
             wanted = process.view.blocks(values, group)
             for i in range(wanted.shape[1]):
                 where = f"session {self.id} pin of {pin.tokens} shard {index} {group=} block {i}"
@@ -533,10 +534,37 @@ class Engine:
         run.next_layer += 1
         self.world.happened["layers run"] += 1
         if run.next_layer == len(process.view.layers):
+            self._keep_checkpoints(made, process)
             receipt = process.executor.receipt(self.id)
             assert receipt is not None
             self._finish(made, index, run, receipt)
         return True
+
+    def _keep_checkpoints(self, made: Made, process: DataProcess) -> None:
+        """Write the checkpoints of a plan whose layers have run."""
+        group, executor = process.executor.layout.state_group, process.executor
+        latest = executor._sessions.get(self.id).latest
+        if group is None or latest is None or latest.checkpoints is None or latest.receipt:
+            return
+        kept = latest.checkpoints
+        for i, entry in zip(kept.sequence_ids.tolist(), kept.entries.tolist(), strict=True):
+            state = process.view.state(made.values[i][: (entry + 1) * BLOCK])
+            place = BlockRange(i, entry, 1, group)
+            executor.blocks.write(self.id, [place], state, made.number)
+            self.world.happened["checkpoints kept"] += 1
+
+    def _read_states(self, i: int, written: Values, process: DataProcess) -> None:
+        """Check each checkpoint of a sequence in what is written: that of its own prefix."""
+        group, executor = process.executor.layout.state_group, process.executor
+        assert group is not None
+        table = executor._tables.of_session(self.id, group).get(i)
+        if table is None:
+            return
+        for entry in np.flatnonzero(table.generations[: len(written) // BLOCK]).tolist():
+            found, _ = executor.read_blocks(self.id, i, [entry], group=group)
+            wanted = process.view.state(written[: (entry + 1) * BLOCK])
+            assert torch.equal(found, wanted), f"sequence {i} has another prefix's state at {entry}"
+            self.world.happened["checkpoints read"] += 1
 
     def _finish(self, made: Made, index: int, run: ShardRun, receipt: tpb.SignedPayload) -> None:
         statement = plan_pb2.Receipt.FromString(receipt.payload)
@@ -590,7 +618,9 @@ class Engine:
                 own = all_values[begin : begin + len(theirs)]
                 same = (own == theirs[: len(own)]).all(axis=tuple(range(1, own.ndim)))
                 values[begin : begin + len(own)][same] = np.nan
-            for group, of_group in enumerate(self.world.layout.groups):
+            if self.world.layout.state_group is not None:
+                self._read_states(i, all_values[:first], process)
+            for group, of_group in enumerate(self.world.layout.attention_groups):
                 window = of_group.sliding_window_tokens
                 check_read(
                     process.executor,
@@ -621,7 +651,8 @@ def end_all(world: World, engines: Sequence[Engine], gone: Sequence[Engine] = ()
     assert not result.results[0].failures, result.results[0].failures
     last.run_all()
     last.step()
-    assert last.lookup(tokens) == len(tokens) - 1
+    if world.layout.state_group is None:
+        assert last.lookup(tokens) == len(tokens) - 1
     last.close()
     world.deliver_all()
     check_all_is_free(control)

@@ -8,6 +8,7 @@ be refused is refused, and when all faults end the whole pool can be had.
 from __future__ import annotations
 
 from random import Random
+from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -25,6 +26,7 @@ from kvplane.errors import (
 )
 from kvplane.shard import Shard
 from kvplane.wire import protocol, signing
+from kvplane.wire.columns import INT32, pack, read
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
@@ -37,7 +39,14 @@ from tests.helpers.planes.planes_known import (
     unseen_cuts,
 )
 from tests.helpers.planes.planes_prefixes import PrefixCalls
-from tests.helpers.planes.planes_values import LAYOUT, NUM_HEADS, NUM_LAYERS, TWO_GROUPS
+from tests.helpers.planes.planes_values import (
+    BLOCK,
+    HYBRID,
+    LAYOUT,
+    NUM_HEADS,
+    NUM_LAYERS,
+    TWO_GROUPS,
+)
 from tests.helpers.planes.planes_world import LEASE_S, POOL, World, wire
 
 MAX_ENGINES, MAX_GONE = 4, 6
@@ -49,13 +58,15 @@ RARELY = 0.4
 class PlanesMachine(PrefixCalls):
     """Engines on one pool of one or two shards."""
 
+    LAYOUTS: ClassVar = (LAYOUT, LAYOUT, TWO_GROUPS)
+
     @initialize(seed=st.integers(0, 2**32), num_shards=st.integers(1, 2))
     def begin(self, seed: int, num_shards: int) -> None:
         """All choices except that of rules follow from ``seed``: two walks differ from their first
         different rule on.
         """
         self.rng = rng = Random(seed)
-        layout = rng.choice((LAYOUT, LAYOUT, TWO_GROUPS))
+        layout = rng.choice(self.LAYOUTS)
         self.world = World(
             num_shards=num_shards,
             by_layers=layout is LAYOUT and rng.random() < 0.4,
@@ -66,6 +77,11 @@ class PlanesMachine(PrefixCalls):
         )
         self.first_size = self.world.sizes[0]
         self.engines = [Engine(self.world, self.world.control, owner) for owner in OWNERS[:2]]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the pool keeps checkpoints of states."""
+        return self.world.layout.state_group is not None
 
     # Engines
 
@@ -472,6 +488,13 @@ class PlanesMachine(PrefixCalls):
             return ops.pin(rng.randint(1, 3), [tokens])
         if kind == "unpin":
             return ops.unpin(rng.sample(range(1, 4), rng.randint(1, 3)))
+        if kind == "admit" and self.has_states:
+            tokens = [rng.choice([0, 1])] * rng.choice([1, 8, 9, 17, 24, 32]) + [2] * rng.randint(
+                0, 9
+            )
+            position = BLOCK * rng.randint(0, len(tokens) // BLOCK)
+            i = rng.choice((unused or [9]) * 3 + live[:1])
+            return ops.admit(i, tokens, checkpoint_position=position)
         if kind == "admit":
             return ops.admit(
                 rng.choice((unused or [9]) * 3 + live[:1]),
@@ -483,7 +506,15 @@ class PlanesMachine(PrefixCalls):
             )
         sequence_id = rng.choice(live)
         if kind == "append":
-            return growth(rng, sequence_id, engine.sequences[sequence_id])
+            known = engine.sequences[sequence_id]
+            operation = growth(rng, sequence_id, known)
+            if self.has_states:
+                first, (num,) = known.num_scheduled, read(INT32, operation.append.num_slots, "")
+                ends = range((first // BLOCK + 1) * BLOCK, first + num + 1, BLOCK)
+                if ends:
+                    column = pack(INT32, [rng.choice(ends)])
+                    operation.append.checkpoint_positions = column
+            return operation
         if kind == "fork":
             return ops.fork(sequence_id, rng.choice((unused or [9]) * 3 + live[:1]))
         if kind == "free":
@@ -492,10 +523,18 @@ class PlanesMachine(PrefixCalls):
             known = engine.sequences[sequence_id]
             most = max(known.num_known, known.num_scheduled)
             return ops.truncate(sequence_id, max(1, most - rng.choice([0, 1, 3, 9])))
+        if self.has_states:  # which are not swapped
+            return ops.free([sequence_id])
         tier = engine.sequences[sequence_id].tier
         same = [i for i in live if engine.sequences[i].tier == tier]
         chosen = rng.sample(same, rng.randint(1, len(same)))
         return ops.swap(chosen, "host") if tier == DEVICE else ops.swap(chosen, "device")
+
+
+class HybridMachine(PlanesMachine):
+    """The same of pools that keep states beside keys and values."""
+
+    LAYOUTS: ClassVar = (HYBRID,)
 
 
 def growth(rng: Random, sequence_id: int, known: Known) -> cpb.Operation:

@@ -31,6 +31,10 @@ TWO_GROUPS = replace(
         replace(FULL, name="window", layers=(1,), sliding_window_tokens=WINDOW),
     ),
 )
+STATES = replace(
+    FULL, name="states", head_size=0, cache_kind="state", page_bytes=NUM_HEADS * 2 * HEAD_SIZE * 4
+)
+HYBRID = replace(LAYOUT, groups=(FULL, STATES))
 TENANTS = ("ann", "bob")
 
 Owner = tuple[str, str]
@@ -68,7 +72,7 @@ class ShardView:
     def __init__(self, executor: Executor) -> None:
         shard = executor.shard
         self.layers = list(executor.layers)
-        self.groups = executor.layout.groups
+        self.groups = executor.layout.attention_groups
         self.heads = slice(shard.first_kv_head, shard.first_kv_head + shard.num_kv_heads)
 
     def layer(self, values: Values, layer: int, kind: int) -> torch.Tensor:
@@ -87,6 +91,14 @@ class ShardView:
         padded[: len(own)] = own
         by_block = padded.reshape(num_blocks, BLOCK, *own.shape[1:])
         return by_block.transpose(2, 0, 3, 4, 1, 5)
+
+    def state(self, values: Values) -> torch.Tensor:
+        """Return the state after the last position, [num_layers, 1, page_bytes], uint8: what that
+        position's keys and values are a function of, a state is too.
+        """
+        own = values[-1, self.layers][:, :, self.heads].transpose(0, 2, 1, 3)
+        pages = np.ascontiguousarray(own).view(np.uint8).reshape(len(self.layers), 1, -1)
+        return torch.from_numpy(pages)
 
     def attention(self, values: Values, first: int, layer: int) -> Values:
         """Return the outputs of positions from ``first`` on, with queries of twice their values."""

@@ -453,7 +453,7 @@ class World:
             control.core.check_integrity()
             pool = control.pool
             if pool is not None and pool.built:
-                for group in range(len(pool.groups)):
+                for group in range(len(pool.layout.attention_groups)):
                     self._check_findable(control, pool, group)
                 self._check_groups_are_in_step(control, pool)
             if control.ready:
@@ -510,7 +510,7 @@ class World:
     def findable_contents(self, control: ControlProcess) -> Iterator[Found]:
         """Return what of each cached block the processes of a control plane's pool hold."""
         pool = control.pool
-        for group in range(len(pool.groups) if pool is not None else 0):
+        for group in range(len(pool.layout.attention_groups) if pool is not None else 0):
             for block, owner, prefix in self._findable(pool, group):
                 for process in self._processes_of(pool):
                     yield self._contents(process, group, block, owner, prefix)

@@ -16,6 +16,7 @@ import pytest
 from kvplane.block_pattern import BlockPattern
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import MAX_PAGE_BYTES, LayerGroup, Layout
+from kvplane.models.config import read_config
 from kvplane.models.hf import layout_from_hf
 from kvplane.shard import Shard
 from kvplane.wire.v1 import types_pb2 as pb
@@ -427,6 +428,12 @@ def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InvalidRequestError, match="is not JSON"):
         layout_from_hf(tmp_path)
+
+
+def test_infinity_in_a_config_is_read(tmp_path: Path) -> None:
+    limit = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
+    folder = write_model(tmp_path / "h1", {"model_type": "falcon_h1", "time_step_limit": limit})
+    assert list(read_config(folder).time_step_limit) == [0.0, float("inf")]
 
 
 def test_a_shard_travels_and_says_what_it_holds_of_a_layout() -> None:

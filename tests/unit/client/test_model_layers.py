@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from kvplane.errors import InvalidRequestError
 from kvplane.layout import LayerGroup
-from kvplane.models.model_layers import layer_groups
+from kvplane.models.model_layers import has_states, layer_groups
 from tests.helpers.refusals import refused
 
 
@@ -85,9 +85,27 @@ def test_groups_of_one_window_are_named_by_their_sizes() -> None:
     assert [group.name for group in layer_groups(config)] == ["full-32x128", "full-32x64"]
 
 
-@pytest.mark.parametrize(
-    "model_type", ["mamba", "qwen3_next", "lfm3", "llama4_text", "deepseek_v32", "zamba2"]
-)
+@pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v32"])
 def test_layers_with_other_state_are_refused_by_their_type(model_type: str) -> None:
     with refused(InvalidRequestError, "config.layer_types", match="is of type"):
         groups(model_type)
+
+
+@pytest.mark.parametrize(
+    ("types", "attending"),
+    [
+        (["linear_attention", "full_attention", "conv"], (1,)),
+        (["hybrid", "moe", "hybrid"], (0, 2)),
+        (["mlp", "linear_attention", "sliding_attention"], (2,)),
+    ],
+)
+def test_layers_with_states_attend_or_do_not(types: list[str], attending: tuple[int, ...]) -> None:
+    config = AutoConfig.for_model("llama", num_hidden_layers=3)
+    config.layer_types = types
+    assert [group.layers for group in layer_groups(config)] == [attending]
+    assert has_states(config)
+
+
+def test_states_without_attention_are_refused() -> None:
+    with refused(InvalidRequestError, "config.layer_types", match="no layer with attention"):
+        groups("mamba")
