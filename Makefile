@@ -1,6 +1,6 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos bench newcomer gpu-wheels lint fix protos boards page-picture api metrics-page clean
+.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos bench newcomer gpu-wheels lint fix protos boards page-picture api reference clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
 SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
@@ -108,15 +108,15 @@ boards: setup  ## Write the Grafana boards from deploy/grafana/panels.yml
 page-picture: setup  ## Take a picture of the page under load, into docs/page.png; needs chromium
 	@$(BIN)/python -m scripts.page_picture
 
-api: setup build/api-tools  ## Write the reference of the Python API to build/api, and check all links
+api: setup build/api-tools  ## Write the reference of the Python API to build/api, and check its links
 	@PYTHONPATH=build/api-tools $(BIN)/python -m scripts.api_reference
 
 build/api-tools: requirements/api.txt
 	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
 	@touch $@
 
-metrics-page: setup  ## Write docs/metrics.md from the declarations
-	@$(BIN)/python -m scripts.metrics_page
+reference: setup  ## Write the tables of docs/reference/ from the declarations
+	@$(BIN)/python -m scripts.reference
 
 node_modules: package.json
 	@command -v npm >/dev/null || { echo "make lint needs npm (on Debian: apt install npm)" >&2; exit 1; }

@@ -23,7 +23,8 @@ _TEXT: Final = {".md", ".yml", ".yaml", ".txt"}
 def part_of(path: Path) -> str | None:
     """Return the part that counts a file's lines; None for generated files, data or settings."""
     is_counted = path.suffix in _CODE | _NATIVE | _TEXT and path.name != "CMakeLists.txt"
-    if "_pb2" in path.name or not is_counted:
+    is_generated = "_pb2" in path.name or path.parts[:2] == ("docs", "reference")
+    if is_generated or not is_counted:
         return None
     if len(path.parts) == 1:
         return "docs" if path.suffix == ".md" else None

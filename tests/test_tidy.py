@@ -166,7 +166,7 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
     (
         rules.each_invariant_names_its_code_and_its_test,
         {
-            "docs/architecture.md": "## What always holds\n"
+            "docs/internals.md": "## What always holds\n"
             "| 1 | a | `kvplane/a.py::f` | `tests/unit/test_a.py::test_f` |\n"
             "| 2 | b | `kvplane/a.py::f` | |\n| 3 | c | | `tests/unit/test_a.py::test_f` |\n"
             "## More\n| 4 | d |\n",
@@ -224,7 +224,30 @@ PLANTED: list[tuple[Rule, dict[str, str], list[str]]] = [
         },
         ["circle: containers -> core -> containers"],
     ),
+    (
+        rules.links_lead_somewhere,
+        {
+            "README.md": "[a](docs/a.md#so-it-is) [b](docs/a.md#other) [c](https://a.b/c#d)\n",
+            "docs/a.md": "# So, it `is`\n[a](#so-it-is) [b](b.md)\n[c](#c) [d](adr/)\n",
+            "docs/adr/README.md": "",
+        },
+        [
+            "README.md:1: links to docs/a.md#other",
+            "docs/a.md:2: links to b.md#",
+            "docs/a.md:3: links to #c",
+        ],
+    ),
     (rules.the_readme_is_short, {"README.md": "\n" * 150}, ["README.md: 150 lines"]),
+    (
+        rules.the_documents_are_short,
+        {
+            "docs/a.md": "\n" * 2_000,
+            "docs/models.md": "\n" * 151 + "## The census\n",
+            "docs/reference/b.md": "\n" * 3_000,
+            "docs/adr/c.md": "\n" * 450,
+        },
+        ["docs: 2151 lines"],
+    ),
     (
         rules.kernels_include_no_torch,
         {"csrc/include/a.h": "#include <vector>\n#include <ATen/core/Tensor.h>\n"},

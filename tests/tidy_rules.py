@@ -23,6 +23,9 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 70
 MAX_LINE_CHARACTERS = 100
 MAX_README_LINES = 149
+# Pages for readers together, without the census of models, which is generated; decisions together.
+MAX_PAGE_LINES = 2_150
+MAX_DECISION_LINES = 450
 
 # Who may not import whom, by folder; the folder named last that a module is in counts.
 FORBIDDEN_IMPORTS = {
@@ -348,6 +351,28 @@ def named_files_exist(root: Path) -> list[str]:
     return faults
 
 
+LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([\w-]+))?\)")
+
+
+def links_lead_somewhere(root: Path) -> list[str]:
+    """In documents and in the pages of folders: to a file, and to a heading of it."""
+    faults = []
+    of_folders = (root.glob(f"{folder}/{at}README.md") for folder in FOLDERS for at in ("", "*/"))
+    for document in [*documents(root), *(page for pages in of_folders for page in sorted(pages))]:
+        for number, line in enumerate(document.read_text().splitlines(), 1):
+            for path, anchor in LINK.findall(line):
+                page = document.parent / path if path else document
+                if not page.exists() or (anchor and anchor not in _anchors(page)):
+                    faults.append(says(root, document, number, f"links to {path}#{anchor}"))
+    return faults
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    kept = (re.sub(r"[^\w -]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
 SYMBOL = re.compile(r"`([\w./]+\.(?:py|cpp|h))::([\w.]+)`")
 INVARIANTS = "## What always holds"
 
@@ -395,10 +420,10 @@ def _cpp_symbols(text: str) -> set[str]:
 
 def each_invariant_names_its_code_and_its_test(root: Path) -> list[str]:
     """Rows of the table of invariants begin with their number."""
-    document = root / "docs" / "architecture.md"
+    document = root / "docs" / "internals.md"
     section = document.read_text().partition(INVARIANTS)[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\d+) \|(.*)$", section, re.MULTILINE)
-    faults = [] if rows else ["docs/architecture.md: no invariants"]
+    faults = [] if rows else ["docs/internals.md: no invariants"]
     for number, row in rows:
         paths = [path for path, _ in SYMBOL.findall(row)]
         if not any(not path.startswith("tests/") for path in paths):
@@ -412,6 +437,18 @@ def the_readme_is_short(root: Path) -> list[str]:
     readme = root / "README.md"
     num_lines = readme.read_text().count("\n")
     return [f"README.md: {num_lines} lines"] if num_lines > MAX_README_LINES else []
+
+
+def the_documents_are_short(root: Path) -> list[str]:
+    bounds = {"docs": MAX_PAGE_LINES, "docs/adr": MAX_DECISION_LINES}
+    lines = {
+        folder: sum(
+            page.read_text().partition("## The census")[0].count("\n")
+            for page in (root / folder).glob("*.md")
+        )
+        for folder in bounds
+    }
+    return [f"{name}: {lines[name]} lines" for name, most in bounds.items() if lines[name] > most]
 
 
 def kernels_include_no_torch(root: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Declares and exports the metrics of the control plane; docs/metrics.md lists them.
+"""Declares and exports the metrics of the control plane; docs/reference/metrics.md lists them.
 
 The core's state is read at each scrape; events are counted as they happen.
 """

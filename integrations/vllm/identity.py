@@ -68,7 +68,7 @@ def _place(feature: Any) -> tuple[int, int]:
 
 
 def _with_images(ids: array[int], features: Any, chunk_tokens: int) -> array[int]:
-    """Write the hash of each image over the chunk in which it begins, as docs/clients.md does."""
+    """Write the hash of each image over the chunk in which it begins, as the engine guide does."""
     for feature in features:
         begin, size = _place(feature)
         said = f"{begin}:{size}:{feature.identifier}".encode()

@@ -110,8 +110,8 @@ class ControlClient:
 
     async def get_counters(self, pool_id: str, *, timeout_s: float | None = None) -> dict[str, int]:
         """Get what a pool holds and has done, over all tenants, by the names of its metrics: such
-        as "publications_total" and 'swapped_blocks_total{direction="out"}' (docs/metrics.md). Needs
-        the role operator. Raises PoolNotFoundError.
+        as "publications_total" and 'swapped_blocks_total{direction="out"}'
+        (docs/reference/metrics.md). Needs the role operator. Raises PoolNotFoundError.
         """
         response: pool_pb2.GetPoolCountersResponse = await self._connection.call(
             self._pools.GetPoolCounters,

@@ -5,7 +5,6 @@ receipt, free.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -19,11 +18,12 @@ from kvplane.release import release
 from kvplane.results import total_of
 from tests.e2e.engine_planes import Pair
 from tests.helpers import json_caller, programs
+from tests.helpers.documents import blocks
 from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CLIENTS = (ROOT / "docs" / "clients.md").read_text()
+PAGES = {"python": "engine-guide.md", "bash": "../examples/README.md"}
 SERVICE = "kvplane.v1.SessionService"
 LAYOUT = Layout("clients", 16, "float32", "float32", (LayerGroup("full", (0, 1), 2, 16),))
 ATTENDED = "".join(f"layer {layer}: attention [3{{0}}2{{0}}16]\n" for layer in (0, 1))
@@ -53,14 +53,14 @@ def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:
     return done.stdout
 
 
-def shown(language: str) -> list[str]:
-    """The programs of a language on the page."""
-    return re.findall(rf"```{language}\n(.*?)```", CLIENTS, re.DOTALL)
+def shown(language: str, heading: str) -> str:
+    """The program of a language on the page."""
+    (program,) = blocks(PAGES[language], language, heading)
+    return program
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["sync", "async"])
-def test_the_python_programs_of_the_page_attend(planes: Pair, number: int) -> None:
-    program = shown("python")[number].replace("127.0.0.1:50051", planes.control.address)
+def test_the_python_program_of_the_page_attends(planes: Pair) -> None:
+    program = shown("python", "Python").replace("127.0.0.1:50051", planes.control.address)
     done = programs.run("-c", program)
     assert (done.returncode, done.stdout) == (0, ATTENDED.format(", ")), done.stderr
 
@@ -125,8 +125,7 @@ def filled(value: Any, seen: dict[str, Any], name: str = "") -> Any:
 
 
 def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Pair) -> None:
-    (script,) = shown("bash")
-    (_, *listed), *calls = json_caller.lines_of(script)
+    (_, *listed), *calls = json_caller.lines_of(shown("bash", "grpcurl"))
     assert listed == ["list", SERVICE]
     assert "Step" in json_caller.methods_of(planes.control.address, SERVICE)
     seen: dict[str, Any] = {}

@@ -133,7 +133,7 @@ def test_a_source_distribution_holds_what_everything_is_built_from(
         "csrc/CMakeLists.txt",
         "csrc/blocks/bindings/module.cpp",
         "deploy/kubernetes/base/kustomization.yaml",
-        "docs/tutorial.md",
+        "docs/engine-guide.md",
         "examples/node/session.js",
     ):
         assert wanted in names

@@ -1,4 +1,4 @@
-"""Every metric of docs/metrics.md is seen with a value on a live stack, or named with why not."""
+"""Every metric of docs/reference/metrics.md has a value on a live stack, or is named here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvplane import (
 )
 from kvplane.prefixes import ForgetScope
 from kvplane.wire.v1.types_pb2 import SignedPayload
-from scripts import metrics_page
+from scripts import reference
 from tests.helpers.load import Load, execute
 from tests.helpers.monitored_stack import ROOT, MonitoredStack
 from tests.helpers.tools import needs
@@ -46,8 +46,8 @@ PATIENCE_S = 60.0
 def empty(stack: MonitoredStack) -> set[str]:
     """The metrics of the planes that have had no value but 0 so far."""
     found = set()
-    for title, _, declarations in metrics_page.SECTIONS:
-        if title in ("Of an engine", "Of the router"):
+    for title, _, declarations in reference.SECTIONS:
+        if title in (reference.ENGINE, reference.ROUTER, reference.PUSHES):
             continue
         for declaration in declarations:
             name = declaration.name

@@ -1,4 +1,4 @@
-"""The programs of the tutorial do what it says, and ``examples/load.py`` runs."""
+"""The programs of the tutorial and of other pages do what these say; ``examples/load.py`` runs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.engine_planes import Pair
+from tests.helpers.documents import blocks
 from tests.helpers.programs import ROOT, run
 
+PIECES = blocks("engine-guide.md", "python", "A decode loop, step by step")
 MODEL = ROOT / "models" / "recall"
-
-
-def pieces(document: str, language: str = "python") -> list[str]:
-    """The code of a document, in order."""
-    text = (ROOT / "docs" / document).read_text()
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +40,18 @@ ANSWER = "abc=xyz;def=uvw;ghi=rst;?def=uvw;\n"
 def test_the_decode_loop_answers_right_and_finds_its_prompt_cached_the_second_time(
     planes: Pair,
 ) -> None:
-    *program, _ = pieces("tutorial.md")
+    *program, _ = PIECES
     assert sum(bool(line) for piece in program for line in piece.splitlines()) <= 50
     (loop,) = (piece for piece in program if piece.startswith("def decode("))
     assert len(loop.splitlines()) <= 12
     outputs = [printed("".join(program), planes.control.address) for _ in range(2)]
     assert outputs[0] == computed(29) + ANSWER
-    assert outputs[0] in (ROOT / "docs" / "tutorial.md").read_text()
+    assert outputs[0] in (ROOT / "docs" / "engine-guide.md").read_text()
     assert outputs[1] == computed(13) + ANSWER  # a block of the prompt was cached
 
 
 def test_the_decode_loop_runs_embedded_with_one_piece_changed(planes: Pair) -> None:
-    *program, start, embedded = pieces("tutorial.md")
+    *program, start, embedded = PIECES
     output = printed("".join((*program, embedded, start)), planes.control.address)
     assert output == computed(29) + ANSWER
 
@@ -65,3 +61,15 @@ def test_the_example_of_a_load_prints_what_came_of_it(planes: Pair) -> None:
     done = run("examples.load", planes.control.address, *flags)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"[1-9]\d* requests, \d+ of \d+ .* cached, 0 sessions lost\n", done.stdout)
+
+
+def test_the_batch_of_the_page_of_serving_is_answered(planes: Pair) -> None:
+    (program,) = blocks("serving.md", "python", "From Python")
+    there = f'LLM("models/recall", control_plane="{planes.control.address}")'
+    assert printed(program.replace('LLM("models/recall")', there)) == "xyz;\n"
+
+
+def test_the_program_of_the_page_of_transformers_generates() -> None:
+    page = "Hugging Face models on kvplane"
+    program = f'folder = "{MODEL}"\n{blocks("transformers.md", "python", page)[0]}'
+    assert printed(f"{program}print(len(ids))\n") == "2\n"

@@ -88,7 +88,7 @@ def _killed_by(words: str) -> tuple[str | Machine, str, int]:
     return " + ".join(found.tests), found.only, found.timeout
 
 
-# A push tries these, at least one for each invariant of docs/architecture.md.
+# A push tries these, at least one for each invariant of docs/internals.md.
 ON_PUSH: Final[dict[str, tuple[str, ...]]] = {
     "conservation": ("core/retired_blocks_are_not_counted",),
     "nobody writes a shared or published block": (

@@ -1,4 +1,4 @@
-"""The scrapes of both planes while they work: valid, complete, and as docs/metrics.md says."""
+"""The scrapes of both planes at work: valid, complete, and as docs/reference/metrics.md says."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from kvplane.errors import PoolNotFoundError
 from kvplane.serving.observability.metrics import SHARED, Declaration
 from kvplane.wire.v1 import execution_pb2 as pb
 from kvplane.wire.v1 import execution_pb2_grpc
-from scripts.metrics_page import page
 from tests.helpers.both_planes import POOL, Planes
 from tests.helpers.load import Load
 from tests.helpers.scrapes import checked
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 # Samples that come only with what this traffic does not do.
 WITHOUT_SAMPLES = {
     "kvplane_device_memory_bytes",
@@ -126,7 +124,3 @@ def check_counts_agree_between_the_planes(control: Families, data: Families) -> 
     evictions = sum(values(control["kvplane_evictions"], "tier", "reason").values())
     lifetimes = control["kvplane_block_lifetime_seconds"].samples
     assert evictions == sum(s.value for s in lifetimes if s.name.endswith("_count")) > 0
-
-
-def test_the_page_of_metrics_is_that_of_the_declarations() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == page(), "run make metrics-page"

@@ -1,6 +1,6 @@
 """Metrics of a plane: declared once, counted in plain Python, written for Prometheus at a scrape.
 
-    declarations ──► docs/metrics.md
+    declarations ──► docs/reference/metrics.md
          └────────► Counts and Histograms, which one thread changes ─┐
          └────────► values read at a scrape ─────────────────────────┴─► Samples ──► /metrics
 

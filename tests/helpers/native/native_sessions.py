@@ -1,6 +1,6 @@
 """Engines on one native pool, with their views of it: the naive model of the walk.
 
-Written from the statements of docs/architecture.md ("What always holds"), not from the core.
+Written from the statements of docs/internals.md ("What always holds"), not from the core.
 """
 
 from __future__ import annotations

@@ -5,18 +5,16 @@ images, whose hashes are written into the ids. KV of one is never found for anot
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvplane import ops
 from kvplane.prefixes import ForgetScope
+from tests.helpers.documents import blocks
 from tests.helpers.planning.operations_world import BLOCK, World, prompt
 
-PAGE = Path(__file__).parents[3] / "docs" / "clients.md"
 PLACEHOLDER = 32_000
 CAT, DOG = (hashlib.sha256(pixels).digest() for pixels in (b"cat", b"dog"))
 
@@ -76,9 +74,7 @@ async def test_a_retention_and_its_end_concern_one_adapter(world) -> None:
 @pytest.fixture(scope="module")
 def with_images() -> Callable[..., list[int]]:
     """As the page for users has it."""
-    (source,) = re.findall(
-        r"```python\n((?:(?!```).)*?def with_images.*?)```", PAGE.read_text(), re.DOTALL
-    )
+    (source,) = blocks("engine-guide.md", "python", "Images and adapters")
     names: dict[str, Any] = {}
     exec(source, names)
     found: Callable[..., list[int]] = names["with_images"]

@@ -1,5 +1,5 @@
 """What the bytes of a pool mean: one value, one fingerprint. Fingerprints of given layouts are
-compared with those of ``docs/layout.md`` in ``test_contract_pages.py``.
+compared with those of ``docs/internals.md`` in ``test_contract_pages.py``.
 """
 
 from __future__ import annotations
