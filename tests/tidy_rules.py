@@ -22,7 +22,7 @@ NOT_OURS = {"__pycache__", "build", "node_modules"}
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 70
 MAX_LINE_CHARACTERS = 100
-MAX_README_LINES = 149
+MAX_README_LINES = 130
 # Pages for readers together, without the census of models, which is generated; decisions together.
 MAX_PAGE_LINES = 2_150
 MAX_DECISION_LINES = 450

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_planes import ROOT, free_port
 
+from tests.helpers.programs import run
+
+README = (ROOT / "README.md").read_text()
+CLIENT = re.findall(r"```python\n(from openai.*?)```", README, re.DOTALL)[0]
 SERVERS = ("CONTROL_PLANE", "DATA_PLANE", "ENGINE_SERVE")
 COMMAND = [sys.executable, "-m", "kvplane", "up", "--model", "models/recall", "--memory", "16MiB"]
 
@@ -70,10 +73,8 @@ def test_it_answers_until_a_signal_ends_all_with_exit_code_0(
 ) -> None:
     running = children(up)
     assert set(running) == {"control_plane", "data_plane", "kvplane.engine"}
-    asked = {"model": "recall", "prompt": "abc=xyz;?abc=", "max_tokens": 3, "temperature": 0}
-    url = f"http://{environ['KVPLANE_ENGINE_SERVE_BIND']}/v1/completions"
-    with urllib.request.urlopen(url, json.dumps(asked).encode(), timeout=60) as answer:
-        assert json.load(answer)["choices"][0]["text"] == "xyz"
+    done = run("-c", CLIENT.replace("127.0.0.1:8000", environ["KVPLANE_ENGINE_SERVE_BIND"]))
+    assert (done.stdout, done.stderr) == ("xyz 0\nxyz 16\n", "")
     up.send_signal(signal.SIGTERM)
     assert up.wait(60) == 0
     assert not any(map(is_running, running.values()))
