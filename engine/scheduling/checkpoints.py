@@ -5,6 +5,7 @@ sequences with running states share no row. While both are due the steps take tu
 prompt ends where a checkpoint is wanted: at the end of the last block that is full before the
 prompt's last token, and after every so many blocks. A preempted sequence is computed again from its
 deepest checkpoint. So are all sequences when a plan was aborted, as it may have moved their states.
+Where the pool has no room for a checkpoint, a sequence goes on without it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class CheckpointScheduler(Scheduler):
 
     def _checkpoint(self, sequence: EngineSequence, num_slots: int) -> int:
         first, stop = sequence.num_computed, sequence.num_computed + num_slots
-        if first < stop == self._last_end(sequence):
-            return stop
         end = stop // self._every_tokens * self._every_tokens if self._every_tokens else 0
-        return end if end > first else 0
+        if stop == self._last_end(sequence):
+            end = stop
+        return end if end > first and end != sequence.no_room_at else 0

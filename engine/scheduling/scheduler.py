@@ -550,6 +550,8 @@ class Scheduler(_Queues):
                 sequence.num_blocks = num_blocks[item]
             elif sequence.status is SequenceStatus.FINISHED:
                 continue
+            elif failure.is_later and intent.checkpoints[item]:
+                sequence.no_room_at = intent.checkpoints[item]  # the next step asks without it
             elif failure.is_later:
                 self._blocked.append(sequence)
             else:

@@ -206,3 +206,26 @@ def test_running_states_are_right_when_preempted_and_forked(
         prompts[3], num_beams=3, max_new_tokens=8, min_new_tokens=8, do_sample=False
     )
     assert found[0].outputs[0].token_ids == beams[0, prompts[3].shape[1] :].tolist()
+
+
+def test_sequences_that_find_no_room_for_a_checkpoint_go_on_without(
+    tmp_path: Path, control_plane: str
+) -> None:
+    """Each of 20 holds one as long as it lives, and there is room for 16."""
+    save_tiny("qwen3_next", tmp_path)
+    eager = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(3, VOCABULARY, (1, 12), generator=generator) for _ in range(20)]
+    with LLM(
+        tmp_path, control_plane=control_plane, data_plane="embedded", pool_id="few",
+        num_device_blocks=250, num_host_blocks=0, block_size_tokens=8, max_batch_tokens=24,
+        num_threads=1, timeout_s=60.0,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(
+            [prompt[0].tolist() for prompt in prompts],
+            SamplingParams(max_tokens=60, ignore_eos=True),
+        )
+        assert llm.stats.num_recompute_preemptions == 0
+    for prompt, output in list(zip(prompts, outputs, strict=True))[-2:]:
+        wanted = eager.generate(prompt, max_new_tokens=60, min_new_tokens=60, do_sample=False)
+        assert output.outputs[0].token_ids == wanted[0, 12:].tolist()
