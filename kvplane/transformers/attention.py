@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import bidirectional_mask_function
 
 from kvplane.attention_options import AttentionOptions
 from kvplane.errors import InvalidRequestError
@@ -150,9 +151,11 @@ def _refuse_later_tokens(
 ) -> None:
     """Raise InvalidRequestError if a mask lets a token see a later one. Has the arguments of
     transformers' masks. It checks all columns so far, as a model may count columns from the first
-    of all or from the first of this pass.
+    of all or from the first of this pass. A mask that hides nothing is an encoder's, which BART's
+    decoder makes without an encoder too.
     """
-    if _RUNNING.get(None) is None or kv_length == 1:
+    is_of_encoder = mask_function is bidirectional_mask_function
+    if _RUNNING.get(None) is None or kv_length == 1 or is_of_encoder:
         return
     row = torch.arange(batch_size, device=device)[:, None]
     column = torch.arange(kv_length - 1, device=device)[None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from transformers import PreTrainedModel
 
-from kvplane.transformers import close_planes
+from kvplane.transformers import attention, close_planes
 from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe
 from tests.helpers.plane_cache_checks import rows_alone
@@ -18,6 +18,7 @@ from tests.models.tiny_models import tiny_model
 def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     model = tiny_model(request.param)
     adapters.adapt(model)
+    attention.check_masks()  # as after a pass with pictures in the same process
     yield model
     close_planes(model)
 
