@@ -49,7 +49,10 @@ def new_world(data: atheris.FuzzedDataProvider, least: int, most: int) -> World:
     """A pool of so many layer groups."""
     same, block_tokens = settings(data), data.PickValueInList([*BLOCK_TOKENS])
     num = data.ConsumeIntInRange(least, most)
-    return World(data, [new_core(data, block_tokens, same) for _ in range(num)], block_tokens)
+    cores = [
+        new_core(data, block_tokens, same, may_hold_states=0 < i == num - 1) for i in range(num)
+    ]
+    return World(data, cores, block_tokens)
 
 
 def fuzz_pool(data: atheris.FuzzedDataProvider) -> None:

@@ -60,7 +60,9 @@ def append(world: World, session: Session) -> None:
     columns = ids, firsts, slots, packed, tokens, ahead
     if data.ConsumeBool() and world.pool.append(session.handle, *columns, only_if_sure=True):
         return
-    world.pool.append(session.handle, *columns)
+    world.pool.checkpoints(session.handle, ids)
+    checkpoints = world.column(4, num, 9) if data.ConsumeBool() else b""
+    world.pool.append(session.handle, *columns, checkpoints=checkpoints)
 
 
 def truncate(world: World, session: Session) -> None:

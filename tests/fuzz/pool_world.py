@@ -87,13 +87,21 @@ def settings(data: FuzzedDataProvider) -> dict[str, Any]:
     }
 
 
-def new_core(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -> LayerGroup:
-    """One layer group."""
+def new_core(
+    data: FuzzedDataProvider,
+    block_tokens: int,
+    same: dict[str, Any],
+    *,
+    may_hold_states: bool = False,
+) -> LayerGroup:
+    """One layer group. ``may_hold_states``: whether it may be one of checkpoints."""
+    holds_states = may_hold_states and data.ConsumeBool()
     return LayerGroup(
         block_tokens,
         data.PickValueInList([NUM_BLOCKS, NUM_BLOCKS, NUM_BLOCKS // 2, MANY_BLOCKS]),
         data.ConsumeIntInRange(0, 6),
-        window_tokens=data.PickValueInList([0, 0, 3]),
+        window_tokens=0 if holds_states else data.PickValueInList([0, 0, 3]),
+        holds_states=holds_states,
         **same,
     )
 

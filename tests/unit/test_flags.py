@@ -42,9 +42,9 @@ def sections(config_class: type, capsys: pytest.CaptureFixture[str]) -> dict[str
         ((ControlPlaneSettings,), 36),
         # 45 beside --opaque-page-bytes, --model-id and --file-tier-after.
         ((DataPlaneSettings,), 48),
-        # 50 beside --grace-s, --max-connections, --memory, --compile, --device,
-        # --graphs, and four of /metrics.
-        (ENGINE, 60),
+        # 50 beside --grace-s, --max-connections, --memory, --compile, --device, --graphs,
+        # --checkpoint-every-blocks, and four of /metrics.
+        (ENGINE, 61),
     ],
 )
 def test_programs_have_at_most_so_many_flags(

@@ -17,7 +17,11 @@ def logits(*rows: list[float]) -> torch.Tensor:
 
 def compared(token_ids: list[int], got: torch.Tensor, want: torch.Tensor) -> tuple[bool, float]:
     """Of a prompt of one token, and a model whose logits are ``want``."""
-    model = lambda _: SimpleNamespace(logits=torch.cat([want, want[-1:]])[None])  # noqa: E731
+
+    def model(_: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=torch.cat([want, want[-1:]])[None])
+
+    model.device = torch.device("cpu")  # type: ignore[attr-defined]
     return compare(model, [5], CompletionOutput(0, "", token_ids, "stop", got))
 
 

@@ -149,7 +149,7 @@ def of_a_later_release() -> tpb.Layout:
 @pytest.mark.parametrize(
     ("layout", "field"),
     [
-        (unserved(cache_kind=tpb.CACHE_KIND_STATE), "layout.groups[0].cache_kind"),
+        (unserved(cache_kind=tpb.CACHE_KIND_STATE), "layout.groups[0]"),
         (unserved(cache_kind=tpb.CACHE_KIND_LATENT), "layout.groups[0].num_kv_heads"),
         (unserved(value_head_size=520), "layout.groups[0].value_head_size"),
         (of_a_later_release(), "layout"),
