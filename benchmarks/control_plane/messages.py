@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from typing import Final
 
 from kvplane import ops
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import STATE, LayerGroup, Layout
 from kvplane.wire import protocol, signing
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -24,6 +25,13 @@ LAYOUT: Final = Layout(
     kv_dtype="float32",
     groups=(LayerGroup("full", (0,), num_kv_heads=1, head_size=8),),
 )
+HYBRID: Final = replace(
+    LAYOUT,
+    groups=(
+        *LAYOUT.groups,
+        LayerGroup("states", (0,), num_kv_heads=1, head_size=0, cache_kind=STATE, page_bytes=64),
+    ),
+)
 _TEXT_TOKENS: Final = 1 << 16
 _TEXT: Final = array("i", random.Random(0).choices(range(128_000), k=_TEXT_TOKENS))
 
@@ -36,8 +44,11 @@ def prompt(seed: int, num_tokens: int) -> bytes:
     return array("i", [seed]).tobytes() + _TEXT[start + 1 : start + num_tokens].tobytes()
 
 
-def hello(num_device_blocks: int, num_host_blocks: int) -> rpb.Hello:
-    """Return the Hello of the pool's one shard."""
+def hello(num_device_blocks: int, num_host_blocks: int, num_checkpoints: int = 0) -> rpb.Hello:
+    """Return the Hello of the pool's one shard, which keeps checkpoints of states if it has room
+    for some.
+    """
+    sizes = [(num_device_blocks, num_host_blocks), (num_checkpoints, 0)]
     return rpb.Hello(
         version="test",
         oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
@@ -45,16 +56,20 @@ def hello(num_device_blocks: int, num_host_blocks: int) -> rpb.Hello:
         pool_id=POOL,
         shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
         epoch=EPOCH,
-        layout=LAYOUT.to_proto(),
+        layout=(HYBRID if num_checkpoints else LAYOUT).to_proto(),
         num_device_blocks=num_device_blocks,
         num_host_blocks=num_host_blocks,
+        groups=[
+            rpb.GroupBlocks(num_device_blocks=device, num_host_blocks=host)
+            for device, host in (sizes if num_checkpoints else [])
+        ],
         address="127.0.0.1:1",
     )
 
 
-def open_session() -> cpb.OpenSessionRequest:
+def open_session(layout: tpb.Layout | None = None) -> cpb.OpenSessionRequest:
     """Return a request for a session on the pool."""
-    return cpb.OpenSessionRequest(pool_id=POOL, layout=LAYOUT.to_proto())
+    return cpb.OpenSessionRequest(pool_id=POOL, layout=layout or LAYOUT.to_proto())
 
 
 def receipt(

@@ -7,7 +7,7 @@ it ran.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from benchmarks.control_plane import messages
@@ -49,21 +49,29 @@ class Prompts:
 class Cache:
     """A pool with room for ``capacity_blocks`` blocks of the trace.
 
-    ``prompts``: shared with others that use the same tokens.
+    ``prompts``: shared with others that use the same tokens. ``num_checkpoints``: of a hybrid
+    model, for how many checkpoints of its states there is room.
     """
 
-    def __init__(self, capacity_blocks: int, policy: str, prompts: Prompts | None = None) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        policy: str,
+        prompts: Prompts | None = None,
+        num_checkpoints: int = 0,
+    ) -> None:
         assert policy in EVICTION_POLICIES, policy
         self._capacity_blocks = capacity_blocks
         self._now_s = 0.0
         config = CoreConfig(lease_s=1e9, watermark=0.0, eviction_policy=policy)
         self._core = ControlPlane(incarnation=1, config=config, clock=lambda: self._now_s)
-        hello = messages.hello(capacity_blocks + 1, 0)  # one for the last token
+        hello = messages.hello(capacity_blocks + 1, 0, num_checkpoints)  # one for the last token
         self._key = self._core.register(hello).key
         self._core.report(POOL, 0, EPOCH, rpb.BlockReport(last=True))
         while self._core.work():  # a large pool is made some blocks at a time
             pass
-        self._session = self._core.open_session(messages.open_session(), _TENANT).session
+        opened = self._core.open_session(messages.open_session(hello.layout), _TENANT)
+        self._session = opened.session
         self._number = 0
         self._receipts: list[tpb.SignedPayload] = []
         self._prompts = prompts or Prompts()
@@ -79,6 +87,33 @@ class Cache:
         admitted = self._step(ops.admit(sequence_id, tokens))
         self._step(ops.free([sequence_id]))
         return admitted.results[0].admit.num_cached_tokens // BLOCK_SIZE_TOKENS
+
+    def run_hybrid(
+        self, time_s: float, ids: Sequence[int], places: Callable[[int, int], Iterable[int]]
+    ) -> tuple[int, int]:
+        """Do the same with a hybrid model; return how many blocks were cached, and how many
+        checkpoints were kept. ``places``: tells after which blocks one is wanted, ascending, of a
+        prompt with so many cached ones and so many in all.
+        """
+        self._now_s = time_s
+        ids = ids[: self._capacity_blocks]
+        sequence_id = self._number + 1
+        admit = ops.admit(sequence_id, self._prompts.tokens(ids), num_compute_tokens=0)
+        admitted = self._step(admit).results[0].admit
+        first, num_kept = admitted.num_cached_tokens, 0
+        num_cached = first // BLOCK_SIZE_TOKENS
+        for place in places(num_cached, len(ids)):
+            end = place * BLOCK_SIZE_TOKENS
+            self._step(
+                ops.append(
+                    sequence_id, (), end - first, first_positions=first, checkpoint_positions=end
+                )
+            )
+            first, num_kept = end, num_kept + 1
+        rest = len(ids) * BLOCK_SIZE_TOKENS + 1 - first
+        self._step(ops.append(sequence_id, (), rest, first_positions=first))
+        self._step(ops.free([sequence_id]))
+        return num_cached, num_kept
 
     def follow(self) -> None:
         """Begin to collect the index's changes for ``changes``."""

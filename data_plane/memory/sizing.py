@@ -5,10 +5,9 @@ holds those that the next tokens read, and those that a step computes. So groups
 proportion in which a sequence of the expected length holds them, and one with a window never fewer
 than the tokens of one step need.
 
-A running sequence holds one checkpoint of its state, and a second one while a step writes that; a
-cached prompt is found at its last ones. So a group of states gets four blocks for each sequence of
-the expected length that the other groups have room for, and never fewer than serve a few short
-sequences.
+A running sequence holds one checkpoint of its state, and a cached prompt is found at its last one.
+So a group of states gets a block for each sequence of the expected length that the other groups
+have room for, and never fewer than serve a few short sequences.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ _CGROUP_FILES = (
 STEP_TOKENS: Final = 2048
 """Maximum number of tokens of one sequence that a step is expected to compute."""
 _MAX_BLOCKS: Final = 2**24
-_CHECKPOINTS: Final = 4  # of a sequence
 _LEAST_CHECKPOINTS: Final = 16
 
 
@@ -89,7 +87,7 @@ def share_blocks(layout: Layout, num_blocks: int, expected_tokens: int) -> tuple
 
     def share(group: LayerGroup) -> int:
         if group.cache_kind == STATE and num_blocks:
-            return max(_LEAST_CHECKPOINTS, -(-_CHECKPOINTS * num_blocks // whole))
+            return max(_LEAST_CHECKPOINTS, -(-num_blocks // whole))
         if not group.sliding_window_tokens or num_blocks == 0 or len(layout.groups) == 1:
             return num_blocks
         least = -(-(group.sliding_window_tokens + STEP_TOKENS) // block_size) + 1

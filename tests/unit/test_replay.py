@@ -52,6 +52,15 @@ def test_a_trace_that_cannot_be_read_is_refused_with_the_place(
         read_trace(path)
 
 
+def test_a_hybrid_prompt_is_found_as_far_as_its_deepest_checkpoint() -> None:
+    cache = Cache(8, "lru", num_checkpoints=4)
+    at = [2, 3]
+    for time, (cached, kept) in enumerate([(0, 2), (3, 0), (3, 0)]):
+        places = lambda num_cached, _: [place for place in at if place > num_cached]  # noqa: E731
+        assert cache.run_hybrid(time, [1, 2, 3, 4], places) == (cached, kept)
+    assert cache.run_hybrid(3, [1, 2, 5], lambda _, num: [num]) == (2, 1)
+
+
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_all_blocks_of_a_prompt_are_found_when_it_comes_again(policy: str) -> None:
     cache = Cache(4, policy)

@@ -13,7 +13,7 @@ import torch
 from data_plane import Executor
 from data_plane.memory.sizing import STEP_TOKENS, fit_blocks, share_blocks
 from kvplane.errors import InvalidRequestError, StaleGenerationError
-from kvplane.layout import LayerGroup, Layout
+from kvplane.layout import STATE, LayerGroup, Layout
 from kvplane.shard import Shard
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from tests.helpers.data.data_rig import Rig
@@ -157,6 +157,14 @@ def test_a_group_with_a_window_gets_its_share_of_blocks_and_never_less_than_a_st
     assert share_blocks(layout, 10_000, 100) == (10_000, 10_000)
     assert share_blocks(layout, 0, 32_768) == (0, 0)
     assert share_blocks(layout_of(0), 10, 32_768) == (10, 10)
+
+
+def test_a_group_of_states_gets_a_checkpoint_for_each_sequence_and_never_less_than_a_few() -> None:
+    states = LayerGroup("states", (1,), 1, 0, cache_kind=STATE, page_bytes=64)
+    layout = replace(LAYOUT, block_size_tokens=16, groups=(LayerGroup("full", (0,), 2, 16), states))
+    assert share_blocks(layout, 10_241, 8_192) == (10_241, 21)
+    assert share_blocks(layout, 10, 8_192) == (10, 16)
+    assert share_blocks(layout, 0, 8_192) == (0, 0)
 
 
 @pytest.mark.parametrize("usable_bytes", [0, 10**5, 10**7, 10**9])
