@@ -77,14 +77,14 @@ class RunningPlan:
     pass_index: int | None = None
     """The present pass; None where all tokens are computed at once."""
     cleared: bool = False
-    """Whether the clearing before the transfers is queued."""
+    """True once the clearing before the transfers is queued."""
     num_batches_queued: int = 0
     """How many of ``batches`` are queued on the device; each is queued once."""
     transferred: bool = False
-    """Whether all clearing and transfers are queued. Layers may only come after them."""
+    """True once all clearing and transfers are queued. Layers may only come after them."""
     receipt: pb.SignedPayload | None = None
     used_after_receipt: bool = False
-    """Whether the device may still read the batch after the receipt."""
+    """True if the device may still read the batch after the receipt."""
     failure: str = ""
     """Text that says why there will be no receipt; empty while there may be one."""
     span: Any = None
@@ -211,7 +211,7 @@ class Session:
     latest: RunningPlan | None = None
     has_ended: bool = False
     has_fixed_steps: bool = False
-    """Whether most plans use the buffers of a fixed step, and not buffers of their own."""
+    """True if most plans use the buffers of a fixed step, and not buffers of their own."""
     receipts: OrderedDict[int, tuple[bytes, pb.SignedPayload]] = field(default_factory=OrderedDict)
     """Digest and receipt of the last ``max_plans_in_flight`` finished plans, by number."""
 

@@ -22,7 +22,7 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 
 class Writes(Protocol):
-    """What a plan writes in one layer group: its spans, or its checkpoints of states."""
+    """Names what a plan writes in one layer group: its spans, or its checkpoints of states."""
 
     @property
     def group(self) -> int:

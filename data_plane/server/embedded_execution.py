@@ -63,7 +63,7 @@ class EmbeddedExecution:
 
     @property
     def has_run(self) -> bool:
-        """Whether the plan started last has its receipt, so that no layer is expected any more."""
+        """Return whether the plan started last has its receipt: no layer is expected any more."""
         return bool(self.receipts)
 
     def start(self, plan: Signed | None, *, pass_index: int | None = None) -> None:

@@ -67,7 +67,7 @@ class Span:
 
     @property
     def ends_at_checkpoint(self) -> bool:
-        """Whether the state after the span is kept."""
+        """Return whether the state after the span is kept."""
         return self.checkpoint_position == self.first_position + self.num_tokens
 
 
@@ -77,5 +77,5 @@ class Outcome:
 
     spans: list[Span] = field(default_factory=list)
     in_passes: bool = False
-    """Whether the spans are computed one token at a time, in passes."""
+    """True if the spans are computed one token at a time, in passes."""
     failed: list[tuple[EngineSequence, KvplaneError]] = field(default_factory=list)

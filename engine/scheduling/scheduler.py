@@ -158,7 +158,7 @@ class Scheduler(_Queues):
     """
 
     has_states = False
-    """Whether sequences have running states, which are not swapped, and begin after admission."""
+    """True if sequences have running states, which are not swapped, and begin after admission."""
 
     def __init__(
         self,

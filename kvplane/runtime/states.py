@@ -1,13 +1,13 @@
 """Checkpoints of states, read from and written to data planes in other processes.
 
 states uint8 [num_state_layers, num, page_bytes] ──► of each shard: its layers, its part of a page
-                                                 └─► messages of at most ``_MESSAGE_BYTES``
+                                                 └─► messages of at most ``MAX_LAYER_BYTES``
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +19,8 @@ from kvplane.shard import Shard
 from kvplane.tensor import Tensor
 from kvplane.wire import columns
 from kvplane.wire.columns import INT32, INT64
+from kvplane.wire.protocol import MAX_LAYER_BYTES
 from kvplane.wire.v1 import execution_pb2 as pb
-
-_MESSAGE_BYTES: Final = 60 * 1024 * 1024
 
 
 class _Part(NamedTuple):
@@ -120,8 +119,8 @@ def _parts(num: int, num_layers: int, page_bytes: int) -> Iterator[_Part]:
     """Divide ``num`` rows of ``num_layers`` pages among messages."""
     if not num_layers or not page_bytes:
         raise InternalError("a shard holds no states")
-    layers = max(1, min(num_layers, _MESSAGE_BYTES // page_bytes))
-    rows = max(1, _MESSAGE_BYTES // (layers * page_bytes))
+    layers = max(1, min(num_layers, MAX_LAYER_BYTES // page_bytes))
+    rows = max(1, MAX_LAYER_BYTES // (layers * page_bytes))
     for begin in range(0, num, rows):
         for layer in range(0, num_layers, layers):
             here = range(begin, min(begin + rows, num))

@@ -64,7 +64,7 @@ class Table:
     generation are 0, a valid id: kernels may be passed more of a table than they need.
     """
     has_holes: bool = False
-    """Whether later entries may have no block either: a table of states has few. They are 0 too."""
+    """True if later entries may have no block either, as in a table of states. They are 0 too."""
 
     def part(self, begin: int, end: int) -> Table:
         """Return a table of the entries [begin, end), without the trimmed ones."""
