@@ -373,7 +373,7 @@ class PlaneCache(Cache):
             cached = self.num_cached_tokens
             computed = [skip + n for skip, n in zip(columns.padding, cached, strict=True)]
         start, checkpoint = min(computed), columns.checkpoint(min(computed), block_size)
-        if checkpoint:
+        if checkpoint and self._planes.has_room_for(len(computed)):
             before = dict(kwargs)
             inputs.leave_out(before, start - columns.first)
             before = first_columns(before, checkpoint - start)

@@ -121,6 +121,20 @@ def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
     assert torch.equal(output, eager.generate(ids, **how))
 
 
+def test_rows_that_find_no_room_for_their_checkpoints_go_on_without() -> None:
+    """There is room for 16 of 20, so none is kept."""
+    model, eager = tiny_model("qwen3_next"), tiny_model("qwen3_next")
+    model.set_attn_implementation("kvplane")
+    ids = torch.randint(3, 60, (20, 20), generator=torch.Generator().manual_seed(1))
+    how = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    for _ in range(2):
+        with PlaneCache(model, num_device_blocks=256) as cache:
+            output = model.generate(ids, **{ARGUMENT: cache}, **how)
+            assert cache.num_cached_tokens == [0] * 20
+    close_planes(model)
+    assert torch.equal(output, eager.generate(ids, **how))
+
+
 # The engine.
 
 ENGINES_ON_PUSH = (
