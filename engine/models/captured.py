@@ -108,7 +108,7 @@ class CapturedDecoder:
         return captured.logits[:num_tokens].to(torch.float32, copy=True)
 
     def _captured_for(self, num_tokens: int) -> _Captured | None:
-        """Return the graph for so many tokens, captured now if it was not; None if none can be."""
+        """Return the graph for ``num_tokens``, capturing it if needed; None if it cannot be."""
         if self._is_refused:
             return None
         try:

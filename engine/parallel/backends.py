@@ -63,8 +63,8 @@ def device_of(config: EngineSettings, rank: int = 0) -> torch.device:
 
 
 def captures_steps(config: EngineSettings, layout: Layout, device: torch.device) -> bool:
-    """Return whether decode steps are captured as CUDA graphs where the pool is embedded: not of
-    several ranks, which are told of each step, nor of layers that keep states, in no fixed step.
+    """Return whether decode steps with an embedded pool are captured as CUDA graphs: on a GPU, but
+    not with several ranks, which are sent each step, nor with states, which no fixed step serves.
     """
     is_plain = config.tensor_parallel == 1 and layout.state_group is None
     return config.graphs and device.type == "cuda" and is_plain

@@ -1,11 +1,12 @@
-"""A scheduler for models with running states, which lie in the engine; the pool has checkpoints.
+"""A scheduler for models with a recurrent state: running states are in the engine, checkpoints of
+them in the pool.
 
-A step computes either one token of each of several sequences, or tokens of one sequence alone:
-sequences with running states share no row. While both are due the steps take turns. A part of a
-prompt ends where a checkpoint is wanted: at the end of the last block that is full before the
-prompt's last token, and after every so many blocks. A preempted sequence is computed again from its
-deepest checkpoint. So are all sequences when a plan was aborted, as it may have moved their states.
-Where the pool has no room for a checkpoint, a sequence goes on without it.
+A step computes either one token of each of several sequences, or a chunk of one prompt: sequences
+with a recurrent state cannot be packed into one row. Where both are due, steps alternate. A chunk
+ends at each checkpoint: after the last full block before the prompt's last token, and after every
+so many blocks. A preempted sequence is computed again from its deepest checkpoint. So is every
+sequence after an aborted plan, which may have advanced its state. Where the pool has no room for a
+checkpoint, the sequence goes on without it.
 """
 
 from __future__ import annotations

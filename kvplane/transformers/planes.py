@@ -184,7 +184,7 @@ class Planes:
         self._close()
 
     def has_room_for(self, num_checkpoints: int) -> bool:
-        """Return whether the pool had blocks for so many checkpoints after the last step."""
+        """Return whether the last step left blocks for ``num_checkpoints`` more."""
         group = self._layout.state_group
         rooms = (
             each.num_free_blocks + each.num_cached_blocks
