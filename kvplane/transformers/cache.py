@@ -397,7 +397,7 @@ class PlaneCache(Cache):
         return computed
 
     def _admit_at_one_column(self, rows: list[list[int]], columns: _Columns) -> list[list[int]]:
-        """Admit new rows, which all continue from checkpoints at the same column, or all begin anew.
+        """Admit new rows, which all continue from checkpoints at one column, or all begin anew.
         Returns the tokens of each row that are still to be appended.
         """
         padding, bound = columns.padding, columns.stop - columns.last + 1
