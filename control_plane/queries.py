@@ -1,11 +1,16 @@
-"""Read-only queries about sequences, and the check of a pool's invariants."""
+"""Read-only queries about sequences, their pages, and the check of a pool's invariants.
+
+A page begins after the last id of the page before, so what comes or goes between two pages moves
+nothing else from one to another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import cast
+from base64 import b64decode, urlsafe_b64encode
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol, TypeVar, cast
 
-from control_plane.pages import MAX_PAGE_SIZE, page_of
 from control_plane.pools.pool import Pool
 from control_plane.sessions.session import Session
 from kvplane.errors import InvalidRequestError, SequenceNotFoundError
@@ -15,6 +20,10 @@ from kvplane.wire.error_messages import duration_of
 from kvplane.wire.v1 import pool_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+
+MAX_PAGE_SIZE: Final = 1000
+
+Id = TypeVar("Id", int, str)
 
 
 def states(session: Session, sequence_ids: bytes | None = None) -> cpb.SequenceStates:
@@ -150,3 +159,36 @@ def _check_session(pool: Pool, session: Session) -> None:
     assert session.done == min(session.receipted), f"session {session.id}: receipts differ"
     receipts = {payload for record in session.plans.values() for payload in record.receipts}
     assert session.expected.keys() == receipts, "receipts of plans not in flight are expected"
+
+
+class PageRequest(Protocol):
+    """A request for one page of a list: its ``page_size`` and ``page_token``."""
+
+    page_size: int
+    page_token: str
+
+
+def page_of(
+    ids: Sequence[Id], request: PageRequest, *, of: str, parse: Callable[[str], Id]
+) -> tuple[Sequence[Id], str]:
+    """Return one page of ``ids``, which ascend, and the token of the next page, empty if there is
+    none. ``of`` names the list: the token of another list is refused. ``parse`` reads an id, and
+    raises ValueError. Raises InvalidRequestError for page_size and page_token.
+    """
+    if not 0 <= request.page_size <= MAX_PAGE_SIZE:
+        raise InvalidRequestError(f"must be from 0 to {MAX_PAGE_SIZE}", field="page_size")
+    begin, prefix = 0, f"{of}/"
+    if request.page_token:
+        try:
+            token = b64decode(request.page_token, b"-_", validate=True).decode()
+            if not token.startswith(prefix):
+                raise ValueError(of)
+            begin = bisect_right(ids, parse(token.removeprefix(prefix)))
+        except ValueError as error:
+            raise InvalidRequestError(
+                "must be the next_page_token of an answer for the same list", field="page_token"
+            ) from error
+    end = begin + (request.page_size or MAX_PAGE_SIZE)
+    if end >= len(ids):
+        return ids[begin:], ""
+    return ids[begin:end], urlsafe_b64encode(f"{prefix}{ids[end - 1]}".encode()).decode()
