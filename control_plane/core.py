@@ -33,6 +33,7 @@ from control_plane.observing import PoolObservation, observe
 from control_plane.pools.layouts import layout_fingerprint, mismatch
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS
+
 from control_plane.registration.registration import Registration
 from control_plane.sessions.session import Session
 from control_plane.sessions.sessions import Sessions, random_session_id
@@ -42,7 +43,6 @@ from control_plane.steps.failures import add_error
 from control_plane.steps.operations import Step, check_no_plan, read_operations
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
-from control_plane.views import view
 from control_plane.watching import Watcher, Watchers
 from kvplane.errors import (
     InvalidRequestError,
@@ -374,7 +374,7 @@ class ControlPlane:
 
     def view_pools(self, tenant: str) -> list[dict[str, Any]]:
         """Return the pools as JSON values for the status page, with this tenant's sessions only."""
-        return [view(p, self.sessions.of(p), tenant) for p in self._pools.values()]
+        return [queries.view(p, self.sessions.of(p), tenant) for p in self._pools.values()]
 
     def observe_pool(self, pool_id: str) -> PoolObservation:
         """Return a snapshot of a pool, for metrics. Raises PoolNotFoundError."""
