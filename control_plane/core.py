@@ -33,7 +33,6 @@ from control_plane.observing import PoolObservation, observe
 from control_plane.pools.layouts import layout_fingerprint, mismatch
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS
-
 from control_plane.registration.registration import Registration
 from control_plane.sessions.session import Session
 from control_plane.sessions.sessions import Sessions, random_session_id

@@ -366,7 +366,9 @@ class PoolService(pool_pb2_grpc.PoolServiceServicer):
     ) -> pool_pb2.ListPoolsResponse:
         return self._core.list_pools(request)
 
-    async def GetPool(self, request: pool_pb2.GetPoolRequest, context: _Context) -> pool_pb2.GetPoolResponse:
+    async def GetPool(
+        self, request: pool_pb2.GetPoolRequest, context: _Context
+    ) -> pool_pb2.GetPoolResponse:
         return self._core.get_pool(request.pool_id)
 
     async def GetPoolCounters(
