@@ -28,11 +28,9 @@ class ExecutedSession(Protocol):
     @property
     def grant(self) -> Signed:
         """The session's grant: its signed rights at a data plane."""
-        ...
 
     def add_receipt(self, receipt: Signed | None) -> None:
         """Submit a receipt with the next step."""
-        ...
 
 
 class EmbeddedDataPlane:

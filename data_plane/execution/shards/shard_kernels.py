@@ -542,11 +542,9 @@ class _KernelTimes(Protocol):
         """Time the work that is queued inside on the current stream as a call of ``kernel``, which
         has to read and write ``num_bytes``.
         """
-        ...
 
     def collect(self) -> None:
         """Add the timed calls that have ended to the counters."""
-        ...
 
 
 class _HostTimes:
