@@ -609,7 +609,8 @@ def load_whole(
     into: Sequence[memoryview],
     keys: Sequence[bytes] = (),
 ) -> Future[list[bool]]:
-    """Load chunks that were found by name. ``items``, ``keys``: as of ``ChunkCache.load_named``.
+    """Load chunks that were found by name into memory of just their size, where the pages of the
+    pool may be larger. ``items``, ``keys``: as of ``ChunkCache.load_named``.
     ``into``: of at most a page each, writable until the future has its result: whether each chunk
     came whole and has the size of its memory. What a chunk that did not come leaves is undefined.
     """

@@ -139,7 +139,8 @@ class Bridge:
 
 
 class Publisher:
-    """The sockets of events and of replays. Raises OSError when an endpoint cannot be bound.
+    """The sockets of events and of replays: it publishes batches, and sends them again, as vLLM's
+    ``ZmqEventPublisher`` does. Raises OSError when an endpoint cannot be bound.
 
     ``wants_snapshot`` is set when somebody has missed batches which no replay has.
     """

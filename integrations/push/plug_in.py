@@ -1,5 +1,6 @@
 """The plug-in: both directions of one data plane, as its settings ask for them, and the calls by
-which engines have blocks moved. The data plane hosts these beside its own.
+which engines have blocks moved. The data plane hosts these beside its own. Settings are variables:
+KVPLANE_PUSH_BIND and so on.
 """
 
 from __future__ import annotations
