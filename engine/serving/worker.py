@@ -23,13 +23,14 @@ from queue import PriorityQueue
 from threading import Thread
 from typing import Final, Protocol
 
-from engine.request import Delta, RequestOutput, SamplingParams
 from kvplane.errors import (
     InternalError,
     KvplaneError,
     PlaneUnavailableError,
 )
 from kvplane.serving.limits.open_requests import OpenRequests
+
+from ..request import Delta, RequestOutput, SamplingParams
 
 _LOGGER: Final = logging.getLogger(__name__)
 
