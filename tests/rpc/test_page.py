@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from control_plane.queries import STATES
 from control_plane.server.page import page_server
 from control_plane.server.server import ControlPlaneServer
-from control_plane.views import STATES
 from kvplane import ControlClient, DataClient, Execution, Session, ops
 from kvplane.results import total_of
 from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step
