@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from control_plane.queries import STATES
 from control_plane.server.page import page_server
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, DataClient, Execution, Session, ops
@@ -26,6 +25,8 @@ from tests.helpers.tools import needs
 from tests.helpers.waiting import until
 
 TLS = Path(__file__).parent / "tls"
+SCRIPT = Path(page_server.__file__).with_name("page.js").read_text()
+STATES = json.loads(SCRIPT.partition("const STATES = ")[2].partition(";")[0])
 
 
 @pytest.fixture
