@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Checks that the tree and dist/ are the release of a tag, writes dist/SHA256SUMS, and prints what is
-# to be published: the files and CHANGELOG.md's section.
+# Checks that the tree and dist/ are the release of a tag, writes dist/SHA256SUMS, and prints what
+# is to be published: the files and CHANGELOG.md's section.
 #
 #   scripts/release.sh v0.2.0
 set -euo pipefail

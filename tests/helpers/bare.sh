@@ -25,9 +25,10 @@ work=$(mktemp -d "$base.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
 git clone --quiet . "$work/upper/root/kvplane"
 [ ! -e dist ] || cp -r dist "$work/upper/root/kvplane/"
-settings=$(env | grep -E '^(PIP_|SSL_CERT_|REQUESTS_CA_|https?_proxy|HTTPS?_PROXY|KVPLANE_)' || true)
+names='PIP_|SSL_CERT_|REQUESTS_CA_|https?_proxy|HTTPS?_PROXY|KVPLANE_'
+settings=$(env | grep -E "^($names)" || true)
 export base work settings
-# A network of its own would keep what it starts from this machine's ports; it needs registries.
+# It has this machine's network, for registries, and so its ports.
 unshare --mount --pid --fork --kill-child bash -euc '
   mkdir -p "$work"/{below,root}
   mount -t overlay overlay -o "lowerdir=$base,upperdir=$work/upper,workdir=$work/below" "$work/root"
