@@ -3,7 +3,7 @@
 .PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos bench newcomer wheels gpu-wheels lint fix protos boards page-picture api reference clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
-SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
+SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/tests/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
@@ -53,7 +53,7 @@ build/engines/sglang: tests/engines/sglang.txt | build/engines/vllm
 	@touch $@
 
 # Ray listens on all interfaces, so it gets a network of its own.
-FLEET := PYTHONPATH=build/ray integrations/ray/in_namespace.sh $(BIN)/python
+FLEET := PYTHONPATH=build/ray integrations/ray/tests/in_namespace.sh $(BIN)/python
 
 fleet: setup build/ray  ## Answer on simulated machines while a leader, a shard and a machine are lost; needs etcd
 	@$(FLEET) -m integrations.ray.tests.simulate

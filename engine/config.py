@@ -105,7 +105,8 @@ class EngineSettings(ModelSettings, BatchSettings, ThreadSettings, ClientTls, Po
     dtype: str = setting(
         "auto",
         choices=("auto", *FLOAT_BYTES),
-        help="Type of weights, queries, keys and values; auto takes the pool's.",
+        help="Type of weights, queries, keys and values; auto takes the pool's, and for an embedded"
+        " pool the checkpoint's.",
     )
     kv_dtype: str = setting(
         "auto",

@@ -8,14 +8,13 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from kvplane.errors import InternalError, InvalidRequestError, UnavailableError
 from kvplane.layout import ELEMENT_BYTES, Layout
-from kvplane.models.hf import layout_from_hf
+from kvplane.models.hf import checkpoint_dtype, layout_from_hf
 from kvplane.results import PoolInfo
 from kvplane.runtime.backend import DataBackend
 from kvplane.runtime.link import ControlLink
@@ -191,12 +190,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _connect(self, config: EngineSettings) -> None:
@@ -350,7 +344,7 @@ def _load(config: EngineSettings, pool: Layout | None) -> tuple[loader.LoadedMod
     """
     dtype, kv_dtype = config.dtype, config.kv_dtype
     if dtype == "auto":
-        dtype = "float32" if pool is None else pool.dtype
+        dtype = checkpoint_dtype(config.model) if pool is None else pool.dtype
     if kv_dtype == "auto":
         kv_dtype = dtype if pool is None else pool.kv_dtype
     device = device_of(config)

@@ -28,6 +28,7 @@ from models.recall_task import Question, questions
 from scripts.planes import ROOT, run_planes
 
 MODEL: Final = ROOT / "models" / "recall"
+DTYPE: Final = "float32"  # wider than the checkpoint's, to see small differences
 POOL_FLAGS: Final = ("--num-device-blocks", "96", "--num-host-blocks", "28")
 POOL_FLAGS_QUICK: Final = ("--num-device-blocks", "60", "--num-host-blocks", "24")
 LOGITS_TOLERANCE: Final = 1e-4
@@ -83,9 +84,7 @@ def report_answers(
         context, _, key = question.prompt.rpartition("?")
         print(f"{len(context):>4} bytes of facts  ?{key}{output.outputs[0].text[:40]}")
     print(f"checking {len(greedy)} answers by transformers ...")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        MODEL, dtype=torch.float32, local_files_only=True
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=DTYPE, local_files_only=True)
     model.to(device)
     verdicts, errors = zip(
         *(compare(model, o.prompt_token_ids, o.outputs[0]) for _, o in greedy), strict=True
@@ -109,7 +108,8 @@ def main(argv: Sequence[str], data_plane: Sequence[str] = ("data_plane",)) -> in
     args = parser.parse_args(argv)
     logs.setup("warning")
     asked = questions(0, quick=args.quick)
-    flags = ["--model", str(MODEL), *(POOL_FLAGS_QUICK if args.quick else POOL_FLAGS)]
+    flags = ["--model", str(MODEL), "--dtype", DTYPE]
+    flags += POOL_FLAGS_QUICK if args.quick else POOL_FLAGS
     print(f"{len(asked)} prompts for both planes (logs in {args.run_folder}) ...")
     with run_planes(args.run_folder, flags, data_plane) as planes:
         address = planes.control.address

@@ -24,7 +24,6 @@ class Operation(Protocol):
 
     def SerializeToString(self) -> bytes:
         """Encode the operation as bytes."""
-        ...
 
 
 class DeferredTokens(Protocol):
@@ -32,7 +31,6 @@ class DeferredTokens(Protocol):
 
     def SerializeToString(self) -> bytes:
         """Encode the tokens as bytes."""
-        ...
 
 
 Column = Iterable[int] | bytes

@@ -39,7 +39,6 @@ class Signed(Protocol):
 
     def SerializeToString(self) -> bytes:
         """Encode it as bytes, for ``read_signed`` in another process."""
-        ...
 
 
 def read_signed(data: bytes) -> Signed:

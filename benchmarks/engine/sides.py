@@ -59,7 +59,7 @@ def make_model(name: str, folder: Path) -> Path:
 
 def load(folder: Path) -> PreTrainedModel:
     """Load a model for transformers' own sides."""
-    model: PreTrainedModel = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: PreTrainedModel = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
     model.train(False)
     pack_linears(model)
     return model

@@ -285,7 +285,7 @@ class Executor:
         ``plan_number``: the plan expected to be the latest, None for any. On a GPU, waits until the
         pass before has run, and raises InternalError when the device failed. Raises
         PlanOutOfOrderError, SessionExpiredError, and InvalidRequestError where there is no such
-        pass.
+        pass, or a sequence shares blocks that the plan computes for another.
         """
         with self._command.lock, self._command("begin_pass"):
             session, run = self._plans.latest(session_id, plan_number)

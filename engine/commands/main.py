@@ -59,18 +59,19 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _layout(argv: Sequence[str]) -> int:
     config = parse(PrintLayoutSettings, "engine layout", argv, os.environ, "kvplane layout")
-    from kvplane.models.hf import layout_from_hf
+    from kvplane.models.hf import checkpoint_dtype, layout_from_hf
 
     groups = None
+    dtype = checkpoint_dtype(config.model) if config.dtype == "auto" else config.dtype
     if config.probe:
         from ..models import loader
 
-        groups = loader.load(config.model, config.dtype, latent=config.latent).groups
+        groups = loader.load(config.model, dtype, latent=config.latent).groups
     make = partial(
         layout_from_hf,
         config.model,
         block_size_tokens=config.block_size_tokens,
-        dtype=config.dtype,
+        dtype=dtype,
         kv_dtype=config.kv_dtype or None,
     )
     layout = make(groups=groups, latent=config.latent)

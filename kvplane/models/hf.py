@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvplane.errors import InvalidRequestError
-from kvplane.layout import FP8_BYTES, LATENT, LayerGroup, Layout
+from kvplane.layout import FLOAT_BYTES, FP8_BYTES, LATENT, LayerGroup, Layout
 from kvplane.models.config import read_config
 from kvplane.models.model_layers import has_states, layer_groups
 
@@ -39,7 +39,7 @@ def layout_from_hf(
     folder: Path,
     *,
     block_size_tokens: int = 16,
-    dtype: str = "float32",
+    dtype: str = "auto",
     kv_dtype: str | None = None,
     model_id: str | None = None,
     groups: tuple[LayerGroup, ...] | None = None,
@@ -47,14 +47,16 @@ def layout_from_hf(
 ) -> Layout:
     """Return the layout that a pool needs for the model in ``folder``.
 
-    ``groups`` default to the config's; the probe of the loaded model finds others if its code
-    differs from its config (``kvplane/transformers/models/probe.py``). ``latent``: see
-    ``layer_groups``. ``kv_dtype`` defaults to ``dtype``; an 8-bit one has the checkpoint's scales,
-    or scales of 1 if it has none. ``model_id`` defaults to the folder's name and 16 hex digits of
-    the SHA-256 over config.json and the weights' files, in name order. Raises InvalidRequestError
-    naming what is missing or wrong, transformers included.
+    ``dtype``: "auto" takes the checkpoint's. ``groups`` default to the config's; the probe of the
+    loaded model finds others if its code differs from its config
+    (``kvplane/transformers/models/probe.py``). ``latent``: see ``layer_groups``. ``kv_dtype``
+    defaults to ``dtype``; an 8-bit one has the checkpoint's scales, or scales of 1 if it has none.
+    ``model_id`` defaults to the folder's name and 16 hex digits of the SHA-256 over config.json and
+    the weights' files, in name order. Raises InvalidRequestError naming what is missing or wrong,
+    transformers included.
     """
     folder = Path(folder)
+    dtype = checkpoint_dtype(folder) if dtype == "auto" else dtype
     groups = _groups(folder, latent) if groups is None else groups
     kv_dtype = dtype if kv_dtype is None else kv_dtype
     if kv_dtype in FP8_BYTES:
@@ -68,15 +70,31 @@ def layout_from_hf(
     )
 
 
-def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
+def checkpoint_dtype(folder: Path) -> str:
+    """Return the dtype that the config in ``folder`` states, or its text model's; "float32" where
+    neither states one. Raises InvalidRequestError.
+    """
+    config = _config(folder)
+    stated = config.dtype or config.get_text_config().dtype or "float32"
+    dtype = str(stated).removeprefix("torch.")
+    if dtype not in FLOAT_BYTES:
+        raise InvalidRequestError(f"is {dtype}: give --dtype", field="config.dtype")
+    return dtype
+
+
+def _config(folder: Path) -> Any:
     try:
-        config = read_config(folder)
+        return read_config(folder)
     except ImportError as error:
         raise InvalidRequestError(
             "cannot be read without transformers: install kvplane[transformers], or give --layout "
             "a file that 'kvplane layout' wrote",
             field="model",
         ) from error
+
+
+def _groups(folder: Path, latent: bool) -> tuple[LayerGroup, ...]:
+    config = _config(folder)
     if has_states(config):
         raise InvalidRequestError(
             "has running states, whose size its config does not tell: give --layout a file that "

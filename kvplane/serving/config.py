@@ -329,7 +329,9 @@ class LayoutSettings(BlockSettings):
     """Settings of a layout whose types are chosen here."""
 
     dtype: str = setting(
-        "float32", help="Type of queries, keys and values.", choices=tuple(FLOAT_BYTES)
+        "auto",
+        help="Type of queries, keys and values; auto takes the checkpoint's.",
+        choices=("auto", *FLOAT_BYTES),
     )
     kv_dtype: str = setting(
         "",

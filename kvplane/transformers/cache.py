@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -115,12 +114,7 @@ class PlaneCache(Cache):
     def __enter__(self) -> PlaneCache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaneCache:

@@ -1,4 +1,4 @@
-"""A session from Python, Node, Go, Rust and a shell: admit, attend in every layer, hand in the
+"""A session from Node, Go, Rust and a shell: admit, attend in every layer, hand in the
 receipt, free.
 """
 
@@ -17,13 +17,12 @@ from kvplane import LayerGroup, Layout, sync
 from kvplane.release import release
 from kvplane.results import total_of
 from tests.e2e.engine_planes import Pair
-from tests.helpers import json_caller, programs
+from tests.helpers import json_caller
 from tests.helpers.documents import blocks
 from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = {"python": "engine-guide.md", "bash": "../examples/README.md"}
 SERVICE = "kvplane.v1.SessionService"
 LAYOUT = Layout("clients", 16, "float32", "float32", (LayerGroup("full", (0, 1), 2, 16),))
 ATTENDED = "".join(f"layer {layer}: attention [3{{0}}2{{0}}16]\n" for layer in (0, 1))
@@ -51,18 +50,6 @@ def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def shown(language: str, heading: str) -> str:
-    """The program of a language on the page."""
-    (program,) = blocks(PAGES[language], language, heading)
-    return program
-
-
-def test_the_python_program_of_the_page_attends(planes: Pair) -> None:
-    program = shown("python", "Python").replace("127.0.0.1:50051", planes.control.address)
-    done = programs.run("-c", program)
-    assert (done.returncode, done.stdout) == (0, ATTENDED.format(", ")), done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +112,8 @@ def filled(value: Any, seen: dict[str, Any], name: str = "") -> Any:
 
 
 def test_the_lines_of_grpcurl_open_admit_free_and_close(planes: Pair) -> None:
-    (_, *listed), *calls = json_caller.lines_of(shown("bash", "grpcurl"))
+    (lines,) = blocks("../examples/README.md", "bash", "grpcurl")
+    (_, *listed), *calls = json_caller.lines_of(lines)
     assert listed == ["list", SERVICE]
     assert "Step" in json_caller.methods_of(planes.control.address, SERVICE)
     seen: dict[str, Any] = {}

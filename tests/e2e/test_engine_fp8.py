@@ -62,6 +62,7 @@ def test_a_short_pool_of_8_bits_answers_as_torch_does_with_the_same_numbers(
         model,
         control_plane=control,
         data_plane="embedded",
+        dtype="float32",
         kv_dtype="float8_e4m3fn",
         pool_id=f"small-{has_scales}",
         num_device_blocks=60,
@@ -88,9 +89,8 @@ def test_an_engine_takes_type_and_scales_from_a_pool_in_another_process(
     control: str, scaled: tuple[Path, LayerScales], tmp_path: Path
 ) -> None:
     folder, scales = scaled
-    layout = layout_from_hf(
-        folder, kv_dtype="float8_e5m2", model_id=layout_from_hf(RECALL).model_id
-    )
+    own = layout_from_hf(RECALL).model_id
+    layout = layout_from_hf(folder, dtype="float32", kv_dtype="float8_e5m2", model_id=own)
     blocks = ("--num-device-blocks", "128")
     settings = {"control_plane": control, "pool_id": "remote", "timeout_s": 30.0}
     with data_plane(control, layout, tmp_path / "data.log", *blocks, pool_id="remote"):

@@ -126,6 +126,7 @@ def answers(control: Release, data: Release, engine: Release, folder: Path) -> l
     data_plane = data.serve(
         *("data_plane", logs["data"], "--control-plane", control_plane.address),
         *("--model", str(MODEL), "--num-device-blocks", "64", "--num-host-blocks", "8"),
+        *("--dtype", "float32"),  # an older release's default differs
     )
     at = ("--control-plane", control_plane.address)
     prompts = folder / "prompts.txt"

@@ -1,7 +1,7 @@
 """What kvplane makes of each causal type that transformers has, on tiny random models.
 
 ``python -m tests.models.census`` examines all of them, each in a process of its own because some
-fail hard, and writes the table of ``docs/models.md``. With names it prints their rows.
+fail hard, and writes the table of ``docs/reference/models.md``. With names it prints their rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvplane.transformers.models.probe import probe, states_of
 from kvplane.transformers.states import StateCache, States
 from tests.models.tiny_models import TYPES, VOCABULARY, tiny_model
 
-DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 EXACT, REFUSED, NOT_RUN = "exact", "refused", "not run"
 _LENGTHS: Final = (37, 21, 30)
 _PASSES: Final = (
@@ -246,14 +246,13 @@ def _send_row(model_type: str, pipe: Connection) -> None:
 
 
 def document(rows: Sequence[Row]) -> str:
-    """The text of ``docs/models.md``."""
-    head = DOCUMENT.read_text(encoding="utf-8").partition("## The census")[0]
+    """The text of ``docs/reference/models.md``."""
     counts = {v: sum(row.verdict == v for row in rows) for v in (EXACT, REFUSED, NOT_RUN)}
     of: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         of.setdefault((row.verdict, row.note), []).append(row.model_type)
     return (
-        f"{head}## The census\n\n"
+        "# Models of transformers\n\n"
         f"Of the {len(rows)} causal types of transformers {transformers.__version__}: "
         f"{counts[EXACT]} exact, {counts[REFUSED]} refused, {counts[NOT_RUN]} not run.\n"
         "`python -m tests.models.census` writes this table, and `tests/models/` holds it "
@@ -266,9 +265,8 @@ def document(rows: Sequence[Row]) -> str:
 
 
 def documented() -> dict[str, Row]:
-    """The rows of ``docs/models.md``, by type."""
-    text = DOCUMENT.read_text(encoding="utf-8").partition("## The census")[2]
-    table = text.partition("|---|---|---|\n")[2]
+    """The rows of ``docs/reference/models.md``, by type."""
+    table = DOCUMENT.read_text(encoding="utf-8").partition("|---|---|---|\n")[2]
     rows = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines()]
     return {
         name: Row(name, verdict, note)

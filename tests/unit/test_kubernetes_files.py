@@ -16,6 +16,7 @@ from data_plane.server.config import DataPlaneSettings
 from data_plane.server.server import layout_from_json
 from engine.serving.config import ServeSettings
 from kvplane.integrations.router.config import RouterSettings
+from kvplane.models.hf import layout_from_hf
 from kvplane.serving.settings import parse
 from tests.helpers.kustomized import Object, objects
 
@@ -297,5 +298,5 @@ def test_what_is_scraped_has_the_jobs_that_the_rules_name(variant: str, tmp_path
 
 def test_the_layout_of_the_base_is_one() -> None:
     layout = layout_from_json(FOLDER / "base" / "layout.json")
-    assert layout.model_id.startswith("recall-")
+    assert layout == layout_from_hf(Path("models/recall"))
     assert (layout.groups[0].num_kv_heads % 2) == 0  # for the two shards of the fleet

@@ -18,8 +18,7 @@ from bridged import BLOCK, Consumer, Pool, bridged_pool, prompt, replay
 from kvplane.integrations.events import program
 from kvplane.integrations.events import publisher as sockets
 from kvplane.integrations.events.config import EventsSettings
-from kvplane.integrations.events.program import Bridge
-from kvplane.integrations.events.publisher import Publisher
+from kvplane.integrations.events.program import Bridge, Publisher
 from kvplane.integrations.events.wire import (
     CLEARED,
     Event,

@@ -89,7 +89,8 @@ def _url(program: ServerProcess) -> str:
 def answers(addresses: str, asked: list[Question]) -> dict[str, str]:
     """Return an engine's answers to the prompts; its pool is in its process and loses nothing."""
     alone = {"data_plane": "embedded", "pool_id": "alone", "num_device_blocks": 256}
-    with LLM(MODEL, control_plane=addresses, probe=False, num_threads=1, **alone) as llm:
+    alone |= {"dtype": "float32", "probe": False}
+    with LLM(MODEL, control_plane=addresses, num_threads=1, **alone) as llm:
         outputs = llm.generate([each.prompt for each in asked], [each.params for each in asked])
     return {
         question.prompt: output.outputs[0].text
@@ -170,7 +171,7 @@ def main() -> int:
             shards=2,
             control_planes=2,
             election=f"etcd://{etcd.endpoints}/fleet",
-            data=f"--model {MODEL} --num-device-blocks 256",
+            data=f"--model {MODEL} --dtype float32 --num-device-blocks 256",
             timeout_s=UP_S,
         )
         addresses = ",".join(fleet.up(shape))

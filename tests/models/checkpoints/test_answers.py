@@ -63,11 +63,12 @@ def test_weights_in_several_files_are_read_as_transformers_reads_them(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.2), (torch.float16, 0.1)])
-def test_half_precision_computes_what_it_computes_in_transformers(
+def test_half_precision_is_kept_and_computes_what_it_computes_in_transformers(
     tmp_path: Path, control: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     folder = save(tmp_path / "m", dtype=dtype)
-    with engine(folder, control, dtype=str(dtype).removeprefix("torch.")) as llm:
+    with engine(folder, control) as llm:
+        assert llm.get_pool().layout.dtype == str(dtype).removeprefix("torch.")
         params = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True, record_logits=True)
         answer = llm.generate([PROMPT], params)[0].outputs[0]
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)

@@ -392,6 +392,21 @@ def test_a_llama_config_gives_its_kv_heads_and_head_size(tmp_path: Path) -> None
     assert layout == Layout("m", 16, "float32", "float32", (LayerGroup("full", (0, 1, 2), 2, 16),))
 
 
+def test_a_layout_has_the_dtype_of_the_checkpoint_unless_another_is_given(tmp_path: Path) -> None:
+    def dtypes(config: dict[str, Any], **given: str) -> tuple[str, str]:
+        layout = layout_from_hf(write_model(tmp_path / "tiny", config), **given)
+        return layout.dtype, layout.kv_dtype
+
+    half = LLAMA | {"torch_dtype": "float16"}
+    assert dtypes(half) == ("float16", "float16")
+    assert dtypes(half, dtype="float32") == ("float32", "float32")
+    assert dtypes(half, kv_dtype="bfloat16") == ("float16", "bfloat16")
+    of_text = {"model_type": "gemma3", "text_config": {"dtype": "bfloat16"}}
+    assert dtypes(of_text) == ("bfloat16", "bfloat16")
+    with refused(InvalidRequestError, "config.dtype"):
+        dtypes(LLAMA | {"dtype": "float64"})
+
+
 def test_the_model_id_is_the_folder_and_a_hash_of_config_and_weights(tmp_path: Path) -> None:
     first = layout_from_hf(write_model(tmp_path / "tiny", LLAMA))
     name, _, digest = first.model_id.rpartition("-")

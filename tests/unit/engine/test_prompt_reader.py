@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from threading import Event
 
 from engine.serving import prompt_reader
-from engine.serving.prompt_reader import PromptReader
+from engine.serving.worker import PromptReader
 
 
 async def test_a_long_text_is_overtaken_for_as_long_as_it_takes() -> None:
