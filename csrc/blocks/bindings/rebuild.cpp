@@ -66,8 +66,7 @@ void bind_rebuild(py::module_& module) {
                   throw py::value_error("whole must be of the same blocks and shards");
                 return std::make_unique<Rebuild>(block_size_tokens, num_shards, whole);
               }),
-              "block_size_tokens"_a, "num_shards"_a, "whole"_a = nullptr,
-              py::keep_alive<1, 4>());
+              "block_size_tokens"_a, "num_shards"_a, "whole"_a = nullptr, py::keep_alive<1, 4>());
   bind_reports(rebuild);
   rebuild.def(
       "begin",

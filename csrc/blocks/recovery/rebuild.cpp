@@ -264,8 +264,7 @@ void Rebuild::enter_next() {
   stack_.pop_back();
   const Shard& first = shards_[0];
   const Row& row = first.rows[r];
-  const EntryId parent =
-      row.parent == kNoBlock ? root_of(row) : entries_[first.row_of(row.parent)];
+  const EntryId parent = row.parent == kNoBlock ? root_of(row) : entries_[first.row_of(row.parent)];
   entries_[r] = group_->restore(parent, first.tokens.row(r), row.hash, row.block);
   if (entries_[r] == kNoEntry) return;
   restored_.push_back(row.block);
@@ -286,8 +285,7 @@ void Rebuild::enter_state(uint32_t r) {
   const int32_t* const tokens = shards_[0].tokens.row(r);
   if (row.parent >= whole.stores[kDevice].num_blocks) return;
   EntryId named = whole.index.entry_of(kDevice, row.parent);
-  if (named == kNoEntry ||
-      whole.stores[kDevice].generation(row.parent) != row.parent_generation ||
+  if (named == kNoEntry || whole.stores[kDevice].generation(row.parent) != row.parent_generation ||
       whole.index.root_name(whole.index.root_of(named)) != *roots_[row.root].name ||
       !std::equal(tokens, tokens + block_size_, whole.index.tokens(named)))
     return;
