@@ -101,7 +101,8 @@ class AttentionBatch(StepRows):
         is_written[self.written_blocks] = True
         tables = self.block_tables.numpy()
         is_before = np.arange(tables.shape[1]) < self.first_positions[:, None] // block_size
-        return is_written[tables] & is_before
+        reads: NDArray[np.bool_] = is_written[tables] & is_before
+        return reads
 
     def of_pass(self, index: int) -> AttentionBatch:
         """Return a batch of token ``index`` of each span that is long enough: one token a sequence.
