@@ -177,8 +177,8 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
       failure.b = std::min(failure.b, proportion.down(group, std::max<int64_t>(0, plan.available)));
     }
     if (failure.code == Code::kOk && !lacks_copy) break;
-    // If there is no room for the last block and its copy, it is computed again instead. If there is
-    // none for the copy of a checkpoint, fewer blocks are a hit.
+    // If there is no room for the last block and its copy, it is computed again instead. Without
+    // room for the copy of a checkpoint fewer blocks are a hit.
     if (failure.code != Code::kOk && (!copies_last || !needs_all_blocks)) return failure;
     most_hits = static_cast<int64_t>(plans[0].hits.size()) - 1;
   }

@@ -35,8 +35,8 @@ struct PublicationColumns {
 
 class Rebuild {
  public:
-  // `whole`: of a group of states, that of the group whose blocks its publications name. It is built
-  // and taken before.
+  // `whole`: of a group of states, that of the group whose blocks its publications name, which is
+  // built and taken before.
   Rebuild(uint32_t block_size_tokens, uint32_t num_shards, const Rebuild* whole = nullptr);
 
   uint32_t block_size() const { return block_size_; }

@@ -72,7 +72,7 @@ class Admitter {
   // Finds the longest prefix of at most `most` blocks.
   void find_hits(const Session& session, const Admission& admission, int64_t most,
                  std::vector<Hit>& hits) const;
-  // Counts the blocks that an admission with these hits needs. Without room for its checkpoint, none
+  // Counts the blocks that an admission with these hits needs. Without room for a checkpoint, none
   // is kept.
   void count_needed(const Session& session, const Admission& admission, bool computes,
                     Plan& plan) const;
