@@ -9,8 +9,6 @@ from kvplane.errors import InvalidRequestError
 
 # More tokens than any pool has slots; keeps sums of counts far from overflow on the wire.
 MAX_COUNT: Final = 2**40
-# Generations continue from those that data planes report, which must leave room above.
-MAX_REPORTED: Final = 2**62
 
 
 def count(value: int, *, field: str) -> None:
