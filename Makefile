@@ -1,9 +1,9 @@
 # Every target that needs the virtual environment makes it first; see scripts/setup.sh for the variables.
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos bench newcomer gpu-wheels lint fix protos boards page-picture api reference clean
+.PHONY: help setup run test test-tools test-nightly test-skew test-engines test-fleet fleet chaos bench newcomer wheels gpu-wheels lint fix protos boards page-picture api reference clean
 
 PYTHON_SOURCES := kvplane control_plane data_plane engine integrations conftest.py models tests benchmarks examples scripts setup.py
-SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
+SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/tests/*.sh deploy/*.sh deploy/slurm/*.sh benchmarks/gpu/*.sh tests/*/*.sh)
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
@@ -53,7 +53,7 @@ build/engines/sglang: tests/engines/sglang.txt | build/engines/vllm
 	@touch $@
 
 # Ray listens on all interfaces, so it gets a network of its own.
-FLEET := PYTHONPATH=build/ray integrations/ray/in_namespace.sh $(BIN)/python
+FLEET := PYTHONPATH=build/ray integrations/ray/tests/in_namespace.sh $(BIN)/python
 
 fleet: setup build/ray  ## Answer on simulated machines while a leader, a shard and a machine are lost; needs etcd
 	@$(FLEET) -m integrations.ray.tests.simulate
@@ -73,12 +73,20 @@ bench: setup  ## Measure a step through both planes, by transport
 	@$(BIN)/python -m benchmarks.transport
 	@$(BIN)/python -m benchmarks.blocks
 
-NEWCOMER := newcomer_metrics boards alerts clients
 test-tools:  ## Install, as root, what tests and make lint use of Debian; else print the line that does
 	@bash -c '. scripts/packages.sh && need_to_test && need_at_night && install_missing "make test-tools"'
 
-newcomer: setup  ## Walk a newcomer's path: boards, alerts, metrics, clients of other languages
-	@$(BIN)/python -m pytest -n 0 -v $(NEWCOMER:%=tests/e2e/test_%.py) $(PYTEST_ARGS)
+wheels: setup build/wheel-tools  ## Make dist/, a release's wheels, and serve a model from them in a bare Debian; needs debootstrap
+	@scripts/wheels.sh
+	@scripts/newcomer.sh server
+
+build/wheel-tools: requirements/wheels.txt
+	@$(BIN)/python -m pip install --quiet --target $@ --requirement $<
+	@touch $@
+
+ROLES := model server engines engineer platform
+newcomer:  ## Do what README.md shows to each reader, in a bare Debian with dist/, and say how long it takes
+	@for role in $(ROLES); do scripts/newcomer.sh $$role || exit 1; done
 
 gpu-wheels:  ## Make .whl, the wheels that the first minutes on a GPU take along; needs nvcc
 	@benchmarks/gpu/gpu_wheels.sh
@@ -124,5 +132,5 @@ node_modules: package.json
 	@touch node_modules
 
 clean:  ## Remove all that these targets made
-	rm -rf .venv node_modules build csrc/build csrc/blocks/build .whl .run benchmarks/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf .venv node_modules build dist csrc/build csrc/blocks/build .whl .run benchmarks/out .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

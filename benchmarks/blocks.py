@@ -2,10 +2,9 @@
 
     python -m benchmarks.blocks [--remote] [--turns 9] [--json OUT]
 
-Both planes are processes. A prompt of 12 blocks is stored and loaded, by turns: "now" by a step
-with ``ends_with_plan`` and ``write_pages``, and by pins and ``read_pages``; "before" by the calls
-that release 0.1 had, which hold the prompt with a sequence, a plan and a Free; and "memcpy", a copy
-of the same bytes in this process. "now" goes through shared memory. Medians of the turns.
+Both planes are processes. A prompt of 12 blocks is stored and loaded through shared memory, by
+turns: by a step with ``ends_with_plan`` and ``write_pages``, and by pins and ``read_pages``; beside
+"memcpy", a copy of the same bytes in this process. Medians of the turns.
 
 ``--remote``: loads over gRPC instead, by 1, 4 and 8 channels at one time, beside as many TCP
 connections on which another process sends the same number of bytes to the same buffers.
@@ -30,8 +29,7 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.common.report import machine, markdown, said, save
-from kvplane import ControlClient, Execution, Session, Tensor, ops
-from kvplane.results import ShardBlocks
+from kvplane import ControlClient, Execution, Session, ops
 from scripts.planes import run_planes
 
 NUM_CHUNKS = 12
@@ -45,12 +43,10 @@ POOL = "default"
 class Side:
     """One engine: a session, its executions, and the buffers of its chunks."""
 
-    control: ControlClient
     session: Session
     execution: Execution
     page_bytes: int
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
-    num_calls: int = 0
     pin_id: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +65,6 @@ class Side:
         step = await self.session.step([ops.admit(i, self.prompt(turn), ends_with_plan=True)])
         assert step.plan is not None
         await self.execution.write_pages(step.plan, [i] * NUM_CHUNKS, self.pages, range(NUM_CHUNKS))
-        self.num_calls = 2
 
     async def load(self, turn: int) -> None:
         """Pins, and the read. The pins of the load before are undone by the same step."""
@@ -78,38 +73,10 @@ class Side:
         step = await self.session.step(pins)
         found = await self.execution.read_pages(step.results[1].pinned, self.into)
         assert found == [self.page_bytes] * NUM_CHUNKS
-        self.num_calls = 2
-
-    async def store_before(self, turn: int) -> None:
-        i = next(self.ids)
-        await self.execution.start((await self.session.run(ops.admit(i, self.prompt(turn)))).plan)
-        blocks = Tensor("uint8", (1, NUM_CHUNKS, self.page_bytes), b"".join(self.pages))
-        await self.execution.write_blocks(i, [ShardBlocks(blocks)], range(NUM_CHUNKS))
-        await self.session.submit_receipts()
-        await self.free(i)
-        self.num_calls = 7
-
-    async def load_before(self, turn: int) -> None:
-        i, prompt = next(self.ids), self.prompt(turn)
-        (match,) = await self.control.find_prefix(prompt, pool_ids=[POOL])
-        assert match.num_cached_tokens == len(prompt)
-        admit = ops.admit(i, [*prompt, 0], num_compute_tokens=0)
-        await self.execution.start((await self.session.run(admit)).plan)
-        (found,) = await self.execution.read_blocks(i, range(NUM_CHUNKS))
-        data = memoryview(found.blocks.data)
-        for k, room in enumerate(self.into):
-            room[:] = data[k * self.page_bytes : (k + 1) * self.page_bytes]
-        await self.free(i)
-        self.num_calls = 7
-
-    async def free(self, sequence_id: int) -> None:
-        await self.execution.start((await self.session.run(ops.free(sequence_id))).plan)
-        await self.session.submit_receipts()
 
     async def memcpy(self, turn: int) -> None:
         for room, page in zip(self.into, self.pages, strict=True):
             room[:] = page
-        self.num_calls = 0
 
     def check(self) -> None:
         """Check that what was loaded last is what was stored."""
@@ -121,7 +88,7 @@ class Side:
 async def opened(stack: AsyncExitStack, control: ControlClient, page_bytes: int) -> Side:
     session = await stack.enter_async_context(control.open_session(POOL))
     execution = await stack.enter_async_context(session.open_execution())
-    return Side(control, session, execution, page_bytes)
+    return Side(session, execution, page_bytes)
 
 
 async def by_turns(address: str, page_bytes: int, num_turns: int) -> dict[str, list[float]]:
@@ -133,21 +100,19 @@ async def by_turns(address: str, page_bytes: int, num_turns: int) -> dict[str, l
         side = await opened(stack, control, page_bytes)
         calls: dict[str, Callable[[int], Awaitable[None]]] = {
             "memcpy": side.memcpy,
-            "store, now": side.store,
-            "load, now": side.load,
-            "store, before": side.store_before,
-            "load, before": side.load_before,
+            "store": side.store,
+            "load": side.load,
         }
         for turn in range(num_turns + 2):  # the first two warm up
             for name, call in calls.items():
                 began = time.perf_counter()
-                await call(2 * turn + ("before" in name))
+                await call(turn)
                 spent_s = time.perf_counter() - began
                 if turn > 1:
-                    times.setdefault(f"{name} ({side.num_calls} calls)", []).append(spent_s)
-                if name.startswith("load"):
+                    times.setdefault(name, []).append(spent_s)
+                if name == "load":
                     side.check()
-                elif name == "store, now":
+                elif name == "store":
                     await side.session.submit_receipts()  # as the next step would
     return times
 

@@ -19,8 +19,13 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import xxhash
+from google.protobuf.message import Message
 
 from control_plane import checks, limits, prefixes, queries
 from control_plane.config import CoreConfig
@@ -29,7 +34,6 @@ from control_plane.pools.layouts import layout_fingerprint, mismatch
 from control_plane.pools.pool import Pool
 from control_plane.pools.publications import MAX_NAMESPACE_CHARACTERS
 from control_plane.registration.registration import Registration
-from control_plane.repeats import Repeats
 from control_plane.sessions.session import Session
 from control_plane.sessions.sessions import Sessions, random_session_id
 from control_plane.sessions.silent_shards import lost_sessions
@@ -38,7 +42,6 @@ from control_plane.steps.failures import add_error
 from control_plane.steps.operations import Step, check_no_plan, read_operations
 from control_plane.steps.plans import sign_grant
 from control_plane.steps.requests import Request, Requests
-from control_plane.views import view
 from control_plane.watching import Watcher, Watchers
 from kvplane.errors import (
     InvalidRequestError,
@@ -65,6 +68,9 @@ _CHECKED_AT_A_TIME: Final = 256  # operations, which take a millisecond
 
 _VALIDATED: Final = {"session", "operations", "traceparent", "validate_only"}
 """Fields that a request with ``validate_only`` may have."""
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+_KEY: Final = re.compile(r"[!-~]{1,64}")
 
 
 class ControlPlane:
@@ -367,7 +373,7 @@ class ControlPlane:
 
     def view_pools(self, tenant: str) -> list[dict[str, Any]]:
         """Return the pools as JSON values for the status page, with this tenant's sessions only."""
-        return [view(p, self.sessions.of(p), tenant) for p in self._pools.values()]
+        return [queries.view(p, self.sessions.of(p), tenant) for p in self._pools.values()]
 
     def observe_pool(self, pool_id: str) -> PoolObservation:
         """Return a snapshot of a pool, for metrics. Raises PoolNotFoundError."""
@@ -405,3 +411,61 @@ class ControlPlane:
         self.sessions.renew(session)
         self._touch(session.pool)
         return session
+
+
+class _Done(NamedTuple):
+    """A request that was done: a digest of it, its answer, and that one's size."""
+
+    content: bytes
+    answer: Any
+    num_bytes: int
+
+
+class Repeats:
+    """The requests without a number that were done last, by tenant and idempotency key.
+
+    As with the HTTP field Idempotency-Key (draft-ietf-httpapi-idempotency-key-header), the key
+    names what its sender wants done once. A request that was refused may be sent again with its
+    key.
+
+    Invariants: at most ``MAX_IDEMPOTENCY_KEYS`` are remembered, and at most
+    ``MAX_IDEMPOTENT_ANSWER_BYTES`` of their answers.
+    """
+
+    def __init__(self) -> None:
+        self._done: OrderedDict[tuple[str, str], _Done] = OrderedDict()
+        self._num_bytes = 0
+
+    def once(self, key: str, tenant: str, request: Any, do: Callable[[], AnswerT]) -> AnswerT:
+        """Do a request unless a copy of it was done; then return that one's answer. An empty key
+        does each. Raises what ``do`` raises, and InvalidRequestError naming ``idempotency-key``.
+        """
+        if not key:
+            return do()
+        if not _KEY.fullmatch(key):
+            raise InvalidRequestError(
+                "must be 1 to 64 visible characters of ASCII", field="idempotency-key"
+            )
+        encoded = request.SerializeToString(deterministic=True)
+        content = xxhash.xxh3_128(type(request).__name__.encode() + encoded).digest()
+        earlier = self._done.get((tenant, key))
+        if earlier is None:
+            answer = do()
+            self._remember((tenant, key), _Done(content, answer, answer.ByteSize()))
+            return answer
+        if earlier.content != content:
+            raise InvalidRequestError(
+                "was of another request: make one up for each", field="idempotency-key"
+            )
+        again: AnswerT = earlier.answer
+        return again
+
+    def _remember(self, key: tuple[str, str], done: _Done) -> None:
+        self._done[key] = done
+        self._num_bytes += done.num_bytes
+        while (
+            len(self._done) > limits.MAX_IDEMPOTENCY_KEYS
+            or self._num_bytes > limits.MAX_IDEMPOTENT_ANSWER_BYTES
+        ):
+            _, oldest = self._done.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes

@@ -58,6 +58,11 @@ from __future__ import annotations
 
 from typing import Final
 
+CODES: Final[dict[type[KvplaneError], str]] = {}
+"""gRPC status name of each error that a plane raises. For a reason that it does not know, a client
+raises a base class that is not in here.
+"""
+
 
 class KvplaneError(Exception):
     """Base class of all errors. ``message`` is for people; ``field`` names the request field at
@@ -71,6 +76,10 @@ class KvplaneError(Exception):
 
     request_id = ""
     next_number = 0
+
+    def __init_subclass__(cls, code: str = "") -> None:
+        if code:
+            CODES[cls] = code
 
     def __init__(
         self, message: str, *, field: str = "", retry_delay_s: float | None = None
@@ -86,7 +95,7 @@ class KvplaneError(Exception):
         return reason_of(type(self))
 
 
-class InvalidRequestError(KvplaneError):
+class InvalidRequestError(KvplaneError, code="INVALID_ARGUMENT"):
     """The request is malformed."""
 
 
@@ -94,19 +103,19 @@ class NotFoundError(KvplaneError):
     """The request refers to something that does not exist."""
 
 
-class PoolNotFoundError(NotFoundError):
+class PoolNotFoundError(NotFoundError, code="NOT_FOUND"):
     """No shard of this pool has registered."""
 
 
-class SessionNotFoundError(NotFoundError):
+class SessionNotFoundError(NotFoundError, code="NOT_FOUND"):
     """The session was never opened, was closed, or is not the caller's."""
 
 
-class SequenceNotFoundError(NotFoundError):
+class SequenceNotFoundError(NotFoundError, code="NOT_FOUND"):
     """The session has no such sequence."""
 
 
-class SequenceExistsError(KvplaneError):
+class SequenceExistsError(KvplaneError, code="ALREADY_EXISTS"):
     """The session has a live sequence of this id."""
 
 
@@ -114,19 +123,19 @@ class CapacityError(KvplaneError):
     """Base class: there is no room for what was requested."""
 
 
-class PoolFullError(CapacityError):
+class PoolFullError(CapacityError, code="RESOURCE_EXHAUSTED"):
     """LATER: the pool has no room now, but will after receipts, frees or swaps."""
 
 
-class NeverFitsError(CapacityError):
+class NeverFitsError(CapacityError, code="OUT_OF_RANGE"):
     """NEVER: the request needs more than the whole pool has."""
 
 
-class QuotaExceededError(CapacityError):
+class QuotaExceededError(CapacityError, code="RESOURCE_EXHAUSTED"):
     """The caller would exceed a limit on what it may open, send or hold."""
 
 
-class TooManyPlansInFlightError(CapacityError):
+class TooManyPlansInFlightError(CapacityError, code="RESOURCE_EXHAUSTED"):
     """The session has too many plans without receipts; submit receipts before the next step."""
 
 
@@ -134,23 +143,23 @@ class StaleError(KvplaneError):
     """The request refers to something that has ended: open a new session and admit again."""
 
 
-class SessionExpiredError(StaleError):
+class SessionExpiredError(StaleError, code="ABORTED"):
     """The lease ran out, or the session was fenced."""
 
 
-class StaleEpochError(StaleError):
+class StaleEpochError(StaleError, code="ABORTED"):
     """The data plane has restarted since the plan, grant or session was made."""
 
 
-class MissingReceiptError(StaleError):
+class MissingReceiptError(StaleError, code="ABORTED"):
     """The session ended: a shard sent no receipt in time for a plan that other shards ran."""
 
 
-class StaleIncarnationError(StaleError):
+class StaleIncarnationError(StaleError, code="ABORTED"):
     """The control plane has restarted since it opened the session."""
 
 
-class StaleGenerationError(StaleError):
+class StaleGenerationError(StaleError, code="ABORTED"):
     """The block was allocated again since, or taken for another session."""
 
 
@@ -158,71 +167,71 @@ class ConflictError(KvplaneError):
     """The request does not fit the present state."""
 
 
-class LayoutMismatchError(ConflictError):
+class LayoutMismatchError(ConflictError, code="FAILED_PRECONDITION"):
     """The two sides' layouts differ."""
 
 
-class ProtocolMismatchError(ConflictError):
+class ProtocolMismatchError(ConflictError, code="FAILED_PRECONDITION"):
     """The two sides are of releases that cannot work together."""
 
 
-class StepConflictError(ConflictError):
+class StepConflictError(ConflictError, code="FAILED_PRECONDITION"):
     """A step's number came again with other content."""
 
 
-class StepOutOfOrderError(ConflictError):
+class StepOutOfOrderError(ConflictError, code="FAILED_PRECONDITION"):
     """A step's number is not the next one, nor one that is still remembered."""
 
 
-class PlanConflictError(ConflictError):
+class PlanConflictError(ConflictError, code="FAILED_PRECONDITION"):
     """A plan's number came again with another digest."""
 
 
-class PlanOutOfOrderError(ConflictError):
+class PlanOutOfOrderError(ConflictError, code="FAILED_PRECONDITION"):
     """The plan does not follow the last one, or a layer is of another plan or pass than it."""
 
 
-class PlanReceiptedError(ConflictError):
+class PlanReceiptedError(ConflictError, code="FAILED_PRECONDITION"):
     """The plan, or one after it, has run: it cannot be aborted."""
 
 
-class PositionMismatchError(ConflictError):
+class PositionMismatchError(ConflictError, code="FAILED_PRECONDITION"):
     """The caller and the control plane disagree on how far a sequence is."""
 
 
-class SequenceBusyError(ConflictError):
+class SequenceBusyError(ConflictError, code="FAILED_PRECONDITION"):
     """The sequence computes in the same step."""
 
 
-class SequenceSwappedError(ConflictError):
+class SequenceSwappedError(ConflictError, code="FAILED_PRECONDITION"):
     """The sequence is in the other tier than the operation needs."""
 
 
-class SequenceRevokedError(ConflictError):
+class SequenceRevokedError(ConflictError, code="ABORTED"):
     """The sequence was cut: its blocks were reclaimed for others. Admit it again."""
 
 
-class RevisionTooOldError(ConflictError):
+class RevisionTooOldError(ConflictError, code="ABORTED"):
     """Changes since that revision of a prefix index are not kept: start again from a snapshot."""
 
 
-class BlockNotWritableError(ConflictError):
+class BlockNotWritableError(ConflictError, code="FAILED_PRECONDITION"):
     """A write to a block that is published or shared was refused."""
 
 
-class BlockNotWrittenError(ConflictError):
+class BlockNotWrittenError(ConflictError, code="FAILED_PRECONDITION"):
     """A read of a block in which the session has neither written nor found anything."""
 
 
-class BlockInUseError(ConflictError):
+class BlockInUseError(ConflictError, code="FAILED_PRECONDITION"):
     """A block table refers to a block of the prefix that was to be forgotten."""
 
 
-class UnauthenticatedError(KvplaneError):
+class UnauthenticatedError(KvplaneError, code="UNAUTHENTICATED"):
     """The caller did not identify itself."""
 
 
-class NotPermittedError(KvplaneError):
+class NotPermittedError(KvplaneError, code="PERMISSION_DENIED"):
     """The caller lacks the role or the rights for this request."""
 
 
@@ -230,19 +239,19 @@ class UnavailableError(KvplaneError):
     """Base class: the service is not available now; try again a little later."""
 
 
-class PlaneUnavailableError(UnavailableError):
+class PlaneUnavailableError(UnavailableError, code="UNAVAILABLE"):
     """The plane cannot be reached, or is stopping."""
 
 
-class PoolNotReadyError(UnavailableError):
+class PoolNotReadyError(UnavailableError, code="UNAVAILABLE"):
     """A shard of the pool is missing or has not reported yet."""
 
 
-class DeadlineExceededError(KvplaneError):
+class DeadlineExceededError(KvplaneError, code="DEADLINE_EXCEEDED"):
     """No answer came within the deadline."""
 
 
-class CancelledError(KvplaneError):
+class CancelledError(KvplaneError, code="CANCELLED"):
     """The call was cancelled."""
 
 
@@ -250,60 +259,16 @@ class IntegrityError(KvplaneError):
     """Base class: received data is not what its author wrote."""
 
 
-class BadSignatureError(IntegrityError):
+class BadSignatureError(IntegrityError, code="DATA_LOSS"):
     """A signed payload's signature or type is wrong."""
 
 
-class ChecksumMismatchError(IntegrityError):
+class ChecksumMismatchError(IntegrityError, code="DATA_LOSS"):
     """A checksum is wrong."""
 
 
-class InternalError(KvplaneError):
+class InternalError(KvplaneError, code="INTERNAL"):
     """A bug, or a device that failed; the server's log has more."""
-
-
-# gRPC status name of each error that a plane raises. For a reason that it does not know, a client
-# raises a base class that is not listed here.
-CODES: Final[dict[type[KvplaneError], str]] = {
-    InvalidRequestError: "INVALID_ARGUMENT",
-    PoolNotFoundError: "NOT_FOUND",
-    SessionNotFoundError: "NOT_FOUND",
-    SequenceNotFoundError: "NOT_FOUND",
-    SequenceExistsError: "ALREADY_EXISTS",
-    PoolFullError: "RESOURCE_EXHAUSTED",
-    NeverFitsError: "OUT_OF_RANGE",
-    QuotaExceededError: "RESOURCE_EXHAUSTED",
-    TooManyPlansInFlightError: "RESOURCE_EXHAUSTED",
-    SessionExpiredError: "ABORTED",
-    StaleEpochError: "ABORTED",
-    MissingReceiptError: "ABORTED",
-    StaleIncarnationError: "ABORTED",
-    StaleGenerationError: "ABORTED",
-    LayoutMismatchError: "FAILED_PRECONDITION",
-    ProtocolMismatchError: "FAILED_PRECONDITION",
-    StepConflictError: "FAILED_PRECONDITION",
-    StepOutOfOrderError: "FAILED_PRECONDITION",
-    PlanConflictError: "FAILED_PRECONDITION",
-    PlanOutOfOrderError: "FAILED_PRECONDITION",
-    PlanReceiptedError: "FAILED_PRECONDITION",
-    PositionMismatchError: "FAILED_PRECONDITION",
-    SequenceBusyError: "FAILED_PRECONDITION",
-    SequenceSwappedError: "FAILED_PRECONDITION",
-    SequenceRevokedError: "ABORTED",
-    RevisionTooOldError: "ABORTED",
-    BlockNotWritableError: "FAILED_PRECONDITION",
-    BlockNotWrittenError: "FAILED_PRECONDITION",
-    BlockInUseError: "FAILED_PRECONDITION",
-    UnauthenticatedError: "UNAUTHENTICATED",
-    NotPermittedError: "PERMISSION_DENIED",
-    PlaneUnavailableError: "UNAVAILABLE",
-    PoolNotReadyError: "UNAVAILABLE",
-    DeadlineExceededError: "DEADLINE_EXCEEDED",
-    CancelledError: "CANCELLED",
-    BadSignatureError: "DATA_LOSS",
-    ChecksumMismatchError: "DATA_LOSS",
-    InternalError: "INTERNAL",
-}
 
 
 def reason_of(cls: type[KvplaneError]) -> str:

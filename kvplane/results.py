@@ -39,7 +39,6 @@ class Signed(Protocol):
 
     def SerializeToString(self) -> bytes:
         """Encode it as bytes, for ``read_signed`` in another process."""
-        ...
 
 
 def read_signed(data: bytes) -> Signed:
@@ -191,6 +190,13 @@ class OperationResult:
     def num_table_blocks(self) -> array[int]:
         """Number of blocks in each table after ``ops.append`` or ``ops.fork``."""
         return columns.read(INT32, self._message.num_table_blocks, "num_table_blocks")
+
+    @property
+    def checkpoint_positions(self) -> array[int]:
+        """Where the plan keeps a checkpoint of each sequence that ``ops.admit`` or ``ops.append``
+        asked one for: as asked, or 0 if no block was left. Empty where none was asked for.
+        """
+        return columns.read(INT32, self._message.checkpoint_positions, "checkpoint_positions")
 
     @property
     def num_released_blocks(self) -> array[int]:

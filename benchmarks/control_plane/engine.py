@@ -80,7 +80,6 @@ class Pool(Protocol):
 
     async def engine(self) -> Engine:
         """Open a session of its own."""
-        ...
 
 
 class World(Protocol):
@@ -92,4 +91,3 @@ class World(Protocol):
         self, num_device_blocks: int, num_host_blocks: int = 0
     ) -> AbstractAsyncContextManager[Pool]:
         """Run a control plane of its own, with one pool."""
-        ...

@@ -24,10 +24,15 @@ from control_plane.server.election.file_elector import FileElector
 from control_plane.server.election.kubernetes_elector import KubernetesApi, KubernetesElector
 from control_plane.server.metrics import ControlPlaneMetrics
 from control_plane.server.page.page_server import PageServer
-from control_plane.server.pool_service import POOLS, PoolService
-from control_plane.server.prefix_service import PREFIX, PrefixService
 from control_plane.server.registration_server import REGISTRATION, Registrar
-from control_plane.server.service import SESSIONS, SessionService
+from control_plane.server.service import (
+    POOLS,
+    PREFIX,
+    SESSIONS,
+    PoolService,
+    PrefixService,
+    SessionService,
+)
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, PlaneUnavailableError
 from kvplane.release import release

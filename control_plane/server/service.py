@@ -1,4 +1,5 @@
-"""Sessions and their steps: passes requests to the core and returns its answers.
+"""The services of sessions, pools and prefixes: they pass requests to the core and return its
+answers.
 
 All of it runs on one event loop, and a call into the core is never interrupted, so the core needs
 no locks. Requests of several slices run one at a time, and between their slices other sessions are
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Final, cast
 
@@ -19,21 +20,23 @@ import grpc.aio
 from google.protobuf import duration_pb2
 
 from control_plane.core import ControlPlane
-from control_plane.server.metrics import ControlPlaneMetrics
+from control_plane.server.metrics import ControlPlaneMetrics, counters_of
 from control_plane.server.registration_server import Registrar
 from control_plane.steps.answers import StepAnswer
 from control_plane.steps.requests import Request
 from kvplane import tracing
 from kvplane.errors import InvalidRequestError, KvplaneError
-from kvplane.serving.callers.identity import caller
+from kvplane.serving.callers.identity import caller, payer
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.requests import Requests
-from kvplane.serving.streams import RequestStreams
+from kvplane.serving.streams import RequestStreams, stopping_error
 from kvplane.slices import Slices
+from kvplane.v1 import pool_pb2 as pool_contract
+from kvplane.v1 import prefix_pb2 as prefix_contract
 from kvplane.v1 import session_pb2 as contract
 from kvplane.wire.error_codec import to_wire
+from kvplane.wire.v1 import pool_pb2, pool_pb2_grpc, prefix_pb2, prefix_pb2_grpc, session_pb2_grpc
 from kvplane.wire.v1 import session_pb2 as pb
-from kvplane.wire.v1 import session_pb2_grpc
 
 SESSIONS: Final = contract.DESCRIPTOR.services_by_name["SessionService"]
 _LOGGER: Final = logging.getLogger(__name__)
@@ -47,6 +50,8 @@ LARGE_REQUEST_BYTES: Final = 1 << 20
 """Size in bytes above which a request begins only after the long requests before it."""
 TURNS_OF_A_CALL: Final = 2
 """Number of turns of the event loop that a call takes from its arrival to its answer."""
+POOLS: Final = pool_contract.DESCRIPTOR.services_by_name["PoolService"]
+PREFIX: Final = prefix_contract.DESCRIPTOR.services_by_name["PrefixService"]
 
 
 class LongRequests:
@@ -348,3 +353,99 @@ class _StepStream:
         """Push a session's news on its stream, as a hint that may be lost with the stream."""
         with contextlib.suppress(Exception):
             await self.write(news)
+
+
+class PoolService(pool_pb2_grpc.PoolServiceServicer):
+    """The gRPC service that lists pools and sessions of one core."""
+
+    def __init__(self, core: ControlPlane) -> None:
+        self._core = core
+
+    async def ListPools(
+        self, request: pool_pb2.ListPoolsRequest, context: _Context
+    ) -> pool_pb2.ListPoolsResponse:
+        return self._core.list_pools(request)
+
+    async def GetPool(
+        self, request: pool_pb2.GetPoolRequest, context: _Context
+    ) -> pool_pb2.GetPoolResponse:
+        return self._core.get_pool(request.pool_id)
+
+    async def GetPoolCounters(
+        self, request: pool_pb2.GetPoolCountersRequest, context: _Context
+    ) -> pool_pb2.GetPoolCountersResponse:
+        observed = self._core.observe_pool(request.pool_id)
+        return pool_pb2.GetPoolCountersResponse(counters=counters_of(observed))
+
+    async def ListSessions(
+        self, request: pool_pb2.ListSessionsRequest, context: _Context
+    ) -> pool_pb2.ListSessionsResponse:
+        return self._core.list_sessions(request, caller().tenant)
+
+
+class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
+    """The gRPC service that finds, retains, forgets and watches the cached prefixes of one core.
+
+    A watcher of an index is woken when it has changed, and takes the changes when its stream has
+    room again; see ``control_plane.watching``.
+    """
+
+    def __init__(self, core: ControlPlane, flush: Callable[[], None]) -> None:
+        """``flush`` sends the messages that the core has queued for data planes and sessions."""
+        self._core = core
+        self._flush = flush
+        self._wakes: set[asyncio.Event] = set()
+        self._stopping = False
+        self._searching = asyncio.Lock()  # one at a time, or many would leave others little
+
+    def stop(self) -> None:
+        """End all watchers' streams; their clients reconnect to the next control plane."""
+        self._stopping = True
+        for changed in self._wakes:
+            changed.set()
+
+    async def FindPrefix(
+        self, request: prefix_pb2.FindPrefixRequest, context: _Context
+    ) -> prefix_pb2.FindPrefixResponse:
+        slices = self._core.find_prefix(request, caller().tenant)
+        try:
+            next(slices)
+            while True:
+                async with self._searching:  # for a slice only: others take turns with it
+                    for _ in range(TURNS_OF_A_CALL):
+                        await asyncio.sleep(0)
+                    next(slices)
+        except StopIteration as end:
+            return cast(prefix_pb2.FindPrefixResponse, end.value)
+
+    async def RetainPrefix(
+        self, request: prefix_pb2.RetainPrefixRequest, context: _Context
+    ) -> prefix_pb2.RetainPrefixResponse:
+        return self._core.retain_prefix(request, caller().tenant, idempotency_key(context))
+
+    async def ForgetPrefixes(
+        self, request: prefix_pb2.ForgetPrefixesRequest, context: _Context
+    ) -> prefix_pb2.ForgetPrefixesResponse:
+        response = self._core.forget_prefixes(request, caller().tenant, idempotency_key(context))
+        self._flush()
+        return response
+
+    async def WatchPrefixes(
+        self, request: prefix_pb2.WatchPrefixesRequest, context: _Context
+    ) -> AsyncIterator[prefix_pb2.WatchPrefixesResponse]:
+        """Serve one watcher until it leaves. Raises what ``ControlPlane.watch`` and
+        ``Watcher.take`` raise, and PlaneUnavailableError when the control plane stops.
+        """
+        changed = asyncio.Event()
+        watcher = self._core.watch(request, caller().tenant, changed.set, payer())
+        self._wakes.add(changed)
+        try:
+            while not self._stopping:
+                changed.clear()
+                while (response := watcher.take()) is not None:
+                    yield response
+                await changed.wait()
+            raise stopping_error("control plane")
+        finally:
+            self._wakes.remove(changed)
+            self._core.unwatch(watcher)

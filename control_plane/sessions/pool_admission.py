@@ -12,7 +12,7 @@ place while its session repeats it: the core moves blocks only within a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Final
 
 from kvplane_blocks import _native
@@ -29,11 +29,9 @@ from control_plane.admission.decisions import (
 )
 from control_plane.admission.queue import AdmissionQueue
 from control_plane.pools.pool import Pool
-from control_plane.sessions.device_blocks import DeviceBlocks
-from control_plane.sessions.news import PoolNews
 from control_plane.sessions.session import QueuedAdmission, Session, Wanted, forks_of
 from kvplane.wire import columns
-from kvplane.wire.columns import INT64
+from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -53,6 +51,9 @@ _REASONS: Final = {
     Reason.TURN: cpb.CUT_REASON_TURN,
     Reason.IDLE: cpb.CUT_REASON_IDLE,
 }
+# Sequences that were cut and are remembered to be so.
+_MAX_REVOKED: Final = 4096
+_GRANTS: Final = ("granted_sequence_ids", "granted_num_cached_tokens", "granted_num_blocks")
 
 
 class PoolAdmission:
@@ -336,3 +337,116 @@ class PoolAdmission:
             self.pool.statistics.cut_sequences[cut.reason.name.lower()] += 1
         native.take_family_events(handle)  # for the queue it has ended already
         session.is_drafted = True
+
+
+class PoolNews:
+    """Collects the news of a pool's sessions; each session keeps its own for its next answer."""
+
+    def __init__(self) -> None:
+        self._unsent: set[Session] = set()
+
+    def take_unsent(self) -> list[tuple[int, cpb.News]]:
+        """Return the news that neither this method nor an answer has taken, with their sessions'
+        ids. The sessions keep them.
+        """
+        unsent: list[tuple[int, cpb.News]] = []
+        for session in self._unsent:
+            if session.news is not None:
+                # A request that runs now may be an abort, which voids what was granted before.
+                session.news.as_of_number = session.numbers.answered
+                unsent.append((session.id, session.news))
+        self._unsent.clear()
+        return unsent
+
+    def take(self, session: Session) -> cpb.News | None:
+        """Return a session's news for the answer to its last number, and clear them."""
+        news, session.news = session.news, None
+        if news is not None:
+            news.as_of_number = session.numbers.last
+        self._unsent.discard(session)
+        return news
+
+    def granted(
+        self, session: Session, message: cpb.Admit, num_cached: int, num_blocks: int
+    ) -> None:
+        """Add to a session's news that its queued admission was granted."""
+        news = self._of(session)
+        news.granted_sequence_ids += columns.pack(INT64, [message.sequence_id])
+        news.granted_num_cached_tokens += columns.pack(INT32, [num_cached])
+        news.granted_num_blocks += columns.pack(INT32, [num_blocks])
+
+    def drop_grants(self, session: Session) -> None:
+        """Remove grants from a session's news, which after an abort are no longer true."""
+        if session.news is not None:
+            for field in (*_GRANTS, "as_of_number"):
+                session.news.ClearField(field)
+            if not session.news.ListFields():
+                self.take(session)
+
+    def cut(self, session: Session, sequence_id: int, reason: cpb.CutReason) -> None:
+        """Add to a session's news that a sequence was cut, and remember that it was."""
+        news = self._of(session)
+        news.cut_sequence_ids += columns.pack(INT64, [sequence_id])
+        news.cut_reasons += columns.pack(UINT8, [reason])
+        session.revoked[sequence_id] = None
+        session.revoked.move_to_end(sequence_id)
+        while len(session.revoked) > _MAX_REVOKED:
+            session.revoked.popitem(last=False)
+
+    def asked(
+        self, session: Session, sequence_ids: bytes, num_blocks: int, time_left_s: float
+    ) -> None:
+        """Add to a session's news a request to release these sequences' blocks. ``num_blocks``: how
+        many it should release. ``time_left_s``: until a sequence is cut.
+        """
+        news = self._of(session)
+        news.num_blocks_asked += num_blocks
+        news.asked_sequence_ids += sequence_ids
+        if not news.HasField("asked_within"):
+            news.asked_within.FromNanoseconds(int(time_left_s * 1e9))
+
+    def _of(self, session: Session) -> cpb.News:
+        if session.news is None:
+            session.news = cpb.News()
+        self._unsent.add(session)
+        return session.news
+
+
+class DeviceBlocks:
+    """Counts a pool's device blocks for the admission queue, as its ``PoolView``. What the queue
+    calls a sequence is a family of the core: a sequence with its forks.
+    """
+
+    def __init__(self, pool: Pool, sessions: Mapping[int, Session]) -> None:
+        self._pool = pool
+        self._sessions = sessions
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks(_DEVICE)
+
+    def num_obtainable(self, session: int) -> int:
+        return self._pool.native.num_obtainable(self._handle(session), _DEVICE)
+
+    def num_pending(self, session: int) -> int:
+        return self._pool.native.num_pending(self._handle(session), _DEVICE)
+
+    def num_held(self, session: int, sequence: int) -> int:
+        return self._pool.native.family_held(self._handle(session), sequence)
+
+    def num_held_by(self, session: int) -> int:
+        native, handle = self._pool.native, self._handle(session)
+        held = native.num_blocks_held(handle)  # of both tiers
+        return native.num_device_blocks_held(handle) if held > self.num_blocks // 8 else held
+
+    def last_progress(self, session: int, sequence: int) -> tuple[float, bool]:
+        return self._pool.native.family_progress(self._handle(session), sequence)
+
+    def retired_since(self, session: int) -> float | None:
+        """Return when the session's oldest plan in flight was made, if blocks wait for receipts."""
+        if not self._pool.native.num_own_retired(self._handle(session), _DEVICE):
+            return None
+        return self._sessions[session].oldest_plan_s()
+
+    def _handle(self, session: int) -> int:
+        return self._sessions[session].handle

@@ -7,25 +7,35 @@ slices other sessions' requests run, and nothing changes its own session but the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Container, Sequence
+from itertools import accumulate
 from typing import Any, Final
+
+from kvplane_blocks import ColumnError
 
 from control_plane.config import CoreConfig
 from control_plane.queries import states
 from control_plane.sessions.pool_admission import PoolAdmission
 from control_plane.sessions.session import Session
 from control_plane.sessions.sessions import Sessions
-from control_plane.steps.abort import abort_plans
 from control_plane.steps.answers import SignedPlan, StepAnswer, step_answer
-from control_plane.steps.deferred_tokens import take_deferred_tokens
+from control_plane.steps.failures import error_of, error_of_columns
 from control_plane.steps.operation import Named
-from control_plane.steps.operations import Step, check_no_plan, may_plan, read_operations
+from control_plane.steps.operations import (
+    DEFERRED_TOKENS,
+    Step,
+    check_no_plan,
+    may_plan,
+    read_operations,
+)
 from control_plane.steps.plans import finish_plan
 from control_plane.steps.receipts import end_with_plans, take_receipts
-from control_plane.steps.slices import SLICE_SEQUENCES, SLICE_TOKENS
-from kvplane.errors import InvalidRequestError, KvplaneError
+from control_plane.steps.slices import SLICE_ENTRIES, SLICE_SEQUENCES, SLICE_TOKENS
+from kvplane.errors import InvalidRequestError, KvplaneError, PlanReceiptedError
 from kvplane.slices import Slices
-from kvplane.wire import signing
+from kvplane.wire import columns, signing
+from kvplane.wire.columns import INT32, INT64
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -187,3 +197,102 @@ class Requests:
                 f"must be at most {most} receipts, not {len(receipts)}", field="receipts"
             )
         return receipts
+
+
+def abort_plans(session: Session, request: cpb.AbortPlansRequest) -> Slices[None]:
+    """Abort all plans in flight, by cutting every sequence to its written tokens, some blocks in
+    each slice. The next plan states all tables; with ``whole_tables`` it is this request's plan,
+    and contains each table whole.
+
+    Each sequence is cut to what receipts say was written, so every plan in flight loses its spans.
+    Their transfers are undone: tables refer to the sources again, which were pinned for this, in
+    place of the copies. Forks and frees stay. The data plane learns of the abort from the next
+    plan: entries that it has are named, not sent again. Until that plan has run, blocks released
+    here stay retired.
+
+    Raises PlanReceiptedError when the request names no plan after the last that ran, and
+    InvalidRequestError when it names a later number that made no plan.
+    """
+    plan_number, keeps_tables = request.plan_number, not request.whole_tables
+    if session.is_voided(plan_number):
+        if keeps_tables:
+            return
+    elif plan_number:
+        if 0 < plan_number <= session.done:
+            raise PlanReceiptedError(
+                f"{plan_number} is not after plan {session.done}, the last that ran: what was "
+                "written stays",
+                field="plan_number",
+            )
+        if plan_number not in session.plans:
+            raise InvalidRequestError("is not the number of a plan", field="plan_number")
+    for number in session.plans:
+        session.void(number)
+    session.drop_plans([*session.plans])
+    next_plan = request.number + (1 if keeps_tables else 0)
+    while session.native.abort(session.handle, next_plan, keeps_tables, SLICE_ENTRIES):
+        yield
+
+
+def take_deferred_tokens(session: Session, message: cpb.DeferredTokens, max_items: int) -> None:
+    """Add token ids to sequences whose slots were scheduled without them; ids that are known
+    already are skipped. All are checked before any is added.
+
+    Raises InvalidRequestError or SequenceNotFoundError naming a column of ``deferred_tokens``; then
+    none is added.
+    """
+    num = columns.count(INT64, message.sequence_ids)
+    if num > max_items:
+        raise InvalidRequestError(
+            f"must be at most {max_items} sequences, not {num}",
+            field="deferred_tokens.sequence_ids",
+        )
+    given = message
+    kept: Sequence[int] = range(num)
+    if session.revoked:
+        message, kept = _without(message, session.revoked)
+    try:
+        failure = session.native.deferred_tokens(
+            session.handle,
+            message.sequence_ids,
+            message.admitted_by,
+            message.first_positions,
+            message.num_tokens,
+            message.token_ids,
+        )
+    except ColumnError as column:
+        raise error_of_columns(column, at="deferred_tokens.") from column
+    if failure is None:
+        return
+    item = kept[failure[0]]
+    error = error_of(session, DEFERRED_TOKENS, failure)
+    if error.field == "token_ids":  # indexed by the item's first token
+        num_tokens = columns.read(INT32, given.num_tokens, "num_tokens")
+        item = sum(num_tokens[:item])
+    raise type(error)(error.message, field=f"deferred_tokens.{error.field}[{item}]")
+
+
+def _without(
+    message: cpb.DeferredTokens, revoked: Container[int]
+) -> tuple[cpb.DeferredTokens, Sequence[int]]:
+    """Return the message without the tokens of cut sequences, which the engine may not know of yet,
+    and the indices of the items that are left. Columns that cannot be read are left as they are.
+    """
+    ids = columns.read(INT64, message.sequence_ids, "deferred_tokens.sequence_ids")
+    kept = [i for i, sequence_id in enumerate(ids) if sequence_id not in revoked]
+    num_tokens = array(INT32, message.num_tokens[: 4 * len(ids)])
+    if len(kept) == len(ids) or len(num_tokens) < len(ids):
+        return message, range(len(ids))
+    ends = list(accumulate(num_tokens, initial=0))
+
+    def pick(column: bytes, size: int) -> bytes:
+        return b"".join([column[size * i : size * (i + 1)] for i in kept])
+
+    without = cpb.DeferredTokens(
+        sequence_ids=pick(message.sequence_ids, 8),
+        admitted_by=pick(message.admitted_by, 8),
+        first_positions=pick(message.first_positions, 4),
+        num_tokens=pick(message.num_tokens, 4),
+        token_ids=b"".join([message.token_ids[4 * ends[i] : 4 * ends[i + 1]] for i in kept]),
+    )
+    return without, kept

@@ -6,59 +6,7 @@ Shapes and types are not checked here: call ``data_plane.kernels.backends.cpu.Cp
 from importlib import import_module
 from importlib.util import find_spec
 
-from kvplane_kernels._native import (
-    AnswerSocket,
-    AttentionOptions,
-    BoundBatch,
-    BoundLayer,
-    Dtype,
-    LayerCall,
-    LayerServer,
-    PagesView,
-    ScalesView,
-    TensorView,
-    copy_blocks,
-    cpu_isa,
-    cpu_isas,
-    fused_products,
-    gather_blocks,
-    note_written,
-    paged_attention,
-    read_runs,
-    reshape_and_cache,
-    scatter_blocks,
-    span_rows,
-    swap_blocks,
-    use_cpu_isa,
-)
-
-__all__ = [
-    "AnswerSocket",
-    "AttentionOptions",
-    "BoundBatch",
-    "BoundLayer",
-    "Dtype",
-    "LayerCall",
-    "LayerServer",
-    "PagesView",
-    "ScalesView",
-    "TensorView",
-    "copy_blocks",
-    "cpu_isa",
-    "cpu_isas",
-    "cuda_device_count",
-    "fused_products",
-    "gather_blocks",
-    "has_cuda_build",
-    "note_written",
-    "paged_attention",
-    "read_runs",
-    "reshape_and_cache",
-    "scatter_blocks",
-    "span_rows",
-    "swap_blocks",
-    "use_cpu_isa",
-]
+from kvplane_kernels._native import *  # noqa: F403 - the module whole
 
 
 def has_cuda_build() -> bool:

@@ -1,79 +1,21 @@
-"""Types of the native module; csrc/include/kvplane/params.h describes the arguments.
+"""Types of the native module, but for the operations, which ``NativeKernels`` calls by name:
+csrc/include/kvplane/params.h describes their arguments.
 
 Addresses are integers (0: null); strides count elements. Every operation raises IndexError, before
 anything is written, when an id or a length is out of range.
 """
 
 from collections.abc import Sequence
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-class Dtype(Enum):
-    FLOAT32 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    FLOAT8_E4M3 = 3
-    FLOAT8_E5M2 = 4
-
-class TensorView:
-    def __init__(
-        self, address: int, dtype: Dtype, shape: Sequence[int], strides: Sequence[int]
-    ) -> None: ...
-
-class PagesView:
-    def __init__(self, keys: TensorView, values: TensorView) -> None: ...
-
-class ScalesView:
-    def __init__(self, key: int, value: int, key_stride: int, value_stride: int) -> None: ...
-
-class AttentionOptions:
-    def __init__(
-        self,
-        *,
-        scale: float,
-        sliding_window_tokens: int,
-        alibi_slopes: int,
-        logit_soft_cap: float,
-        sinks: int,
-        seen_blocks: int = 0,
-        seen_stride: int = 0,
-        num_seen_blocks: int = 1,
-        block_tokens: int = 1,
-        local_blocks: int = 1,
-    ) -> None: ...
-
 class BoundBatch:
     """Arguments that all layers of a plan share: csrc/bound_layers.h."""
-
-    def __init__(
-        self,
-        *,
-        slots: int,
-        block_tables: int,
-        wide_block_tables: bool,
-        max_blocks: int,
-        query_starts: int,
-        context_lens: int,
-        num_sequences: int,
-        num_tokens: int,
-        max_window_tokens: int,
-    ) -> None: ...
 
 class BoundLayer:
     """Arguments that a layer's calls share, for tensors of these types and strides."""
 
-    def __init__(
-        self,
-        *,
-        query: TensorView,
-        key: TensorView,
-        value: TensorView | None,
-        pages: PagesView,
-        scales: ScalesView,
-        options: AttentionOptions,
-    ) -> None: ...
     def write_and_attend(
         self, batch: BoundBatch, query: int, key: int, value: int, out: int, num_threads: int
     ) -> float: ...
@@ -167,87 +109,3 @@ class AnswerSocket:
 def cpu_isa() -> str: ...
 def cpu_isas() -> list[str]: ...
 def use_cpu_isa(isa: str) -> None: ...
-def reshape_and_cache(
-    *,
-    key: TensorView,
-    value: TensorView | None,
-    pages: PagesView,
-    scales: ScalesView,
-    slots: int,
-    num_threads: int,
-) -> None: ...
-def paged_attention(
-    *,
-    query: TensorView,
-    out: int,
-    lse: int,
-    pages: PagesView,
-    scales: ScalesView,
-    block_tables: int,
-    wide_block_tables: bool,
-    max_blocks: int,
-    query_starts: int,
-    context_lens: int,
-    num_sequences: int,
-    options: AttentionOptions,
-    share_reads: bool,
-    num_threads: int,
-) -> None: ...
-def copy_blocks(
-    *,
-    source: int,
-    destination: int,
-    pairs: int,
-    num_pairs: int,
-    source_num_blocks: int,
-    destination_num_blocks: int,
-    source_block_bytes: int,
-    destination_block_bytes: int,
-    copy_bytes: int,
-    num_threads: int,
-) -> None: ...
-def swap_blocks(
-    *,
-    source: int,
-    destination: int,
-    pairs: int,
-    num_pairs: int,
-    source_num_blocks: int,
-    destination_num_blocks: int,
-    source_block_bytes: int,
-    destination_block_bytes: int,
-    copy_bytes: int,
-    num_threads: int,
-) -> None: ...
-def read_runs(
-    *,
-    memory: int,
-    offsets: int,
-    num_runs: int,
-    run_bytes: int,
-    runs_of_item: int,
-    num_threads: int,
-) -> int: ...
-def fused_products(*, num_rounds: int, num_threads: int) -> int: ...
-def gather_blocks(
-    *,
-    pool: int,
-    blocks: int,
-    block_ids: int,
-    num_block_ids: int,
-    num_blocks: int,
-    num_layers: int,
-    block_bytes: int,
-    page_bytes: int,
-) -> None: ...
-def scatter_blocks(
-    *,
-    pool: int,
-    blocks: int,
-    block_ids: int,
-    num_block_ids: int,
-    num_blocks: int,
-    num_layers: int,
-    block_bytes: int,
-    page_bytes: int,
-) -> None: ...

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from data_plane.execution.counters import ExecutorCounters
 from data_plane.kernels.device.device_watch import DeviceWatch
@@ -49,12 +48,7 @@ class Command:
         self._depth = self._commands.depth
         self._commands.depth += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         commands = self._commands
         commands.depth = self._depth  # even if Ctrl-C cut off the end of a nested command
         try:

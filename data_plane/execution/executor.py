@@ -96,7 +96,9 @@ class Executor:
             drain=self.kernels.streams.drain,
         )
         num_blocks = self.pools.num_blocks
-        self._tables = BlockTables(num_blocks, layout.block_size_tokens, layout.state_group)
+        self._tables = BlockTables(
+            num_blocks, layout.block_size_tokens, layout.state_group, layout.whole_group
+        )
         self._sessions = Sessions()
         self._compute = ShardKernels(
             layout,
@@ -285,7 +287,7 @@ class Executor:
         ``plan_number``: the plan expected to be the latest, None for any. On a GPU, waits until the
         pass before has run, and raises InternalError when the device failed. Raises
         PlanOutOfOrderError, SessionExpiredError, and InvalidRequestError where there is no such
-        pass.
+        pass, or a sequence shares blocks that the plan computes for another.
         """
         with self._command.lock, self._command("begin_pass"):
             session, run = self._plans.latest(session_id, plan_number)

@@ -32,6 +32,7 @@ from data_plane.plans.tables.block_tables import BlockTables, Table
 from data_plane.plans.tables.table_changes import apply_changes
 from data_plane.plans.verifier import Verifier
 from data_plane.plans.write_checks import WriteChecks, check_writable
+from data_plane.tier_keys import tier_key_of
 from kvplane import tracing
 from kvplane.errors import (
     BlockNotWrittenError,
@@ -248,7 +249,8 @@ class PlanRunner:
     def begin_pass(self, session: Session, run: RunningPlan, index: int) -> int:
         """Begin a pass of the plan, once the device has done all of the one before, or stay in it.
         Returns how many tokens it computes. Raises PlanOutOfOrderError, InternalError when the
-        device failed, and InvalidRequestError for a plan that has no such pass.
+        device failed, and InvalidRequestError for a plan that has no such pass, or of which a span
+        reads what another writes.
         """
         require(
             0 <= index < run.num_passes,
@@ -258,11 +260,31 @@ class PlanRunner:
         )
         run.check_next_pass(index)
         if index != run.pass_index:
+            if index == 0:
+                self._check_no_span_reads_another(session, run)
             self.quiesce(raises=True)
             run.begin_pass(index)
             if not session.has_fixed_steps:
                 run.attention = tuple(map(self._compute.prepare, run.on_host))
         return run.on_host[0].num_tokens
+
+    def _check_no_span_reads_another(self, session: Session, run: RunningPlan) -> None:
+        """Raise InvalidRequestError where a pass would read what the plan writes later."""
+        for batch in run.whole if run.num_spans > 1 else ():
+            num_blocks = self._tables.num_blocks[tier_key_of(batch.group, pb.TIER_DEVICE)]
+            size = self._tables.block_size_tokens
+            spans, entries = np.nonzero(batch.reads_of_others(num_blocks, size))
+            if not len(spans):
+                continue
+            tables, ids = self._tables.of_session(session.id, batch.group), batch.sequence_ids
+            trimmed = [tables[i].num_trimmed for i in ids.tolist()]
+            readers = spans[entries >= np.array(trimmed)[spans]]
+            if len(readers):
+                raise InvalidRequestError(
+                    f"sequence {ids[readers[0]]} shares blocks that the plan computes for another "
+                    "sequence: compute all tokens at once",
+                    field="pass_index",
+                )
 
     def batch(self, run: RunningPlan, group: int) -> AttentionBatch:
         """Return the plan's batch for a layer group, with its tensors on the kernels' device."""

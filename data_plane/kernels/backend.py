@@ -34,36 +34,29 @@ class Kernels(Protocol):
     @property
     def backend(self) -> str:
         """The backend's name in the log and in a metric: "cpu" or "cuda"."""
-        ...
 
     @property
     def detail(self) -> str:
         """Details for the log, as ``key=value`` pairs."""
-        ...
 
     @property
     def device_uuid(self) -> str:
         """UUID of the kernels' GPU, "GPU-..."; empty for the CPU."""
-        ...
 
     @property
     def cache_kinds(self) -> tuple[str, ...]:
         """The cache kinds of layer groups that the kernels serve."""
-        ...
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the device that calls need beside the pools and the callers' tensors."""
-        ...
 
     @property
     def streams(self) -> Streams:
         """The streams that calls are queued on, and that keep them in order."""
-        ...
 
     def reshape_and_cache(self, arguments: WriteArguments) -> None:
         """Write each token's key and value into its slot, rounded to nearest even."""
-        ...
 
     def paged_attention(
         self,
@@ -81,30 +74,25 @@ class Kernels(Protocol):
         receives the result; None for new memory. Sums are in fp32. No bit of the result depends on
         the rest of the batch.
         """
-        ...
 
     def share_memory(self, num_bytes: int) -> Any:
         """Allocate zeroed GPU memory that another process can open: a native ``SharedMemory``.
         Raises RuntimeError if there is no memory, or none that can be shared.
         """
-        ...
 
     def bound_layers(self) -> HostLayers | QueuedLayers | None:
         """Return an object that binds layers for one executor, which then write and attend without
         more checks; None for kernels that bind none.
         """
-        ...
 
     def step_memory(self) -> StepMemory | None:
         """Return memory for calls that a CUDA graph can capture; None where there are no graphs."""
-        ...
 
     def copy_blocks(self, pool: torch.Tensor, pairs: torch.Tensor) -> None:
         """Copy whole blocks inside a pool, in order: a pair may read what an earlier one wrote.
 
         pairs: int64 [num_pairs, 2] on the host, source and destination.
         """
-        ...
 
     def swap_blocks(
         self, source: torch.Tensor, destination: torch.Tensor, pairs: torch.Tensor
@@ -114,7 +102,6 @@ class Kernels(Protocol):
 
         pairs: int64 [num_pairs, 2] on the host, a block of source and a block of destination.
         """
-        ...
 
     def gather_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
         """Copy blocks out of a pool on the device into the canonical order: layers before blocks.
@@ -122,25 +109,21 @@ class Kernels(Protocol):
         block_ids: int64 [num_block_ids] on the host.
         Returns [num_layers, num_block_ids, ...], the pool's shape of a page at the end.
         """
-        ...
 
     def scatter_blocks(
         self, pool: torch.Tensor, block_ids: torch.Tensor, blocks: torch.Tensor
     ) -> None:
         """Copy blocks into a pool, inversely to ``gather_blocks``. Of equal ids the last counts."""
-        ...
 
     def clear_blocks(self, pool: torch.Tensor, block_ids: torch.Tensor) -> None:
         """Zero whole blocks of a pool on the device. block_ids: int64 [num_block_ids], on
         the host.
         """
-        ...
 
     def check_faults(self) -> None:
         """Wait for the caller's stream. Raises InvalidRequestError for a bad tensor that kernels
         have found since the last call.
         """
-        ...
 
 
 def check_cache_kinds(layout: Layout, kernels: Kernels) -> None:

@@ -16,7 +16,6 @@ from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.wire import columns
 from kvplane.wire.v1 import types_pb2 as pb
 
-Ints: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint8]
 Mask: TypeAlias = NDArray[np.bool_]
 
 _DTYPES: dict[str, np.dtype[Any]] = {

@@ -27,22 +27,18 @@ class Writes(Protocol):
     @property
     def group(self) -> int:
         """The layer group."""
-        ...
 
     @property
     def sequence_ids(self) -> NDArray[np.int64]:
         """The sequences that are written."""
-        ...
 
     @property
     def written_blocks(self) -> NDArray[np.int64]:
         """Device blocks written, each listed once for each of its writers."""
-        ...
 
     @property
     def written_by(self) -> NDArray[np.int64]:
         """For each of ``written_blocks``, the index of its sequence."""
-        ...
 
 
 class WriteChecks:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from types import TracebackType
 from typing import Protocol
 
 from data_plane.execution.executor import Executor
@@ -28,11 +27,9 @@ class ExecutedSession(Protocol):
     @property
     def grant(self) -> Signed:
         """The session's grant: its signed rights at a data plane."""
-        ...
 
     def add_receipt(self, receipt: Signed | None) -> None:
         """Submit a receipt with the next step."""
-        ...
 
 
 class EmbeddedDataPlane:
@@ -60,12 +57,7 @@ class EmbeddedDataPlane:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     def start(self, timeout_s: float = 30.0) -> Executor:

@@ -25,14 +25,13 @@ from data_plane.execution.executor import Executor
 from data_plane.kernels.backend import Kernels, kernels_of
 from data_plane.kernels.device.devices import choose_device, this_machine
 from data_plane.memory.sizing import fit_blocks, free_bytes, measure_num_blocks, share_blocks
-from data_plane.server.block_service import BLOCKS, BlockService
 from data_plane.server.calls import Calls
 from data_plane.server.config import PROGRAM, DataPlaneSettings
 from data_plane.server.file_tier import FileTier
 from data_plane.server.local.endpoint import LocalEndpoint
 from data_plane.server.metrics import DataPlaneMetrics
 from data_plane.server.registration_client import RegistrationClient
-from data_plane.server.service import EXECUTIONS, ExecutionService
+from data_plane.server.service import BLOCKS, EXECUTIONS, BlockService, ExecutionService
 from data_plane.server.worker_thread import WorkerThread
 from kvplane import tracing
 from kvplane.block_pattern import BlockPattern

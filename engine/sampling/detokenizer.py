@@ -24,7 +24,6 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str:
         """Return the text of ``token_ids``."""
-        ...
 
 
 class Detokenizer:

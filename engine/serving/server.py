@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Scope
 
 from kvplane import tracing
 from kvplane.errors import (
@@ -32,7 +33,9 @@ from kvplane.errors import (
 )
 from kvplane.serving.http_requests import (
     CLIENT_GONE,
+    SERVER_GONE,
     authenticate,
+    is_cut,
     not_served,
     read_body,
     refusal,
@@ -129,7 +132,7 @@ class _ServingApp:
     ) -> Response:
         """Return a request's response, of an error too, and count it; streams at their end."""
         began_s = time.monotonic()
-        count = partial(self._count, request.scope["path"], began_s)
+        count = partial(self._count, request.scope, began_s)
         try:
             client = authenticate(request, self._api_keys)
             with closing(Received(self._budget, client)) as received:
@@ -150,11 +153,16 @@ class _ServingApp:
         except ClientDisconnect:
             count(None, CLIENT_GONE)
             return Response(status_code=CLIENT_GONE)
+        except asyncio.CancelledError:  # by a server that stops
+            count(None, SERVER_GONE)
+            raise
         count(answer, 200)
         return JSONResponse(answer.whole())
 
-    def _count(self, path: str, began_s: float, answer: Answer | None, status: int) -> None:
-        self.metrics[metrics.REQUESTS].labels(path, str(status)).inc()
+    def _count(self, scope: Scope, began_s: float, answer: Answer | None, status: int) -> None:
+        if status == CLIENT_GONE and is_cut(scope):
+            status = SERVER_GONE
+        self.metrics[metrics.REQUESTS].labels(scope["path"], str(status)).inc()
         self.metrics[metrics.DURATION].observe(time.monotonic() - began_s)
         if answer is not None:
             self.metrics[metrics.PROMPT_TOKENS].inc(answer.num_prompt_tokens)

@@ -24,7 +24,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from ..chunks import ChunkCache, ChunkSettings, Found, namespace_of
-from ..chunks.whole_chunks import load_whole
+from ..chunks.cache import load_whole
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MAX_LOOKED_UP: Final = 512

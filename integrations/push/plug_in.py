@@ -1,26 +1,31 @@
 """The plug-in: both directions of one data plane, as its settings ask for them, and the calls by
-which engines have blocks moved. The data plane hosts these beside its own.
+which engines have blocks moved. The data plane hosts these beside its own. Settings are variables:
+KVPLANE_PUSH_BIND and so on.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from asyncio import wrap_future
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from data_plane.blocks_from_outside import BlocksFromOutside
 from kvplane.errors import InvalidRequestError
 from kvplane.serving.callers.access import AccessList
+from kvplane.serving.config import ANY_HOST, check_address
 from kvplane.serving.observability.metrics import Samples
+from kvplane.serving.settings import log_settings, parse, setting
 
 from . import push_pb2 as pb
-from .config import PushSettings
 from .metrics import DECLARATIONS, PushCounts
 from .push_pb2_grpc import add_PushServiceServicer_to_server
 from .receiver import BlockReceiver
 from .sender import BlockSender
+
+PROGRAM: Final = "push"
 
 
 class PushPlugIn:
@@ -115,3 +120,50 @@ class PushPlugIn:
     ) -> pb.SendBlocksResponse:
         sender = self.sender
         return await sender.send(await wrap_future(self._outside.open(request.grant)), request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushSettings:
+    """Blocks sent to other data planes, and taken from them."""
+
+    bind: str = setting(
+        "",
+        help="Address to take blocks from other data planes at, host:port; port 0 picks a free one,"
+        " and empty takes none.",
+    )
+    advertise: str = setting(
+        "", help="Address for them to connect to, host:port; empty means the one bound."
+    )
+    to: str = setting(
+        "",
+        help="Hosts of other data planes that blocks may be sent to, with commas; * for any, and"
+        " empty for none. Over TLS where the data plane serves TLS, trusting --tls-ca.",
+    )
+    name: str = setting(
+        "", help="Name that their certificates must have, where it is not the host."
+    )
+    max_pushes: int = setting(
+        4,
+        help="Pushes of blocks of one caller at one time, of each direction; one more is left to"
+        " other callers.",
+        unit="pushes",
+        minimum=1,
+        maximum=256,
+    )
+
+    def __post_init__(self) -> None:
+        if self.bind:
+            check_address(self.bind, "bind")
+            if self.bind.rpartition(":")[0] in ANY_HOST and not self.advertise:
+                raise InvalidRequestError(
+                    f"must be given, because {self.bind} binds all addresses", field="advertise"
+                )
+        if self.advertise:
+            check_address(self.advertise, "advertise")
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> PushSettings:
+        """Those in ``environ``. Exits for what is wrong there."""
+        config = parse(cls, PROGRAM, [], environ)
+        log_settings(config, logging.getLogger(PROGRAM))
+        return config

@@ -5,6 +5,7 @@ POST /v1/completions, /v1/chat/completions     GET /v1/models, /health, /healthz
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,6 +27,7 @@ from kvplane.errors import (
 )
 from kvplane.serving.http_requests import (
     CLIENT_GONE,
+    SERVER_GONE,
     authenticate,
     not_served,
     read_body,
@@ -104,6 +106,9 @@ class RouterApp:
         except ClientDisconnect:
             self._metrics[REQUESTS].labels(str(CLIENT_GONE)).inc()
             return Response(status_code=CLIENT_GONE)
+        except asyncio.CancelledError:  # by a server that stops
+            self._metrics[REQUESTS].labels(str(SERVER_GONE)).inc()
+            raise
         finally:
             if relay is None:
                 self._end(client)

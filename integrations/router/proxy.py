@@ -6,6 +6,7 @@ or an engine that dies, the other side is ended too.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvplane.errors import DeadlineExceededError, NotFoundError, PlaneUnavailableError
-from kvplane.serving.http_requests import CLIENT_GONE, refusal, until_gone
+from kvplane.serving.http_requests import CLIENT_GONE, SERVER_GONE, refusal, until_gone
 
 from .engines import Engines
 from .metrics import FIRST_BYTE, RETRIES, RouterMetrics
@@ -200,6 +201,9 @@ class Relay(Response):
             await until_gone(receive, self._send_all(send))
         except ClientDisconnect:
             status = CLIENT_GONE
+        except asyncio.CancelledError:  # by a server that stops
+            status = SERVER_GONE
+            raise
         except httpx2.TransportError:
             status = 502
             await self._send_error(send)

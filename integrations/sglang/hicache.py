@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvplane.layout import MAX_PAGE_BYTES
 
 from ..chunks import ChunkCache, ChunkSettings, namespace_of
-from ..chunks.whole_chunks import load_whole
+from ..chunks.cache import load_whole
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MAX_LOOKED_UP: Final = 128

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -120,11 +121,12 @@ class KvplaneTier(SecondaryTierManager):
             page_bytes=self._block_size_bytes,
             block_tokens=self._chunk_tokens,
         )
+        layout = shlex.quote(json.dumps(asdict(self._cache.layout)))
+        # Not of level info, which vLLM shows of its own loggers alone.
+        _LOGGER.warning("this engine's pool: kvplane data --layout <(echo %s)", layout)
         try:
             self._cache.open()
         except LayoutMismatchError:
-            layout = json.dumps(asdict(self._cache.layout))
-            _LOGGER.error("this engine needs a pool with --layout FILE, which says %s", layout)
             self._cache.close()
             raise
 

@@ -36,17 +36,14 @@ class OpenedSession(Protocol):
     @property
     def grant(self) -> Signed:
         """The session's grant: its signed rights at a data plane."""
-        ...
 
     @property
     def shards(self) -> Sequence[ShardInfo]:
         """Descriptions of the pool's shards, by index."""
-        ...
 
     @property
     def layout(self) -> Layout:
         """The pool's layout."""
-        ...
 
 
 class DataBackend(Protocol):
@@ -57,16 +54,13 @@ class DataBackend(Protocol):
     @property
     def has_passes(self) -> bool:
         """Whether ``start`` takes a pass."""
-        ...
 
     @property
     def latent_layers(self) -> frozenset[int]:
         """The model's layers that keep latents in the session's pool."""
-        ...
 
     def open(self, session: OpenedSession) -> None:
         """Run the plans of ``session`` from now on, and of no other."""
-        ...
 
     def start(
         self, plan: Signed, num_tokens: int = 0, pass_index: int | None = None
@@ -74,7 +68,6 @@ class DataBackend(Protocol):
         """Start a plan, or its next pass. ``num_tokens``: tokens that it computes, 0 if unknown.
         If given, this need not wait for the answer; then the first layer raises the errors.
         """
-        ...
 
     def layer(
         self,
@@ -86,20 +79,17 @@ class DataBackend(Protocol):
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Write and attend in one layer: see ``kvplane.transformers.attention.Step``."""
-        ...
 
     def finish(self, *, is_last: bool = True) -> Sequence[Signed]:
         """Return all shards' receipts, after the last layer and all checkpoints; none unless the
         pass was the last.
         """
-        ...
 
     def read_states(self, sequence_ids: Sequence[int], entries: Sequence[int]) -> torch.Tensor:
         """Read checkpoints of states: for each sequence, that at the end of its block
         ``entries[i]``. Returns uint8 [num_state_layers, num, page_bytes]. Raises
         BlockNotWrittenError for one that is not written.
         """
-        ...
 
     def write_states(
         self, sequence_ids: Sequence[int], entries: Sequence[int], states: torch.Tensor
@@ -107,15 +97,12 @@ class DataBackend(Protocol):
         """Write checkpoints that the plan keeps, in the shape of ``read_states``, after ``start``
         and before ``finish``: there is no receipt before all are written.
         """
-        ...
 
     def close(self) -> None:
         """Stop running the session's plans; another may be opened. Harmless when called again."""
-        ...
 
     def stop(self) -> None:
         """Release everything; no session can be opened afterwards."""
-        ...
 
 
 class RemoteBackend:

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from kvplane.errors import (
     CapacityError,
@@ -25,6 +25,9 @@ from kvplane.errors import (
 )
 
 CLIENT_GONE: Final = 499
+SERVER_GONE: Final = 503
+"""The status to count for what is cut by a server that stops, as ``is_cut`` says."""
+CUT: Final = "kvplane.is_cut"
 BODY_S: Final = 30.0
 """Seconds that a request's body may take, besides a second for each MiB of it."""
 _STATUS: Final[tuple[tuple[type[KvplaneError], int], ...]] = (
@@ -80,6 +83,11 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
             f"did not come within {BODY_S:g} s and one for each MiB", field="body"
         ) from None
     return bytes(body)
+
+
+def is_cut(scope: Scope) -> bool:
+    """Return whether the server, and not the client, ended a request that was cancelled."""
+    return bool(scope.get(CUT, bool)())
 
 
 async def until_gone(receive: Receive, work: Awaitable[T]) -> T:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvplane.errors import PlaneUnavailableError
 from kvplane.serving.config import HttpServerSettings
-from kvplane.serving.http_requests import refusal
+from kvplane.serving.http_requests import CUT, refusal
 from kvplane.serving.listener import BoundedListener
 from kvplane.serving.observability.metrics_endpoint import MetricsEndpoint, serve_metrics
 from kvplane.serving.server import announce, most_connections
@@ -126,7 +126,7 @@ class HttpServer(uvicorn.Server):
         assert task is not None
         self._open.add(task)
         try:
-            await self._app(scope, receive, note)
+            await self._app({**scope, CUT: lambda: self._is_over}, receive, note)
         except asyncio.CancelledError:
             if not self._is_over:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +13,12 @@ from weakref import WeakValueDictionary
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from kvplane.errors import DeadlineExceededError, InvalidRequestError, KvplaneError
+from kvplane.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    KvplaneError,
+    QuotaExceededError,
+)
 from kvplane.serving.callers.identity import HEALTH_CHECKS, Gate
 from kvplane.serving.limits.message_bounds import MAX_STRING_BYTES, MessageBounds
 from kvplane.serving.limits.receive_budget import ReceiveBudget
@@ -25,6 +31,9 @@ _SMALL_ANSWER_BYTES: Final = 1 << 16
 # Requests that take a millisecond or more to read.
 _LARGE_BYTES: Final = 1 << 20
 _BETWEEN_PLANES: Final = frozenset({"/kvplane.plane.v1.RegistrationService/Register"})
+# Most calls of a caller at one time, and most health checks of a connection.
+MAX_CALLER_CALLS: Final = 4096
+MAX_HEALTH_CALLS: Final = 16
 # How soon a call without a request to refuse ends after its caller lost the right to make it.
 _RECHECK_S: Final = 1.0
 
@@ -40,6 +49,8 @@ class Admission:
     budget: ReceiveBudget
     answers: ReceiveBudget = field(default_factory=ReceiveBudget)
     """Budget of unread answers to unary calls, which gRPC keeps until the callers read them."""
+    num_calls: Counter[str] = field(default_factory=Counter)
+    """Number of open calls by caller."""
     large: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock by which large requests are decoded and begun in turn, so that others come between."""
     of_peers: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
@@ -62,7 +73,7 @@ class Requests:
     ) -> None:
         """Admit the call, before any of it is read. ``decode``: parses bytes to a message.
 
-        Raises UnauthenticatedError, NotPermittedError.
+        Raises UnauthenticatedError, NotPermittedError, QuotaExceededError.
         """
         self._gate, self._budget, self._large = admission.gate, admission.budget, admission.large
         self._bounds = admission.bounds.get(method)  # None: not a method of the contract
@@ -72,13 +83,21 @@ class Requests:
         self._context = context
         # Planes of neighbouring releases ignore what they do not know of each other.
         self._is_strict = self._bounds is not None and method not in _BETWEEN_PLANES
-        self._num_held = 0
+        self._num_held, self._paid_by = 0, ""
         self._is_open = self._gate.is_open
         self._admitted_at = self._gate.num_reloads
         self._caller = self._gate.admit(method, context)
         self._turn: contextlib.AbstractAsyncContextManager[Any] = contextlib.nullcontext()
+        most, self._counts_as = MAX_CALLER_CALLS, self._caller
         if method.startswith(HEALTH_CHECKS):
+            most, self._counts_as = MAX_HEALTH_CALLS, f"health {self._caller}"
             self._turn = admission.of_peers.setdefault(self._caller, asyncio.Lock())
+        self._num_calls = admission.num_calls
+        if self._num_calls[self._counts_as] >= most:
+            raise QuotaExceededError(
+                f"{most} calls are open, which is the most of one caller", retry_delay_s=1.0
+            )
+        self._num_calls[self._counts_as] += 1
 
     def __aiter__(self) -> Requests:
         return self
@@ -90,7 +109,7 @@ class Requests:
         bytes that are no request or exceed its bounds, and as the constructor when the access list
         changed.
         """
-        self.close()
+        self._release()
         data = await self._context.read()  # gRPC's iterator would keep the request
         if data is grpc.aio.EOF:
             raise StopAsyncIteration
@@ -101,7 +120,7 @@ class Requests:
         if not self._is_open:
             self.check_caller()
         self._budget.take(self._caller, len(data))
-        self._num_held = len(data)
+        self._num_held, self._paid_by = len(data), self._caller
         if self._bounds is not None:
             self._bounds.check(data)
         elif len(data) > MAX_STRING_BYTES:  # of health and reflection
@@ -164,7 +183,13 @@ class Requests:
                 return error
 
     def close(self) -> None:
-        """Release the last request: it was answered, or nobody waits for its answer."""
+        """End the call: its last request was answered, or nobody waits for the answer."""
+        self._release()
+        self._num_calls[self._counts_as] -= 1
+        if not self._num_calls[self._counts_as]:
+            del self._num_calls[self._counts_as]
+
+    def _release(self) -> None:
         if self._num_held:
-            self._budget.give_back(self._caller, self._num_held)
+            self._budget.give_back(self._paid_by, self._num_held)
             self._num_held = 0

@@ -22,11 +22,9 @@ class Pending(Protocol[Given]):
 
     def result(self) -> Given:
         """Wait for the result, or raise the coroutine's error."""
-        ...
 
     def cancel(self) -> object:
         """Cancel the coroutine."""
-        ...
 
 
 class LoopThread:

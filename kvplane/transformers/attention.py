@@ -44,7 +44,6 @@ class Step(Protocol):
     @property
     def latent_layers(self) -> frozenset[int]:
         """The model's layers that keep latents. Only models that have latents ask for it."""
-        ...
 
     def layer(
         self,
@@ -64,7 +63,6 @@ class Step(Protocol):
         in transformers' shapes, [num_rows, heads, num_columns, size], where it computes all tokens
         of a batch, and returns [num_rows, num_columns, num_heads, value's size].
         """
-        ...
 
 
 @dataclass(slots=True)

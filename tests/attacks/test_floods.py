@@ -192,6 +192,63 @@ async def test_a_caller_whose_requests_wait_is_refused_more_and_others_are_not(
         assert server.metrics.rpc.received.num_bytes == 0
 
 
+async def test_open_calls_of_a_caller_are_bounded_over_its_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "MAX_CALLER_CALLS", 4)
+    access, entry = tmp_path / "access.toml", '[[callers]]\ntoken_sha256 = "{}"\ntenant = "{}"\n'
+    access.write_text(
+        "".join(
+            entry.format(hashlib.sha256(name.encode()).hexdigest(), name) + 'roles = ["engine"]\n'
+            for name in ("a", "b")
+        )
+    )
+    a, b = ([("authorization", f"Bearer {name}")] for name in ("a", "b"))
+
+    async def code(channel: grpc.aio.Channel, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
+        call = channel.unary_unary("/kvplane.v1.PoolService/ListPools")
+        return await call(b"", metadata=metadata, timeout=10).code()
+
+    async with (
+        control_plane_here(access_file=access) as server,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        one, other = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(server.address, options))
+            for _ in range(2)
+        ]
+        await stack.enter_async_context(asyncio.timeout(30))
+        step = "/kvplane.v1.SessionService/StreamSteps"
+        calls = [channel.stream_stream(step)(metadata=a) for channel in (one, other) * 2]
+        for channel in (one, other):
+            while await code(channel, a) == grpc.StatusCode.OK:
+                await asyncio.sleep(0.05)
+            assert await code(channel, a) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await code(one, b) == grpc.StatusCode.OK
+        for call in calls:
+            call.cancel()
+        while await code(one, a) != grpc.StatusCode.OK:
+            await asyncio.sleep(0.05)
+
+
+async def test_open_health_checks_of_a_connection_are_bounded() -> None:
+    watch, check = "/grpc.health.v1.Health/Watch", "/grpc.health.v1.Health/Check"
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with (
+        control_plane_here() as plane,
+        grpc.aio.insecure_channel(plane.address, options) as one,
+        grpc.aio.insecure_channel(plane.address, options) as other,
+    ):
+        watches = [one.unary_stream(watch)(b"") for _ in range(requests.MAX_HEALTH_CALLS)]
+        for each in watches:
+            await each.read()
+        refused = one.unary_unary(check)(b"", timeout=10)
+        assert await refused.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await one.unary_unary("/kvplane.v1.PoolService/ListPools")(b"", timeout=10)
+        await other.unary_unary(check)(b"", timeout=10)
+
+
 async def test_a_request_that_does_not_come_ends_its_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

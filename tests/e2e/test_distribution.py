@@ -51,10 +51,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_is_pure_and_takes_up_three_names(wheel: Path) -> None:
-    assert wheel.name == "kvplane-0.1.0-py3-none-any.whl"
+    assert wheel.name == "kvplane-0.2.0-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert tops == {*TOPS, "kvplane-0.1.0.dist-info"}
+    assert tops == {*TOPS, "kvplane-0.2.0.dist-info"}
     assert not [name for name in names if name.endswith(".so")]
 
 
@@ -78,7 +78,7 @@ def in_wheel(path: Path) -> str:
 
 def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        metadata = Parser().parsestr(archive.read("kvplane-0.1.0.dist-info/METADATA").decode())
+        metadata = Parser().parsestr(archive.read("kvplane-0.2.0.dist-info/METADATA").decode())
     needs = [n for n in metadata.get_all("Requires-Dist", []) if "extra ==" not in n]
     assert sorted(n.split(">")[0] for n in needs) == [
         "click",
@@ -88,6 +88,7 @@ def test_the_base_needs_grpc_protobuf_and_what_the_command_prints_with(wheel: Pa
         "rich",
     ]
     assert {
+        "all",
         "control-plane",
         "data-plane",
         "engine",

@@ -89,6 +89,7 @@ def check_parallel(engine: LLM, expected: list[CompletionOutput]) -> None:
         torch.testing.assert_close(have.logits, want.logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.early
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_with_embedded_shards_give_the_same_tokens(
     model, tmp_path, expected, num_ranks
@@ -132,6 +133,7 @@ def ranks_of_this_process() -> list[int]:
     ]
 
 
+@pytest.mark.early
 def test_ranks_use_a_shard_each_and_end_with_a_typed_error_when_one_is_killed(
     model, tmp_path, expected
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +30,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
 
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The layout that vLLM needs, as an engine says that finds another's pool, and ends."""
+    """The layout that vLLM needs, as an engine says when it starts; another's pool ends it."""
     folder = tmp_path_factory.mktemp("layout")
     with ExitStack() as stack, (folder / "planes.log").open("ab") as output:
         stack.enter_context(output)
@@ -44,7 +45,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         refused.end()
     log = refused.log.read_text()
     assert "model_id vllm-0.32/models/recall/" in log and "and not another's" in log
-    (said,) = {line[line.index("{") :] for line in log.splitlines() if "--layout FILE" in line}
+    (said,) = set(re.findall(r"kvplane data --layout <\(echo '(.*)'\)", log))
     path = folder / "layout.json"
     path.write_text(said)
     return path

@@ -19,7 +19,8 @@ from kvplane.errors import (
 )
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
-from tests.helpers.planes.planes_engine import Engine, end_all
+from tests.helpers.planes.planes_engine import Engine
+from tests.helpers.planes.planes_machine import end_all
 from tests.helpers.planes.planes_world import World
 
 OWNER = ("ann", "")

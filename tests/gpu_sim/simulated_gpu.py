@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import re
 import sys
 import threading
 import time
@@ -353,7 +352,7 @@ def _replace_dlpack() -> None:
 
 
 class _Kernels:
-    """Imports ``kvplane_kernels._cuda``: all that its stub declares, from the emulated module."""
+    """Imports ``kvplane_kernels._cuda``, which has all that the emulated module has."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         return ModuleSpec(name, self) if name == "kvplane_kernels._cuda" else None
@@ -364,10 +363,10 @@ class _Kernels:
             sys.path.append(str(kernels))
         native = importlib.import_module("emulated_build").emulated_module()
         made: Any = types.ModuleType(spec.name)
-        stub = (simulated_build.ROOT / "csrc" / "kvplane_kernels" / "_cuda.pyi").read_text()
         lock = threading.RLock()
-        for name in re.findall(r"^(?:(?:def|class) )?(\w+)[(:]", stub, re.MULTILINE):
-            value = getattr(native, name)
+        for name, value in vars(native).items():
+            if name.startswith("_"):
+                continue
             is_call = callable(value) and not isinstance(value, type)
             setattr(made, name, _checked(name, value, lock) if is_call else value)
         made.TensorView = functools.partial(_tensor_view, native.TensorView)

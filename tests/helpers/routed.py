@@ -89,6 +89,8 @@ class Routed:
     picker: Picker
     engines: Engines
     port: int
+    server: HttpServer
+    metrics: RouterMetrics
 
     async def post(self, body: Any = BODY, **how: Any) -> httpx2.Response:
         return await self.http.post("/v1/completions", json=body, **how)
@@ -119,6 +121,7 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
         engine_timeout_s=how.pop("read_timeout_s", PATIENCE_S),
         idle_timeout_s=how.pop("idle_timeout_s", 5.0),
         max_connections=how.pop("max_connections", 0),
+        grace_s=how.pop("grace_s", 5.0),
         metrics_port=how.pop("metrics_port", -1),
     )
     client = engine_client(settings)
@@ -138,7 +141,7 @@ async def routed(*engines: Engine, engine_key: str = "", **how: Any) -> AsyncIte
         async with httpx2.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S
         ) as http:
-            yield Routed(http, picker, known, port)
+            yield Routed(http, picker, known, port, router, metrics)
     finally:
         router.should_exit = True
         await serving

@@ -17,7 +17,7 @@ from tests.mutants.fault import ON_PUSH, Fault, all_faults
 def row(key: str, fault: Fault) -> str:
     """Return a fault's area, name, tier, file and what must notice it."""
     area, name = key.split("/", 1)
-    tier = "push" if any(key in keys for keys in ON_PUSH.values()) else "nightly"
+    tier = "push" if key in ON_PUSH.values() else "nightly"
     by = fault.killed_by if isinstance(fault.killed_by, str) else repr(fault.killed_by)
     return "\t".join(
         (area, name, tier, fault.places[0][0], f"{by} -k {fault.only!r}" if fault.only else by)

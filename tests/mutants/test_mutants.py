@@ -9,7 +9,7 @@ import pytest
 from tests.mutants.fault import ON_PUSH, Fault, all_faults
 from tests.mutants.runner import assert_noticed, copy_tree
 
-PUSHED = {key for keys in ON_PUSH.values() for key in keys}
+PUSHED = set(ON_PUSH.values())
 
 
 @pytest.fixture(scope="session")

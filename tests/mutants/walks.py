@@ -1,13 +1,8 @@
-"""Tests that only planted faults have: longer walks than on each push, and checks of models.
-
-Of a walk's many examples the first that shows a fault is the last, and it is not shrunk.
-"""
+"""Tests that only planted faults have: longer walks than on each push, and checks of models."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 from transformers import PreTrainedModel
 
 from kvplane.transformers import attention, close_planes
@@ -23,21 +18,13 @@ from tests.helpers.plane_cache_checks import (
     tiny_llama,
 )
 from tests.helpers.planes.planes_machine import PlanesMachine
+from tests.helpers.planes.planes_walks import walk
 from tests.models.tiny_models import tiny_model
-
-UNSHRUNK = settings(
-    deadline=None,
-    database=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
-)
 
 
 @pytest.mark.timeout(1800)
 def test_planes() -> None:
-    walk = settings(UNSHRUNK, max_examples=4000, stateful_step_count=80)
-    run_state_machine_as_test(PlanesMachine, settings=walk)
+    walk(PlanesMachine, range(4000))
 
 
 @pytest.mark.parametrize(("scenario", "num_events"), [("order", 2), ("restarts", 3), ("fences", 5)])

@@ -217,6 +217,25 @@ async def test_a_follower_and_a_silent_stream_of_a_role_that_is_taken_away_are_c
     assert peers.data.registered.is_set()
 
 
+async def test_what_a_caller_holds_is_given_back_when_its_tenant_changes(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "_RECHECK_S", 0.05)
+    metrics = peers.control.metrics.rpc
+    async with raw(peers, "router") as routers:
+        stub: Stub = prefix_pb2_grpc.PrefixServiceStub(routers)
+        watch = stub.WatchPrefixes(ppb.WatchPrefixesRequest(pool_id=POOL_ID))
+        while not (await watch.read()).revision:
+            pass
+        held = metrics.received.num_bytes
+        text = peers.access_file.read_text()
+        peers.access_file.write_text(text.replace('tenant = "a"', 'tenant = "moved"'))
+        await asyncio.sleep(0.5)  # so that it is looked up again
+        watch.cancel()
+        await until(lambda: metrics.received.num_bytes < held)
+        assert "tenant a" not in metrics.received._callers
+
+
 async def test_a_token_file_that_changes_counts_from_the_next_call(peers: Peers) -> None:
     async with peers.client("nobody") as control:
         (peers.folder / "nobody.token").write_text("router")

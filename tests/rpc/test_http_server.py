@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from kvplane.serving.config import HttpServerSettings
+from kvplane.serving.http_requests import is_cut
 from kvplane.serving.http_server import HttpServer
 from tests.helpers.waiting import until
 
@@ -33,6 +34,8 @@ class Served:
     def __init__(self, **settings: Any) -> None:
         self.go_on = asyncio.Event()
         self.num_asked = 0
+        self.cut: list[bool] = []
+        """Of each stream that ended: whether it was cut by the server."""
         routes = [Route("/v1/stream", self._stream), Route("/v1/answer", self._answer)]
         settings = {"bind": "127.0.0.1:0"} | settings
         self.server = HttpServer(
@@ -42,11 +45,14 @@ class Served:
             CollectorRegistry(),
         )
 
-    async def _stream(self, _: Request) -> Response:
+    async def _stream(self, request: Request) -> Response:
         async def pieces() -> AsyncIterator[str]:
-            yield BEGUN
-            await self.go_on.wait()
-            yield DONE
+            try:
+                yield BEGUN
+                await self.go_on.wait()
+                yield DONE
+            finally:
+                self.cut.append(is_cut(request.scope))
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
@@ -96,6 +102,7 @@ async def test_a_stream_has_its_time_to_end_and_then_ends_with_an_error(lasts: b
                 one.go_on.set()
             rest = "".join([piece async for piece in pieces])
         answer = await waiting
+    assert one.cut == [not lasts]
     if lasts:
         assert (rest, answer.text) == (DONE, "answered")
     else:
@@ -103,3 +110,10 @@ async def test_a_stream_has_its_time_to_end_and_then_ends_with_an_error(lasts: b
         assert "stopping" in message(rest.removeprefix("data: ").removesuffix("\n\n" + DONE))
         assert answer.status_code == 503
         assert "stopping" in message(answer.text)
+
+
+async def test_a_client_that_leaves_is_not_taken_for_a_server_that_stops() -> None:
+    async with served() as (one, client):
+        async with client.stream("GET", "/v1/stream") as stream:
+            assert await anext(stream.aiter_text()) == BEGUN
+        await until(lambda: one.cut == [False])

@@ -167,6 +167,18 @@ def test_slow_readers_are_bounded_in_number_and_time(
         each.close()
 
 
+def test_silent_connections_that_are_renewed_keep_no_probe_out(start: Start) -> None:
+    address = "127.0.0.1", start(MetricsAccess()).port
+    silent = [socket.create_connection(address) for _ in range(metrics_endpoint._MAX_THREADS)]
+    for _ in range(4):
+        time.sleep(0.1)
+        assert get(f"http://127.0.0.1:{address[1]}/healthz") == 200
+        silent.append(socket.create_connection(address))
+    assert [each.recv(1) for each in silent[:3]] == [b""] * 3, "the oldest give way"
+    for each in silent:
+        each.close()
+
+
 @pytest.mark.parametrize("text", ["", "user", "user:abc", f"us er:{'0' * 64}", f"a:{'0' * 64}:b"])
 def test_a_login_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "login"

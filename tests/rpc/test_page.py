@@ -9,21 +9,22 @@ import json
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from control_plane.queries import STATES
 from control_plane.server.page import page_server
 from control_plane.server.server import ControlPlaneServer
-from control_plane.views import STATES
 from kvplane import ControlClient, DataClient, Execution, Session, ops
 from kvplane.results import total_of
 from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step
 from tests.helpers.browser import Browser
 from tests.helpers.planes_in_process import control_plane
 from tests.helpers.tools import needs
+from tests.helpers.waiting import until
 
 TLS = Path(__file__).parent / "tls"
 
@@ -162,6 +163,40 @@ async def test_a_head_that_does_not_end_and_too_many_streams_are_cut(
     async with asked(planes.control) as (first, _, _):
         assert first == "200 OK"
         assert await status(planes.control) == "503 Service Unavailable"
+
+
+async def test_silent_connections_give_way_and_are_bounded(
+    planes: Planes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, _, port = planes.control.page_address.rpartition(":")
+    monkeypatch.setattr(page_server, "_MAX_CONNECTIONS", 2)
+    async with AsyncExitStack() as stack:
+        readers = []
+        for _ in range(4):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            readers.append(reader)
+            await asyncio.sleep(0.05)
+        assert await status(planes.control) == "200 OK"
+        for reader in readers[:3]:  # the oldest
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+@pytest.mark.parametrize("is_secure", [False, True], ids=["HTTP", "HTTPS"])
+async def test_more_connections_than_there_may_be_are_closed(
+    tmp_path: Path, start_control_plane: Any, is_secure: bool
+) -> None:
+    """Also those whose handshake is not finished, which the page does not know of."""
+    tls = {"tls_cert": TLS / "server.pem", "tls_key": TLS / "server.key"} if is_secure else {}
+    server = await start_control_plane(page_port=0, **tls)
+    host, _, port = server.page_address.rpartition(":")
+    async with AsyncExitStack() as stack:
+        readers = []
+        for _ in range(2 * page_server._MAX_CONNECTIONS + 8):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            readers.append(asyncio.create_task(reader.read()))
+        await until(lambda: sum(reader.done() for reader in readers) >= 8)
 
 
 async def test_a_browser_that_left_takes_up_no_place(

@@ -27,7 +27,7 @@ from kvplane.errors import (
     StaleError,
     StaleGenerationError,
 )
-from kvplane.execution import pages
+from kvplane.execution import execution as executions
 from kvplane.prefixes import PrefixLoader
 from kvplane.prefixes import tokens_of as named
 from kvplane.results import Pinned
@@ -91,7 +91,7 @@ async def test_more_pages_than_a_region_has_room_for_go_in_parts() -> None:
 @pytest.fixture
 async def far(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
     """A session without shared memory, whose messages hold two pages."""
-    monkeypatch.setattr(pages, "_MESSAGE_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(executions, "_MESSAGE_BYTES", 2 * PAGE_BYTES)
     async with control_plane() as server, store(server, shared_memory=False) as here:
         yield here
 

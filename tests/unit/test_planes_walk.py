@@ -7,8 +7,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvplane import ops
 from kvplane.wire.v1 import session_pb2 as cpb
@@ -16,15 +14,21 @@ from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_known import HOST
 from tests.helpers.planes.planes_machine import HybridMachine, PlanesMachine
 from tests.helpers.planes.planes_values import BLOCK
+from tests.helpers.planes.planes_walks import walk
 from tests.helpers.planes.planes_world import LEASE_S, World
+
+NUM_WALKS = 16
+RARE = ["passes run", "blocks loaded", "host contents forgotten", "layers repeated"]
 
 
 def test_no_engine_sees_what_is_not_its_own() -> None:
-    walk(max_examples=80, derandomize=True)
+    happened = walk(PlanesMachine, range(NUM_WALKS))
+    missing = {what for what in RARE if not happened[what]}
+    assert not missing, f"of {NUM_WALKS} walks none met {missing}"
 
 
 def test_no_engine_reads_a_state_of_another_prefix() -> None:
-    walk(max_examples=40, derandomize=True, machine=HybridMachine)
+    assert walk(HybridMachine, range(NUM_WALKS // 2))["checkpoints read"]
 
 
 def test_the_walk_knows_what_the_line_took() -> None:
@@ -69,26 +73,5 @@ def test_the_walk_knows_what_the_line_took() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_longer_walks() -> None:
-    walk(max_examples=4000)
-
-
-def walk(
-    *,
-    max_examples: int,
-    derandomize: bool = False,
-    machine: type[PlanesMachine] = PlanesMachine,
-) -> None:
-    """A failure is shown as it was found: to shorten it takes minutes."""
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=80,
-            deadline=None,
-            derandomize=derandomize,
-            database=None,
-            phases=[Phase.explicit, Phase.generate, Phase.shrink],
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    walk(PlanesMachine, range(1000, 4000))
+    walk(HybridMachine, range(1000, 2000))

@@ -22,6 +22,7 @@ from typing import Any, Final
 from kvplane.errors import KvplaneError, NotPermittedError, UnauthenticatedError
 from kvplane.serving.callers.access import ROLES, AccessList, Caller
 from kvplane.serving.certificates import ServerTls
+from kvplane.serving.listener import BoundedListener
 from kvplane.serving.observability.logs import frames_of
 from kvplane.transport.renewed import renewed_context
 
@@ -64,6 +65,7 @@ class PageServer:
         self._plane = plane
         self._views: dict[str, tuple[float, str]] = {}  # when made and as JSON, by tenant
         self._connections: set[asyncio.Task[None]] = set()
+        self._silent: dict[asyncio.Task[None], None] = {}  # no request yet, the oldest first
         self._server: asyncio.Server | None = None
         self.port = 0
 
@@ -71,7 +73,11 @@ class PageServer:
         """Start to serve; port 0 picks a free one. Raises OSError when it cannot bind."""
         context = tls and renewed_context(tls.certificate, tls.key, tls.client_ca)
         self._server = await asyncio.start_server(
-            self._connected, host.strip("[]"), port, limit=_MAX_HEAD_BYTES, ssl=context
+            self._connected,
+            sock=BoundedListener(host.strip("[]"), port, 2 * _MAX_CONNECTIONS),
+            limit=_MAX_HEAD_BYTES,
+            ssl=context,
+            ssl_handshake_timeout=None if tls is None else _HEAD_TIMEOUT_S,
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -88,10 +94,19 @@ class PageServer:
         assert task is not None
         self._connections.add(task)
         try:
-            if len(self._connections) > _MAX_CONNECTIONS:
+            is_full = len(self._connections) > _MAX_CONNECTIONS
+            if is_full and self._silent:
+                oldest = next(iter(self._silent))
+                del self._silent[oldest]
+                oldest.cancel()  # it gives way
+                is_full = False
+            if is_full:
                 await _answer(writer, "503 Service Unavailable", b"too many connections\n")
             else:
-                await self._serve(reader, writer)
+                self._silent[task] = None
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
+                del self._silent[task]
+                await self._serve(head, reader, writer)
         except (OSError, TimeoutError, ValueError, EOFError, asyncio.LimitOverrunError):
             pass  # a browser that left, or bytes that are not HTTP
         except asyncio.CancelledError:
@@ -100,12 +115,14 @@ class PageServer:
             _LOGGER.error("page failed error=%s", frames_of(error))
         finally:
             self._connections.discard(task)
+            self._silent.pop(task, None)
             writer.close()
             with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
                 await asyncio.wait_for(writer.wait_closed(), 1.0)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HEAD_TIMEOUT_S)
+    async def _serve(
+        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         request, *lines = head.decode("latin-1").split("\r\n")
         method, _, rest = request.partition(" ")
         path = rest.partition(" ")[0].partition("?")[0]

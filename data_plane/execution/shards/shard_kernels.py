@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -534,43 +534,33 @@ def _group_scales(
     return list(zip(of_held(group.key_scales), of_held(values), strict=True))
 
 
-class _KernelTimes(Protocol):
-    """Times the kernels of one executor, and counts the bytes that they have to move."""
+class _HostTimes:
+    """Times the kernels of one executor, and counts the bytes that they have to move: on the CPU,
+    where a call has finished when it returns.
+    """
+
+    def __init__(self, counters: ExecutorCounters) -> None:
+        self._counters = counters
 
     @contextmanager
     def timing(self, kernel: str, num_bytes: int) -> Iterator[None]:
         """Time the work that is queued inside on the current stream as a call of ``kernel``, which
         has to read and write ``num_bytes``.
         """
-        ...
-
-    def collect(self) -> None:
-        """Add the timed calls that have ended to the counters."""
-        ...
-
-
-class _HostTimes:
-    """Times kernels on the CPU, where a call has finished when it returns."""
-
-    def __init__(self, counters: ExecutorCounters) -> None:
-        self._counters = counters
-
-    @contextmanager
-    def timing(self, kernel: str, num_bytes: int) -> Iterator[None]:
         begin_s = time.perf_counter()
         yield
         self._counters.kernel_s[kernel] += time.perf_counter() - begin_s
         self._counters.kernel_bytes[kernel] += num_bytes
 
     def collect(self) -> None:
-        """Do nothing, because ``timing`` already counts."""
+        """Add the timed calls that have ended to the counters, where ``timing`` has not."""
 
 
-class _DeviceTimes:
+class _DeviceTimes(_HostTimes):
     """Times kernels on a GPU, by events on the stream."""
 
     def __init__(self, counters: ExecutorCounters) -> None:
-        self._counters = counters
+        super().__init__(counters)
         self._num_calls = Counter[str]()
         self._pending = deque[tuple[str, int, Any, Any]]()
 
@@ -603,6 +593,6 @@ def _event() -> Any:
     return make(enable_timing=True)
 
 
-def kernel_times(device: torch.device, counters: ExecutorCounters) -> _KernelTimes:
+def kernel_times(device: torch.device, counters: ExecutorCounters) -> _HostTimes:
     """Return the timer for kernels on ``device``."""
     return _DeviceTimes(counters) if device.type == "cuda" else _HostTimes(counters)

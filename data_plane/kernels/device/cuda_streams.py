@@ -34,31 +34,25 @@ class Streams(Protocol):
 
     def computing(self) -> AbstractContextManager[None]:
         """Queue the work inside on the caller's stream, after all work queued before."""
-        ...
 
     def swapping(self) -> AbstractContextManager[None]:
         """Queue the work inside on the swaps' stream, after all work queued before."""
-        ...
 
     def finish(self) -> None:
         """Wait until all queued work is done. Raises InternalError when the device failed."""
-        ...
 
     def finish_swaps(self) -> None:
         """Wait until all swaps are done, so that the host can read the swapped blocks. Raises
         InternalError when the device failed.
         """
-        ...
 
     def drain(self) -> None:
         """Wait until no stream of the device touches memory; any thread may call it. Raises
         InternalError when the device failed.
         """
-        ...
 
     def use_own_stream(self) -> None:
         """Give the calling thread a new stream, whose work runs beside that of other streams."""
-        ...
 
 
 class HostStreams:
@@ -90,31 +84,24 @@ class Runtime(Protocol):
 
     def current_stream(self) -> Any:
         """Return the stream that the calling thread queues work on."""
-        ...
 
     def new_stream(self, *, urgent: bool = False) -> Any:
         """Make a stream. ``urgent``: its work has priority over that of other streams."""
-        ...
 
     def set_stream(self, stream: Any) -> None:
         """Set the stream that the calling thread queues work on."""
-        ...
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Return a context in which the calling thread queues work on ``stream``."""
-        ...
 
     def order(self, before: Any, after: Any) -> None:
         """Make work queued on ``after`` from now on wait for the work queued on ``before``."""
-        ...
 
     def wait(self, stream: Any) -> None:
         """Block until all work queued on ``stream`` is done."""
-        ...
 
     def wait_for_all(self) -> None:
         """Block until all work queued on any stream of the device is done."""
-        ...
 
 
 class DeviceStreams:

@@ -92,6 +92,18 @@ class AttentionBatch(StepRows):
             )
         return int(spans[0])
 
+    def reads_of_others(self, num_blocks: int, block_size: int) -> NDArray[np.bool_]:
+        """Return [S, entries]: which entries before a span's first block hold a block that another
+        span writes; trimmed ones may too. This batch has to be on the host. ``num_blocks``: of the
+        pool.
+        """
+        is_written = np.zeros(num_blocks, np.bool_)
+        is_written[self.written_blocks] = True
+        tables = self.block_tables.numpy()
+        is_before = np.arange(tables.shape[1]) < self.first_positions[:, None] // block_size
+        reads: NDArray[np.bool_] = is_written[tables] & is_before
+        return reads
+
     def of_pass(self, index: int) -> AttentionBatch:
         """Return a batch of token ``index`` of each span that is long enough: one token a sequence.
         This batch has to be on the host; so is the result.

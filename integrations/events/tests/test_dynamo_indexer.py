@@ -92,7 +92,15 @@ def run_in_namespace(test: str) -> None:
     if not (FOLDER / "dynamo").exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
         subprocess.run([*pip, "--target", str(FOLDER), PACKAGE], check=True, timeout=600)
-    command = ["integrations/ray/in_namespace.sh", sys.executable, "-m", "pytest", "-n", "0", test]
+    command = [
+        "integrations/ray/tests/in_namespace.sh",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "0",
+        test,
+    ]
     env = os.environ | {IN_NAMESPACE: "yes"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

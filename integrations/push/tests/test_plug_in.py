@@ -10,9 +10,8 @@ from two_pools import HERE, PUSHING, data_plane, push_of, settings_of, variables
 
 from kvplane.errors import InvalidRequestError, KvplaneError
 from kvplane.integrations.push.client import PushClient
-from kvplane.integrations.push.config import PushSettings
 from kvplane.integrations.push.metrics import DECLARATIONS
-from kvplane.integrations.push.plug_in import PushPlugIn
+from kvplane.integrations.push.plug_in import PushPlugIn, PushSettings
 from kvplane.transport.tls import open_channel
 from kvplane.wire.v1.types_pb2 import SignedPayload
 from tests.helpers import planes_in_process

@@ -159,6 +159,21 @@ async def test_who_goes_away_takes_the_request_along(script: Script) -> None:
         assert router.picker.loads[engine.url].num_open == 0
 
 
+@pytest.mark.parametrize("script", [says_nothing, says_no_more])
+async def test_what_the_routers_end_cuts_counts_as_its_own(script: Script) -> None:
+    engine = Engine(script)
+    async with routed(engine, grace_s=0.1) as router:
+        body = BODY | {"stream": script is says_no_more}
+        asking = asyncio.create_task(router.post(body))
+        await until(lambda: len(engine.requests) == 1)
+        await asyncio.sleep(0.5)  # so that its answer has begun
+        router.server.should_exit = True
+        assert (await asking).status_code == (200 if script is says_no_more else 503)
+        num = router.metrics.registry.get_sample_value
+        assert num("kvplane_router_requests_total", {"status": "503"}) == 1
+        assert num("kvplane_router_requests_total", {"status": "200"}) is None
+
+
 async def test_an_engine_that_hangs_is_not_waited_for_for_ever() -> None:
     async with routed(Engine(says_nothing), Engine(says_yes), read_timeout_s=0.5) as router:
         answer = await router.post()

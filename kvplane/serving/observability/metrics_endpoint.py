@@ -23,8 +23,10 @@ from kvplane.errors import InvalidRequestError
 from kvplane.serving.listener import family_of
 from kvplane.transport.renewed import renewed_context
 
-# Connections served at one time; others are closed.
+# Connections served at one time. One that has sent no request gives way to a new one, or that is
+# closed.
 _MAX_THREADS: Final = 8
+_GIVE_WAY_S: Final = 1.0
 # How long a connection may take in all, whichever side is slow.
 _LONGEST_S: Final = 10.0
 _LOGIN: Final = re.compile(r"([^:\s]+):([0-9a-f]{64})")
@@ -138,11 +140,18 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
 
     def __init__(self, address: tuple[str, int], *arguments: Any, **settings: Any) -> None:
         self._free = BoundedSemaphore(_MAX_THREADS)
+        self.silent: dict[socket.socket, None] = {}
+        """Connections that have sent no request yet, the oldest first."""
         self.address_family = family_of(*address)
         super().__init__(address, *arguments, **settings)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        may_serve = self._free.acquire(blocking=False)
+        if not may_serve and (silent := list(self.silent)):
+            _cut(silent[0])
+            may_serve = self._free.acquire(timeout=_GIVE_WAY_S)
+        if may_serve:
+            self.silent[request] = None
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -155,6 +164,7 @@ class _HttpServer(ThreadingMixIn, WSGIServer):
             super().process_request_thread(request, client_address)
         finally:
             deadline.cancel()
+            self.silent.pop(request, None)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -165,6 +175,11 @@ class _Handler(WSGIRequestHandler):
     """Handles an HTTP request without logging it."""
 
     timeout = _LONGEST_S
+
+    def parse_request(self) -> bool:
+        """Parse the request that has come; its connection gives way no more."""
+        self.server.silent.pop(self.connection, None)  # type: ignore[attr-defined]
+        return super().parse_request()
 
     def log_message(self, format: str, *args: Any) -> None:
         """Discard the message."""

@@ -32,11 +32,9 @@ class Room(Protocol):
     @property
     def region_id(self) -> int:
         """Id of the region in messages."""
-        ...
 
     def place(self, sizes_bytes: Sequence[int]) -> list[int] | None:
         """Return offsets for ranges of these sizes: see ``packets.place``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

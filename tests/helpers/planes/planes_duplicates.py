@@ -139,16 +139,20 @@ class LateDuplicates(RuleBasedStateMachine):
     @rule()
     def layers_arrive_again(self) -> None:
         engine = self.rng.choice([e for e in self.engines + self.gone if e.layer_calls])
-        process, number, layer, query, key, value = self.rng.choice(engine.layer_calls[-8:])
-        before = process.snapshot()
-        is_latest = number == engine.newest[process.shard.index]
-        is_served = is_latest and engine.id not in process.ended
+        call = self.rng.choice(engine.layer_calls[-8:])
+        process, number, of_pass, layer, query, key, value = call
+        before, executor, index = process.snapshot(), process.executor, process.shard.index
+        present = engine.present.get(index)
+        is_served = present == (number, of_pass) and engine.id not in process.ended
+        named = {"plan_number": number, "pass_index": of_pass}
         try:
-            process.executor.layer(engine.id, layer, query, key, value, plan_number=number)
+            if of_pass is not None and self.rng.random() < 0.5:
+                executor.begin_pass(engine.id, of_pass, plan_number=number)
+            executor.layer(engine.id, layer, query, key, value, **named)
         except (PlanOutOfOrderError, StaleError) as error:
             assert not is_served, f"a layer that arrives again: {error!r}"
         else:
-            assert is_served, "a layer of another plan than the latest was taken"
+            assert is_served, "a layer of another plan or pass was taken"
         assert process.snapshot() == before, "a layer that arrived again changed something"
         self.world.happened["layers repeated"] += 1
 

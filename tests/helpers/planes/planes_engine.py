@@ -6,6 +6,7 @@ It knows its own tokens, so it knows what every slot of its sequences must hold.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from random import Random
 from typing import Any
@@ -65,6 +66,7 @@ from tests.helpers.planes.planes_world import (
     wire,
 )
 
+MAX_PASSES = 10
 _REFUSALS = (StaleError, BadSignatureError, PoolNotReadyError)
 
 Outcome = tuple[list[cpb.ItemFailure], cpb.AdmitResult]
@@ -105,6 +107,7 @@ class Engine:
         self.given_up: list[Sent] = []
         self.plans: list[Made] = []
         self.newest = [0] * len(self.epochs)  # highest plan started on each shard
+        self.present: dict[int, tuple[int, int | None]] = {}  # plan and pass, by shard
         self.receipts: list[tpb.SignedPayload] = []
         self.old_receipts: list[tpb.SignedPayload] = []
         self.old_tokens: list[cpb.DeferredTokens] = []
@@ -423,7 +426,8 @@ class Engine:
         cut = unseen_cuts(self.control.core, self.id) - {span.sequence_id for span in made.spans}
         for i, known in self.sequences.items():
             if known.num_scheduled and i not in cut:
-                made.values[i] = values_of(self.owner, known.tokens[: known.num_scheduled])
+                made.tokens[i] = known.tokens[: known.num_scheduled]
+                made.values[i] = values_of(self.owner, made.tokens[i])
         self.plans.append(made)
 
     # Plans
@@ -505,39 +509,87 @@ class Engine:
         process.opened.add(self.id)
         self.starts.append((process, made))
         self.newest[index] = made.number
-        run = made.runs[index] = ShardRun(process)
+        self.present[index] = made.number, None
+        longest = max((span.num for span in made.spans), default=0)
+        in_passes = 0 < longest <= MAX_PASSES and (self.id + made.number) % 4 == 0
+        run = made.runs[index] = ShardRun(process, in_passes=in_passes)
         self.world.happened["plans started"] += 1
-        self._read(made, index, process, before={span.sequence_id: span for span in made.spans})
+        self._read(made, index, process, before=made.left_of(0))
         if started.receipt is not None:
             self._finish(made, index, run, started.receipt)
+        elif process.files is not None and not in_passes:
+            self._load(made, index, run)
         return True
+
+    def _load(self, made: Made, index: int, run: ShardRun) -> None:
+        """Take what is in files of a started plan's blocks, instead of computing it."""
+        files = run.process.files
+        assert files is not None
+        for i, first, num in made.spans:
+            if first % BLOCK or num % BLOCK:
+                continue
+            token_ids = ops.pack_tokens(made.tokens[i][: first + num])
+            loaded = files.load(self.id, made.number, i, token_ids)
+            self.world.happened["blocks loaded"] += loaded.num_blocks
+            if loaded.HasField("receipt"):
+                self._finish(made, index, run, loaded.receipt)
 
     def _layer(self, made: Made, index: int, run: ShardRun) -> bool:
         process = run.process
+        begins = run.in_passes and run.next_layer in (0, len(process.view.layers))
+        if begins and not self._begin_pass(made, index, run):
+            return False
+        of_pass = run.pass_index
         layer = process.view.layers[run.next_layer]
-        query, key, value = self._tensors(made, process, layer)
-        call = LayerCall(process, made.number, layer, query, key, value)
+        query, key, value = self._tensors(made, process, layer, of_pass)
+        call = LayerCall(process, made.number, of_pass, layer, query, key, value)
         try:
-            number, executor = made.number, process.executor
-            if number % 3:
-                output = executor.layer(self.id, layer, query, key, value, plan_number=number)
+            number, compute = made.number, partial(process.executor.layer, self.id, layer)
+            if number % 2:
+                output = compute(query, key, value, plan_number=number, pass_index=of_pass)
             else:
-                executor.layer(self.id, layer, None, key, value, plan_number=number)
-                output = executor.layer(self.id, layer, query, None, None, plan_number=number)
+                compute(None, key, value, plan_number=number, pass_index=of_pass)
+                output = compute(query, None, None, plan_number=number, pass_index=of_pass)
         except StaleError as error:
             assert self.id in process.ended, f"a layer is refused: {error!r}"
             return False
         assert self.id not in process.ended, "a layer of an ended session was written"
         assert output is not None
-        self._check_attention(made, process, layer, output)
+        self._check_attention(made, process, layer, of_pass, output)
         self.layer_calls.append(call)
         run.next_layer += 1
         self.world.happened["layers run"] += 1
         if run.next_layer == len(process.view.layers):
+            if of_pass is not None and made.spans_of(of_pass + 1):
+                assert process.executor.receipt(self.id) is None, "a receipt before the last pass"
+                if (made.number + of_pass) % 3 == 0:
+                    self._read(made, index, process, before=made.left_of(of_pass + 1))
+                self.world.happened["passes run"] += 1
+                return True
             self._keep_checkpoints(made, process)
             receipt = process.executor.receipt(self.id)
             assert receipt is not None
             self._finish(made, index, run, receipt)
+        return True
+
+    def _begin_pass(self, made: Made, index: int, run: ShardRun) -> bool:
+        """Begin the next pass. Return whether it was not refused, as the session has ended."""
+        run.pass_index = 0 if run.pass_index is None else run.pass_index + 1
+        run.next_layer = 0
+        try:
+            num = run.process.executor.begin_pass(self.id, run.pass_index, plan_number=made.number)
+        except StaleError as error:
+            assert self.id in run.process.ended, f"a pass is refused: {error!r}"
+            return False
+        except InvalidRequestError:
+            assert run.pass_index == 0
+            assert made.has_readers, "passes are refused for no reason"
+            self.world.happened["passes refused"] += 1
+            run.in_passes, run.pass_index = False, None
+            return True
+        assert self.id not in run.process.ended, "a pass of an ended session was begun"
+        assert num == len(made.spans_of(run.pass_index))
+        self.present[index] = made.number, run.pass_index
         return True
 
     def _keep_checkpoints(self, made: Made, process: DataProcess) -> None:
@@ -576,21 +628,27 @@ class Engine:
         self.world.happened["plans run"] += 1
 
     def _tensors(
-        self, made: Made, process: DataProcess, layer: int
+        self, made: Made, process: DataProcess, layer: int, of_pass: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows = [made.values[i][first : first + num] for i, first, num in made.spans]
+        spans = made.spans_of(of_pass)
+        rows = [made.values[i][first : first + num] for i, first, num in spans]
         values = np.concatenate(rows)
         query = 2 * process.view.layer(values, layer, 1)
-        stamps = [made.stamps.setdefault(i, next(self.world.stamps)) for i, _, _ in made.spans]
+        stamps = [made.stamps.setdefault(i, next(self.world.stamps)) for i, _, _ in spans]
         values[..., -2] = np.repeat(stamps, list(map(len, rows)))[:, None, None, None]
         key, value = (process.view.layer(values, layer, kind) for kind in (0, 1))
         return query, key, value
 
     def _check_attention(
-        self, made: Made, process: DataProcess, layer: int, output: torch.Tensor
+        self,
+        made: Made,
+        process: DataProcess,
+        layer: int,
+        of_pass: int | None,
+        output: torch.Tensor,
     ) -> None:
         begin = 0
-        for i, first, num_tokens in made.spans:
+        for i, first, num_tokens in made.spans_of(of_pass):
             found = output[begin : begin + num_tokens].numpy().copy()
             found[..., -2] = 0
             begin += num_tokens
@@ -608,18 +666,24 @@ class Engine:
         before: dict[int, Span] | None = None,
     ) -> None:
         """Read every sequence. ``before``: spans whose slots are not written yet."""
+        starts = {span.sequence_id: span.first for span in made.spans}
         for i, all_values in made.values.items():
             first = before[i].first if before and i in before else len(all_values)
             values = all_values.copy()
             values[first:] = np.nan
-            for j, begin, num_tokens in (before or {}).values():
-                # A prefix that this plan computes in another sequence may be in shared blocks.
+            for j, begin, num_tokens in made.spans if before else ():
+                if j == i:
+                    continue
+                # A prefix that this plan computes in another sequence may be in shared blocks, and
+                # is not read before the receipt.
                 theirs = made.values[j][begin : begin + num_tokens]
                 own = all_values[begin : begin + len(theirs)]
                 same = (own == theirs[: len(own)]).all(axis=tuple(range(1, own.ndim)))
                 values[begin : begin + len(own)][same] = np.nan
             if self.world.layout.state_group is not None:
-                self._read_states(i, all_values[:first], process)
+                # Those of a plan are written after its layers.
+                last = starts.get(i, len(all_values)) if before else len(all_values)
+                self._read_states(i, all_values[:last], process)
             for group, of_group in enumerate(self.world.layout.attention_groups):
                 window = of_group.sliding_window_tokens
                 check_read(
@@ -631,35 +695,3 @@ class Engine:
                     group=group,
                     num_unseen=max(0, first - window + 1) // BLOCK if window else 0,
                 )
-
-
-def end_all(world: World, engines: Sequence[Engine], gone: Sequence[Engine] = ()) -> None:
-    """End all sessions and faults; then nothing is held and a session can have the whole pool.
-    ``gone``: engines whose sessions have ended.
-    """
-    for engine in engines:
-        engine.close()
-    world.mend()
-    control = world.control
-    for engine in [*engines, *gone]:
-        assert engine.id not in control.core.sessions.by_id
-    check_all_is_free(control)
-    last = Engine(world, control, ("bob", "last"))
-    tokens = [5] * (world.num_device * BLOCK)
-    result = last.step(ops.admit(1, tokens))
-    assert result is not None
-    assert not result.results[0].failures, result.results[0].failures
-    last.run_all()
-    last.step()
-    if world.layout.state_group is None:
-        assert last.lookup(tokens) == len(tokens) - 1
-    last.close()
-    world.deliver_all()
-    check_all_is_free(control)
-    world.check()
-
-
-def check_all_is_free(control: ControlProcess) -> None:
-    for usage in control.core.get_pool(POOL).usage:
-        num_idle = usage.num_free_blocks + usage.num_cached_blocks
-        assert num_idle == usage.num_blocks, f"blocks are held by nobody: {usage}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.native.native_pool import Span, decoded
 from tests.helpers.native.native_sessions import Known
-from tests.helpers.planes.planes_values import Values
+from tests.helpers.planes.planes_values import BLOCK, Values
 from tests.helpers.planes.planes_world import DataProcess
 
 DEVICE, HOST = tpb.TIER_DEVICE, tpb.TIER_HOST
@@ -110,6 +111,8 @@ class ShardRun:
     process: DataProcess
     next_layer: int = 0
     finished: bool = False
+    in_passes: bool = False
+    pass_index: int | None = None  # the present pass; None before the first, and of a whole plan
 
 
 @dataclass
@@ -119,6 +122,7 @@ class Made:
     signed: tpb.SignedPayload
     plan: plan_pb2.Plan
     values: dict[int, Values]
+    tokens: dict[int, list[int]] = field(default_factory=dict)
     runs: dict[int, ShardRun] = field(default_factory=dict)
     stamps: dict[int, int] = field(default_factory=dict)
     """By sequence, the number in its slots that this plan writes."""
@@ -127,9 +131,34 @@ class Made:
     def number(self) -> int:
         return self.plan.number
 
-    @property
+    @cached_property
     def spans(self) -> list[Span]:
         return decoded(self.signed.payload).spans
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether a span's sequence begins with tokens that another span computes: the sequences
+        of a session may share those blocks.
+        """
+        return any(
+            i != j
+            and (end := (first // BLOCK + 1) * BLOCK) <= read
+            and self.tokens[i][:end] == self.tokens[j][:end]
+            for i, first, _ in self.spans
+            for j, read, _ in self.spans
+        )
+
+    def spans_of(self, pass_index: int | None) -> list[Span]:
+        """Return what a pass computes: one token of each span that is long enough."""
+        if pass_index is None:
+            return self.spans
+        spans = (Span(i, first + pass_index, num - pass_index) for i, first, num in self.spans)
+        return [span._replace(num=1) for span in spans if span.num > 0]
+
+    def left_of(self, pass_index: int) -> dict[int, Span]:
+        """Return what the passes from ``pass_index`` on compute, by sequence."""
+        done = ((i, first, num, min(num, pass_index)) for i, first, num in self.spans)
+        return {i: Span(i, first + end, num - end) for i, first, num, end in done}
 
 
 @dataclass
@@ -148,6 +177,7 @@ class LayerCall(NamedTuple):
 
     process: DataProcess
     plan_number: int
+    pass_index: int | None
     layer: int
     query: torch.Tensor
     key: torch.Tensor

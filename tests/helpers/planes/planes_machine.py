@@ -7,6 +7,7 @@ be refused is refused, and when all faults end the whole pool can be had.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 from typing import ClassVar
 
@@ -31,7 +32,7 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.native.native_sessions import Known
-from tests.helpers.planes.planes_engine import Engine, end_all
+from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_known import (
     DEVICE,
     deferred_of,
@@ -47,7 +48,7 @@ from tests.helpers.planes.planes_values import (
     NUM_LAYERS,
     TWO_GROUPS,
 )
-from tests.helpers.planes.planes_world import LEASE_S, POOL, World, wire
+from tests.helpers.planes.planes_world import LEASE_S, POOL, ControlProcess, World, wire
 
 MAX_ENGINES, MAX_GONE = 4, 6
 OWNERS = [("ann", ""), ("bob", ""), ("ann", ""), ("ann", "adapter"), ("bob", "")]
@@ -67,6 +68,7 @@ class PlanesMachine(PrefixCalls):
         """
         self.rng = rng = Random(seed)
         layout = rng.choice(self.LAYOUTS)
+        num_uses = rng.choice([0, 1, 2]) if layout is LAYOUT else 0
         self.world = World(
             num_shards=num_shards,
             by_layers=layout is LAYOUT and rng.random() < 0.4,
@@ -74,6 +76,7 @@ class PlanesMachine(PrefixCalls):
             num_device=rng.randint(5, 12),
             num_host=rng.randint(0, 6),
             watermark=rng.choice([0.0, 0.1]),
+            num_uses=num_uses,
         )
         self.first_size = self.world.sizes[0]
         self.engines = [Engine(self.world, self.world.control, owner) for owner in OWNERS[:2]]
@@ -82,6 +85,11 @@ class PlanesMachine(PrefixCalls):
     def has_states(self) -> bool:
         """Whether the pool keeps checkpoints of states."""
         return self.world.layout.state_group is not None
+
+    @property
+    def has_files(self) -> bool:
+        """Whether data planes keep prefixes in files."""
+        return self.has_begun and any(p.files for p in self.world.processes)
 
     # Engines
 
@@ -249,6 +257,14 @@ class PlanesMachine(PrefixCalls):
             pin = rng.choice(engine.pins[-4:])
             engine.read_pins(pin, index, rng.choice(present * 9 + found))
 
+    @precondition(lambda self: self.has_files)
+    @rule()
+    def write_files(self) -> None:
+        """Let data planes write files of prefixes that were used."""
+        for process in self.world.processes:
+            if process.files is not None:
+                self.world.happened["blocks in files"] += process.files.write(self.rng)
+
     @precondition(lambda self: self.engines)
     @rule()
     def run_all_plans(self) -> None:
@@ -412,7 +428,10 @@ class PlanesMachine(PrefixCalls):
 
     def teardown(self) -> None:
         if self.has_begun:
-            end_all(self.world, self.engines, self.gone)
+            try:
+                end_all(self.world, self.engines, self.gone)
+            finally:
+                self.world.close()
 
     # Helpers
 
@@ -502,12 +521,14 @@ class PlanesMachine(PrefixCalls):
                 + rng.choice([[], [], [2], [0] * 8, [1] * 8]),
                 num_compute_tokens=rng.choice([None, None, None, None, 0, 8, 11]),
                 max_total_tokens=rng.choice([0, 0, 0, 20, 48]),
-                skip_prefix_lookup=rng.random() < 0.1,
+                skip_prefix_lookup=rng.random() < (0.4 if self.has_files else 0.1),
             )
         sequence_id = rng.choice(live)
         if kind == "append":
             known = engine.sequences[sequence_id]
             operation = growth(rng, sequence_id, known)
+            if rng.random() < 0.2 and not self.has_states:
+                operation.append.num_lookahead_slots = pack(INT32, [rng.choice([1, 8, 20])])
             if self.has_states:
                 first, (num,) = known.num_scheduled, read(INT32, operation.append.num_slots, "")
                 ends = range((first // BLOCK + 1) * BLOCK, first + num + 1, BLOCK)
@@ -548,3 +569,35 @@ def growth(rng: Random, sequence_id: int, known: Known) -> cpb.Operation:
         first += rng.choice([-1, 1])
     num_slots = rng.choice([0, 1, 1, 1, 2, 8, 10])
     return ops.append(sequence_id, tokens, num_slots, first_positions=max(0, first))
+
+
+def end_all(world: World, engines: Sequence[Engine], gone: Sequence[Engine] = ()) -> None:
+    """End all sessions and faults; then nothing is held and a session can have the whole pool.
+    ``gone``: engines whose sessions have ended.
+    """
+    for engine in engines:
+        engine.close()
+    world.mend()
+    control = world.control
+    for engine in [*engines, *gone]:
+        assert engine.id not in control.core.sessions.by_id
+    check_all_is_free(control)
+    last = Engine(world, control, ("bob", "last"))
+    tokens = [5] * (world.num_device * BLOCK)
+    result = last.step(ops.admit(1, tokens))
+    assert result is not None
+    assert not result.results[0].failures, result.results[0].failures
+    last.run_all()
+    last.step()
+    if world.layout.state_group is None:
+        assert last.lookup(tokens) == len(tokens) - 1
+    last.close()
+    world.deliver_all()
+    check_all_is_free(control)
+    world.check()
+
+
+def check_all_is_free(control: ControlProcess) -> None:
+    for usage in control.core.get_pool(POOL).usage:
+        num_idle = usage.num_free_blocks + usage.num_cached_blocks
+        assert num_idle == usage.num_blocks, f"blocks are held by nobody: {usage}"

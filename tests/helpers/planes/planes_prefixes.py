@@ -80,10 +80,11 @@ class PrefixCalls(LateDuplicates):
     @rule()
     def forget(self) -> None:
         control = self.world.control
-        cached = list(self.world.findable_contents(control))
+        in_host = list(self.world.host_contents(control))
+        cached = [*self.world.findable_contents(control), *in_host]
         if not cached:
             return
-        owner, prefix = self.rng.choice(cached)[1:3]
+        owner, prefix = self.rng.choice(in_host or cached)[1:3]
         scope = self.rng.choice(SCOPES)
         request = prefix_pb2.ForgetPrefixesRequest(
             pool_id=POOL, namespace=owner[1], scope=scope, force=self.rng.random() < 0.7
@@ -101,9 +102,10 @@ class PrefixCalls(LateDuplicates):
         if self.ask("forget_prefixes", request, owner) is None:
             return
         control.forgotten |= meant
-        left = set(self.world.findable_contents(control)) & meant
+        left = {*self.world.findable_contents(control), *self.world.host_contents(control)} & meant
         assert not left, f"is found though it was just forgotten: {left}"
         self.world.happened["contents forgotten"] += len(meant)
+        self.world.happened["host contents forgotten"] += len(meant.intersection(in_host))
         if self.rng.random() < 0.8 and self.world.all_are_connected(control):
             self.world.deliver_all()
             self.world.forgotten |= meant

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -33,10 +35,12 @@ from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_model import Clock
+from tests.helpers.planes.planes_files import ProcessFiles
 from tests.helpers.planes.planes_values import (
     LAYOUT,
     NUM_HEADS,
     NUM_LAYERS,
+    Owner,
     ShardView,
     check_blocks,
     tag_of,
@@ -174,6 +178,9 @@ class ControlProcess:
                 if request.report.last:
                     accepted = rpb.RegisterResponse(report_accepted=rpb.ReportAccepted())
                     stream.to_data.append(accepted)
+            elif request.HasField("files_forgotten"):
+                done = request.files_forgotten
+                self.core.files_forgotten(POOL, stream.index, stream.epoch, done)
             else:
                 self.core.fence_done(POOL, stream.index, stream.epoch, request.fence_done)
         except (InvalidRequestError, StaleEpochError):
@@ -188,6 +195,8 @@ class DataProcess:
         self, layout: Layout, shard: Shard, epoch: int, num_device: int, num_host: int
     ) -> None:
         """``num_device``: of the first layer group; each further one has two blocks less."""
+        self.files: ProcessFiles | None = None
+        self.is_dead = False  # another process has its files
         self.shard = shard
         self.num_device = [max(3, num_device - 2 * i) for i in range(len(layout.groups))]
         self.num_host = num_host
@@ -234,6 +243,7 @@ class DataProcess:
             num_device_blocks=self.num_device[0],
             num_host_blocks=self.num_host,
             groups=groups if len(groups) > 1 else (),
+            has_file_tier=executor.blocks.is_watched,
             address=f"shard{self.shard.index}:1",
             incarnation=executor.incarnation,
             key_id=executor.key_id,
@@ -264,6 +274,10 @@ class DataProcess:
             stream.to_control.append(wire(rpb.RegisterRequest(fence_done=done)))
         elif kind == "report_request":
             self.report(stream)
+        elif kind == "forget_files" and self.files is not None:
+            self.files.forget(response.forget_files)
+            done = rpb.FilesForgotten(forget_id=response.forget_files.forget_id)
+            stream.to_control.append(wire(rpb.RegisterRequest(files_forgotten=done)))
         else:
             assert kind == "report_accepted", kind
 
@@ -302,13 +316,18 @@ class World:
         num_device: int = 8,
         num_host: int = 4,
         watermark: float = 0.0,
+        num_uses: int = 0,
     ) -> None:
+        """``num_uses``: of a prefix until it is written to files; 0 for none."""
         self.clock = Clock()
         self.layout = layout
         self.watermark = watermark
         self.happened: Counter[str] = Counter()
         self.stamps = itertools.count(1)
         self.forgotten: set[Found] = set()  # and withdrawn from all data planes
+        self.prefixes: dict[tuple[Owner, tuple[int, ...]], None] = {}  # that were ever cached
+        self._num_uses = num_uses
+        self._folder = TemporaryDirectory() if num_uses else None
         self._random = Random(1)
         self._epochs = itertools.count(1)
         self.shards = [self._shard(i, num_shards, by_layers) for i in range(num_shards)]
@@ -365,6 +384,12 @@ class World:
         """Start another process of a shard, of a higher epoch; those before it continue."""
         shard = shard or self.shards[index]
         process = DataProcess(self.layout, shard, next(self._epochs), *self.sizes[index])
+        if self._folder is not None and shard == self.shards[index]:
+            for former in self.processes:
+                if former.files is not None and former.shard == shard:
+                    former.files.close()
+                    former.files, former.stream, former.is_dead = None, None, True
+            process.files = ProcessFiles(process.executor, Path(self._folder.name), self._num_uses)
         self.processes.append(process)
         if len(self.processes) > MAX_PROCESSES:
             latest = {id(self.latest(i)) for i in range(len(self.shards))}
@@ -377,7 +402,17 @@ class World:
     def connect(self, process: DataProcess, control: ControlProcess) -> None:
         """Make a process leave its stream for a new one, or be refused."""
         process.stream = None
-        process.stream = control.open(process, process.hello())
+        if not process.is_dead:
+            process.stream = control.open(process, process.hello())
+
+    def close(self) -> None:
+        """Let go of all files."""
+        for process in self.processes:
+            if process.files is not None:
+                process.files.close()
+                process.files = None
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def leave(self, process: DataProcess) -> None:
         """Make a process leave its stream; the control plane knows at once."""
@@ -449,6 +484,8 @@ class World:
         """Check each plane's own invariants, and the contents of blocks that can be found."""
         for process in self.processes:
             process.executor.check_integrity()
+            if process.files is not None:
+                process.files.tier.files.check_integrity()
         for control in self.controls:
             control.core.check_integrity()
             pool = control.pool
@@ -515,6 +552,11 @@ class World:
                 for process in self._processes_of(pool):
                     yield self._contents(process, group, block, owner, prefix)
 
+    def host_contents(self, control: ControlProcess) -> Iterator[Found]:
+        """Return what of each block that is cached in the host tier alone the processes hold."""
+        if control.ready:
+            yield from self._in_host_tier(control, control.pool, self.prefixes)
+
     def _contents(
         self,
         process: DataProcess,
@@ -530,7 +572,16 @@ class World:
     def _check_host_tier(self, control: ControlProcess, pool: Pool) -> None:
         """Check that what was forgotten is not found in the host tier either."""
         forgotten = control.forgotten | (self.forgotten if control is self.control else set())
-        for owner, prefix in {(found.owner, found.prefix) for found in forgotten}:
+        prefixes = dict.fromkeys((found.owner, found.prefix) for found in forgotten)
+        for contents in self._in_host_tier(control, pool, prefixes):
+            assert contents not in forgotten, f"found in the host tier: {contents}"
+            self.happened["cached host blocks checked"] += 1
+
+    def _in_host_tier(
+        self, control: ControlProcess, pool: Pool, prefixes: Iterable[tuple[Owner, tuple[int, ...]]]
+    ) -> Iterator[Found]:
+        """Return the contents of prefixes' last blocks that are cached in the host tier alone."""
+        for owner, prefix in prefixes:
             request = prefix_pb2.FindPrefixRequest(
                 token_ids=pack_tokens(prefix), namespace=owner[1], with_blocks=True
             )
@@ -542,15 +593,14 @@ class World:
                 for process in self._processes_of(pool):
                     where = owner, prefix, tpb.TIER_HOST
                     group = pool.groups.index(pool.primary)
-                    contents = self._contents(process, group, indices[-1], *where)
-                    assert contents not in forgotten, f"found in the host tier: {contents}"
-                    self.happened["cached host blocks checked"] += 1
+                    yield self._contents(process, group, indices[-1], *where)
 
     def _check_findable(self, control: ControlProcess, pool: Pool, group: int) -> None:
         """Check that the blocks that a prompt would find hold its values, in every shard, and none
         that were forgotten.
         """
         for block, owner, prefix in self._findable(pool, group):
+            self.prefixes[owner, tuple(prefix)] = None
             for process in self._processes_of(pool):
                 contents = self._contents(process, group, block, owner, prefix)
                 assert contents not in control.forgotten, f"found though forgotten: {contents}"

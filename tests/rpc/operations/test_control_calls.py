@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from control_plane import pages
+from control_plane import queries
 from control_plane.server.server import ControlPlaneServer
 from kvplane import ControlClient, ops
 from kvplane.errors import QuotaExceededError
@@ -58,7 +58,7 @@ async def test_it_says_who_it_is_and_lists_pools_and_sessions_in_pages(
     info = await stub.GetServerInfo(pool_pb2.GetServerInfoRequest())
     assert info.incarnation == control_server.core.incarnation > 0
     assert info == pool_pb2.GetServerInfoResponse(version=release(), incarnation=info.incarnation)
-    monkeypatch.setattr(pages, "MAX_PAGE_SIZE", 2)
+    monkeypatch.setattr(queries, "MAX_PAGE_SIZE", 2)
     others = [RawShard(stub, pool_id=name) for name in ("q", "b", "r", "a")]
     for other in others:
         await other.register()

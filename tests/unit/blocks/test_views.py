@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.views import STATES
+from control_plane.queries import STATES
 from tests.helpers.native.index_writer import Writer, blocks, checked_pool
 from tests.helpers.native.native_pool import OneGroup
 

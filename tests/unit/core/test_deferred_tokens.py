@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.steps.deferred_tokens import take_deferred_tokens
+from control_plane.steps.requests import take_deferred_tokens
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, KvplaneError, SequenceNotFoundError
 from kvplane.wire.v1 import session_pb2 as cpb

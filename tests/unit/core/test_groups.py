@@ -12,7 +12,7 @@ from kvplane.wire.columns import INT32
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.core.core_data_plane import Plane
 from tests.helpers.core.core_model import Engine, World, only
-from tests.helpers.planes import planes_engine, planes_world
+from tests.helpers.planes import planes_engine, planes_machine, planes_world
 from tests.helpers.planes.planes_values import BLOCK, TWO_GROUPS, WINDOW
 
 
@@ -112,4 +112,4 @@ def test_a_new_control_plane_finds_what_was_cached() -> None:
     world.mend()
     engine = planes_engine.Engine(world, world.control, ("ann", ""))
     assert engine.lookup(range(41)) == 40
-    planes_engine.end_all(world, [engine])
+    planes_machine.end_all(world, [engine])

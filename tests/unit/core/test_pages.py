@@ -6,7 +6,7 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
-from control_plane.pages import MAX_PAGE_SIZE, page_of
+from control_plane.queries import MAX_PAGE_SIZE, page_of
 from kvplane.errors import InvalidRequestError
 from kvplane.wire.v1.pool_pb2 import ListPoolsRequest
 from tests.helpers.refusals import refused

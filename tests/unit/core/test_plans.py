@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane.steps.abort import abort_plans
 from control_plane.steps.answers import SignedPlan, step_answer
+from control_plane.steps.requests import abort_plans
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, PlanReceiptedError
 from kvplane.slices import run_to_end

@@ -9,9 +9,7 @@ import pytest
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
 from control_plane.registration.registration import begin_if_complete
-from control_plane.sessions.device_blocks import DeviceBlocks
-from control_plane.sessions.news import PoolNews
-from control_plane.sessions.pool_admission import PoolAdmission
+from control_plane.sessions.pool_admission import DeviceBlocks, PoolAdmission, PoolNews
 from control_plane.sessions.session import QueuedAdmission
 from kvplane import ops
 from kvplane.errors import (

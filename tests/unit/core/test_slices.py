@@ -10,7 +10,7 @@ import pytest
 
 from control_plane import queries
 from control_plane.core import ControlPlane
-from control_plane.steps import abort, operations, plans, receipts, requests, slices
+from control_plane.steps import operations, plans, receipts, requests, slices
 from control_plane.steps.answers import StepAnswer
 from kvplane import ops
 from kvplane.errors import SessionNotFoundError
@@ -59,7 +59,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "SLICE_BLOCKS", 3)
     patch.setattr(receipts, "SLICE_RECEIPTS", 2)
     patch.setattr(requests, "SLICE_SEQUENCES", 3)
-    for module in (abort, plans):
+    for module in (requests, plans):
         patch.setattr(module, "SLICE_ENTRIES", 3)
     patch.setattr("control_plane.sessions.sessions._SLICE_BLOCKS", 20)
     patch.setattr("control_plane.core._CHECKED_AT_A_TIME", 3)

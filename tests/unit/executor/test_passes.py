@@ -15,6 +15,7 @@ from kvplane.errors import (
 )
 from tests.helpers.data.data_rig import LAYERS, LateRig, Rig
 from tests.helpers.data.plan_author import publications, set_blocks, span, tokens
+from tests.helpers.refusals import refused
 
 COUNTS = {1: 3, 2: 1, 3: 4}  # tokens of each sequence's span
 FIRST = {1: 7, 2: 0, 3: 14}  # so that some cross the edge of a block
@@ -96,6 +97,18 @@ def test_a_device_that_fails_in_a_pass_is_noticed_at_its_end() -> None:
         rig.executor.receipt(1)
     with pytest.raises(InternalError):
         rig.executor.begin_pass(1, 1)
+
+
+def test_a_span_that_reads_what_another_writes_is_computed_at_once() -> None:
+    """In passes it would read slots that are written in a later one."""
+    rig = Rig()
+    shared = set_blocks(2, [(7, 1), (3, 1)], allocated=[False, True])
+    rig.start(1, set_blocks(1, [(7, 1), (0, 1)]), shared, span(1, 0, 12), span(2, 8, 2))
+    with refused(InvalidRequestError, "pass_index"):
+        rig.executor.begin_pass(1, 0)
+    for layer in LAYERS:
+        rig.run_layer(layer, tokens(14, 4, seed=layer), tokens(14, seed=1), tokens(14, seed=2))
+    assert rig.executor.receipt(1) is not None
 
 
 def test_there_is_no_receipt_before_the_last_pass(rig: Rig) -> None:

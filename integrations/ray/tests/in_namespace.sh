@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command in a network of its own, which has only loopback: its processes cannot be reached
 # from elsewhere, nor reach anything.
-#     integrations/ray/in_namespace.sh COMMAND [ARGUMENT...]
+#     integrations/ray/tests/in_namespace.sh COMMAND [ARGUMENT...]
 # Needs root, or a kernel that gives users namespaces of their own.
 set -euo pipefail
 
