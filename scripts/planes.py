@@ -53,12 +53,11 @@ def start(
         output=output,
         cwd=ROOT,
     )
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while process.popen.poll() is None and time.monotonic() < deadline_s:
-        if address := process.address():
-            return Plane(process.popen, address)
-        time.sleep(0.02)
-    raise PlaneUnavailableError(f"{program} did not start")
+    end_s = time.monotonic() + START_TIMEOUT_S
+    address = process.wait(lambda: process.popen.poll() is not None or time.monotonic() > end_s)
+    if address is None:
+        raise PlaneUnavailableError(f"{program} did not start")
+    return Plane(process.popen, address)
 
 
 class Planes(NamedTuple):

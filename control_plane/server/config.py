@@ -41,6 +41,11 @@ class ControlPlaneSettings(ServerSettings):
         minimum=-1,
         maximum=65_535,
     )
+    page_hosts: str = setting(
+        "",
+        help="Names, with commas, by which browsers may ask for the page. Without an access list"
+        " names other than these and localhost are refused; addresses are not.",
+    )
     heartbeat_s: float = setting(
         5.0,
         help="Interval of a data plane's heartbeats; after three without one it counts as gone.",

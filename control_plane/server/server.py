@@ -151,7 +151,8 @@ class ControlPlaneServer(PlaneServer):
         )
         shown = {"version": release(), "incarnation": str(incarnation)}
         self.metrics.tenant_label = self._access.metrics_label
-        self._page = PageServer(core.view_pools, self._access, shown)
+        hosts = filter(None, config.page_hosts.split(","))
+        self._page = PageServer(core.view_pools, self._access, shown, hosts)
 
     @classmethod
     async def start(cls, config: ControlPlaneSettings) -> ControlPlaneServer:

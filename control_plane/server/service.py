@@ -212,11 +212,11 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         return answer.step
 
     async def StreamSteps(self, incoming: Requests, context: _Context) -> None:
-        stream, requests = _StepStream(context), self._streams.open(incoming)
+        stream = _StepStream(context)
         try:
             while True:
                 try:
-                    message = await requests.next()
+                    message = await self._streams.next(incoming)
                 except InvalidRequestError as error:  # it cannot be read; the next may be
                     await stream.write(self._refuse(0, error))
                     continue

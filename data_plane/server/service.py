@@ -66,11 +66,10 @@ class ExecutionService(execution_pb2_grpc.ExecutionServiceServicer):
         self, request_iterator: Requests, context: _Context
     ) -> AsyncIterator[pb.ExecuteResponse | bytes]:  # the interceptor passes bytes
         stream = ExecuteStream(self._executor, self._calls.tenant())
-        requests = self._streams.open(request_iterator)
         try:
             while True:
                 try:
-                    request = await requests.next()
+                    request = await self._streams.next(request_iterator)
                     if request is None:
                         return
                     command = partial(stream.answer, request)

@@ -31,7 +31,7 @@ from kvplane.errors import (
 )
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
-from kvplane.serving.certificates import ServerTls, credentials
+from kvplane.serving.certificates import ServerCertificate, ServerTls
 from kvplane.serving.observability.logs import frames_of
 from kvplane.serving.server import most_connections
 from kvplane.shard import Shard
@@ -106,7 +106,7 @@ class BlockReceiver:
         host = bind.rpartition(":")[0]
         try:
             if tls is not None:
-                port = self._server.add_secure_port(bind, credentials(tls))
+                port = self._server.add_secure_port(bind, ServerCertificate(tls).credentials())
             else:
                 port = self._server.add_insecure_port(bind)
         except RuntimeError as error:

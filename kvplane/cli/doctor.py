@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from dataclasses import dataclass
 from typing import Any, Final
 
 import click
@@ -24,14 +23,6 @@ _NAMESPACE: Final = "kvplane doctor"
 _TRIES: Final = 5
 _MOST_BYTES: Final = 32 << 20
 _MOST_PAGES: Final = 16
-
-
-@dataclass(frozen=True)
-class _Speed:
-    """How fast pages came back: bytes a second, through ``way``."""
-
-    bytes_per_s: float
-    way: str
 
 
 @command
@@ -62,15 +53,15 @@ async def doctor(
             if not info.ready or not info.layout.is_opaque:
                 continue
             try:
-                speed = await _speed(client, pool_id, info)
+                bytes_per_s, way = await _speed(client, pool_id, info)
             except (KvplaneError, OSError) as error:
                 found("data plane", "failed", str(error))
                 continue
             is_usable = True
             settings: dict[str, Any] = {"control_plane": context.control_plane, "pool_id": pool_id}
-            rate = f"{speed.bytes_per_s / 1e9:.2f} GB/s {speed.way}"
+            rate = f"{bytes_per_s / 1e9:.2f} GB/s {way}"
             if bytes_per_token is not None:
-                loaded = speed.bytes_per_s / bytes_per_token
+                loaded = bytes_per_s / bytes_per_token
                 rate += f", {loaded:,.0f} tokens/s"
                 if prefill_tokens_per_s is not None:
                     pays = loaded > prefill_tokens_per_s
@@ -93,8 +84,10 @@ def _described(info: PoolInfo) -> str:
     return f"keys and values of {layout.model_id}: not for plug-ins (--opaque-page-bytes)"
 
 
-async def _speed(client: ControlClient, pool_id: str, info: PoolInfo) -> _Speed:
-    """Store some pages in a namespace of their own, load them several times and forget them."""
+async def _speed(client: ControlClient, pool_id: str, info: PoolInfo) -> tuple[float, str]:
+    """Store some pages in a namespace of their own, load them several times and forget them. Return
+    how fast they came back, in bytes a second, and by which way.
+    """
     page_bytes = info.layout.groups[0].page_bytes
     async with (
         client.open_session(pool_id, info.layout, "doctor", namespace=_NAMESPACE) as session,
@@ -118,7 +111,7 @@ async def _speed(client: ControlClient, pool_id: str, info: PoolInfo) -> _Speed:
                 await client.forget_prefixes(pool_id, prompt, namespace=_NAMESPACE, force=True)
         is_shared = shards_of(execution)[0].local is not None
     way = "through shared memory" if is_shared else "over gRPC"
-    return _Speed(page_bytes * len(prompts) / min(taken_s), way)
+    return page_bytes * len(prompts) / min(taken_s), way
 
 
 async def _store(

@@ -152,6 +152,7 @@ def with_tokens(run: Callable[..., Coroutine[Any, Any, int]]) -> Callable[..., A
             raise click.UsageError("give TOKENS, or both --text and --tokenizer")
         return await run(context, tokens=tokens, **options)
 
+    call.__doc__ = f"{run.__doc__}\n\nTOKENS: ids such as 1,2,3, @FILE, or - for standard input."
     return call
 
 

@@ -15,7 +15,7 @@ from kvplane.errors import NotPermittedError
 from kvplane.results import PoolInfo
 from kvplane.wire.v1 import types_pb2 as tpb
 
-_TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
+TIERS: Final[dict[int, str]] = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 Pools = dict[str, PoolInfo]
 
 
@@ -64,30 +64,30 @@ async def pools(context: Context) -> int:
     """Tiers and shards of each pool."""
     async with context.client() as client:
         described = await _pools(client)
-    tiers, shards = [], []
-    for pool_id, pool in described.items():
-        for tier in pool.usage:
-            tiers.append(
-                {
-                    "pool": pool_id,
-                    "tier": _TIERS[tier.tier],
-                    "blocks": tier.num_blocks,
-                    "free": tier.num_free_blocks,
-                    "cached": tier.num_cached_blocks,
-                    "held": tier.num_held_blocks,
-                    "retired": tier.num_retired_blocks,
-                }
-            )
-        for info in pool.shards:
-            shards.append(
-                {
-                    "pool": pool_id,
-                    "shard": info.shard.index,
-                    "address": info.address,
-                    "connected": info.connected,
-                    "epoch": str(info.epoch),
-                }
-            )
+    tiers = [
+        {
+            "pool": pool_id,
+            "tier": TIERS[tier.tier],
+            "blocks": tier.num_blocks,
+            "free": tier.num_free_blocks,
+            "cached": tier.num_cached_blocks,
+            "held": tier.num_held_blocks,
+            "retired": tier.num_retired_blocks,
+        }
+        for pool_id, pool in described.items()
+        for tier in pool.usage
+    ]
+    shards = [
+        {
+            "pool": pool_id,
+            "shard": info.shard.index,
+            "address": info.address,
+            "connected": info.connected,
+            "epoch": str(info.epoch),
+        }
+        for pool_id, pool in described.items()
+        for info in pool.shards
+    ]
     if context.json:
         print_json({"tiers": tiers, "shards": shards})
     else:
@@ -133,7 +133,7 @@ async def sequences(context: Context, session: int, pool: str) -> int:
     rows = [
         {
             "sequence": state.sequence_id,
-            "tier": _TIERS[state.tier],
+            "tier": TIERS[state.tier],
             "tokens": state.num_tokens,
             "scheduled": state.num_scheduled_tokens,
             "written": state.num_written_tokens,
@@ -150,7 +150,7 @@ def _num_sequences(counters: Mapping[str, int]) -> int | str:
     """Return the live sequences of both tiers, without waiting ones; a dash if not known."""
     if not counters:
         return "-"
-    return sum(counters[f'sequences{{state="{tier}"}}'] for tier in _TIERS.values())
+    return sum(counters[f'sequences{{state="{tier}"}}'] for tier in TIERS.values())
 
 
 def _used(pool: PoolInfo) -> tuple[int, int]:

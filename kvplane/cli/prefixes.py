@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 from kvplane.cli.group import POSITIVE, command, with_namespace, with_pool, with_tokens
+from kvplane.cli.pools import TIERS
 from kvplane.cli.values import Context, only_pool, print_json
 from kvplane.prefixes import (
     DEFAULT_PRIORITY,
@@ -17,7 +18,6 @@ from kvplane.prefixes import (
     ForgetScope,
     PrefixEvent,
 )
-from kvplane.wire.v1 import types_pb2 as tpb
 
 _SCOPES: Final = {"namespace": ForgetScope.NAMESPACE, "tenant": ForgetScope.TENANT}
 
@@ -27,10 +27,7 @@ _SCOPES: Final = {"namespace": ForgetScope.NAMESPACE, "tenant": ForgetScope.TENA
 @with_pool
 @with_namespace
 async def lookup(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
-    """How much of a prompt each pool has cached.
-
-    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
-    """
+    """How much of a prompt each pool has cached."""
     async with context.client() as client:
         matches = await client.find_prefix(
             tokens, pool_ids=[pool] if pool else [], namespace=namespace
@@ -55,10 +52,7 @@ async def lookup(context: Context, tokens: list[int], pool: str, namespace: str)
 @with_pool
 @with_namespace
 async def explain(context: Context, tokens: list[int], pool: str, namespace: str) -> int:
-    """The cached blocks of a prompt, their hits, age and references.
-
-    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
-    """
+    """The cached blocks of a prompt, their hits, age and references."""
     async with context.client() as client:
         pool_id = only_pool(await client.list_pools(), pool)
         (match,) = await client.find_prefix(
@@ -66,7 +60,7 @@ async def explain(context: Context, tokens: list[int], pool: str, namespace: str
         )
     context.show(
         [
-            {**asdict(each), "block_hash": each.block_hash.hex(), "tier": _tier(each.tier)}
+            {**asdict(each), "block_hash": each.block_hash.hex(), "tier": TIERS[each.tier]}
             for each in match.blocks
         ]
     )
@@ -108,10 +102,7 @@ async def watch(context: Context, pool: str, namespace: str, count: int) -> int:
 async def retain(
     context: Context, tokens: list[int], pool: str, namespace: str, ttl_s: float, priority: int
 ) -> int:
-    """Keep a cached prefix longer than others.
-
-    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
-    """
+    """Keep a cached prefix longer than others."""
     async with context.client() as client:
         num_blocks = await client.retain_prefix(
             only_pool(await client.list_pools(), pool),
@@ -138,10 +129,7 @@ async def forget(
     namespace: str,
     force: bool,
 ) -> int:
-    """Take cached prefixes out of the index.
-
-    TOKENS: ids such as 1,2,3, or @FILE, or - for standard input.
-    """
+    """Take cached prefixes out of the index."""
     if (tokens is None) == (all_of is None):
         raise click.UsageError("give either TOKENS or --all-of")
     what = _SCOPES[all_of] if all_of is not None else tokens or []
@@ -156,18 +144,14 @@ async def forget(
 def _lines(event: PrefixEvent) -> list[dict[str, object]]:
     if isinstance(event, BlocksStored):
         return [
-            {"event": "stored", "block": block.block_hash.hex(), "tier": _tier(block.tier)}
+            {"event": "stored", "block": block.block_hash.hex(), "tier": TIERS[block.tier]}
             for block in event.blocks
         ]
     if isinstance(event, BlocksRemoved):
         return [
-            {"event": "removed", "block": block.hex(), "tier": _tier(tier)}
+            {"event": "removed", "block": block.hex(), "tier": TIERS[tier]}
             for block, tier in event.blocks
         ]
     if isinstance(event, CaughtUp):
         return [{"event": "caught_up", "revision": event.revision}]
     return [{"event": "cleared"}]
-
-
-def _tier(tier: int) -> str:
-    return tpb.Tier.Name(tpb.Tier.ValueType(tier)).removeprefix("TIER_").lower()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,11 +89,13 @@ class Process:
         )
         stack.callback(self._stop)
 
-    def address(self) -> str | None:
-        """Return the address at which it serves, "host:port"; None if it does not serve yet."""
-        if not self._port_file.exists():
-            return None
-        return f"{self._host}:{self._port_file.read_text().strip()}"
+    def wait(self, gives_up: Callable[[], bool]) -> str | None:
+        """Wait until it serves; return its address, "host:port". None once ``gives_up`` is true."""
+        while not gives_up():
+            if self._port_file.exists():
+                return f"{self._host}:{self._port_file.read_text().strip()}"
+            time.sleep(_POLL_S)
+        return None
 
     def _stop(self) -> None:
         self.popen.terminate()
@@ -127,20 +129,19 @@ def _run(stack: ExitStack, config: UpSettings, environ: Mapping[str, str]) -> in
     for name, (program, *words) in programs.items():
         bind = environ[f"KVPLANE_{program}_BIND"]
         running[name] = Process(stack, *words, bind=bind, environ=environ)
-        while running[name].address() is None:
-            if _one_has_ended(running):
-                return 1
-        print(f"{name:13}  {running[name].address()}", flush=True)
+        address = running[name].wait(lambda: _one_has_ended(running))
+        if address is None:
+            return 1
+        print(f"{name:13}  {address}", flush=True)
     print(f"page           http://127.0.0.1:{environ['KVPLANE_CONTROL_PLANE_PAGE_PORT']}")
     print("Ctrl-C stops all.", flush=True)
     while not _one_has_ended(running):
-        pass
+        time.sleep(_POLL_S)
     return 1
 
 
 def _one_has_ended(running: Mapping[str, Process]) -> bool:
-    """Wait a moment, and return whether a program has ended; say which."""
-    time.sleep(_POLL_S)
+    """Return whether a program has ended; say which."""
     for name, process in running.items():
         if (code := process.popen.poll()) is not None:
             sys.stderr.write(f"kvplane up: error: the {name} ended with exit code {code}\n")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import re
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +20,12 @@ _UNUSABLE_KEYS: Final = {
 }
 
 
+# A certificate's validity in DER, its second time: UTCTime has a year of two digits.
+_ENDS: Final = re.compile(
+    rb"\x30[\x1e-\x22](?:\x17\x0d\d{12}Z|\x18\x0f\d{14}Z)(?:\x17\x0d(\d{12}Z)|\x18\x0f(\d{14}Z))"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerTls:
     """A server's PEM files. With ``client_ca`` each client must have a certificate signed by it."""
@@ -27,29 +35,39 @@ class ServerTls:
     client_ca: Path | None = None
 
 
-def credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Make a server's credentials for one address. Each connection checks the files for changes;
-    invalid files change nothing then. Raises OSError for files that are invalid now.
+class ServerCertificate:
+    """The certificate that a gRPC server uses. Each connection checks the files for changes;
+    invalid files change nothing then.
     """
-    files = tls.key, tls.certificate, tls.client_ca
-    renewed = Renewed(lambda: _read(tls), files)
-    given = renewed.get()
 
-    def changed() -> Any:  # or None if nothing changed, which gRPC's stubs do not allow
-        nonlocal given
-        present = renewed.get()
-        if present is given:
-            return None
-        given = present
-        return present
+    def __init__(self, tls: ServerTls) -> None:
+        """Read the files. Raises OSError for files that are invalid now."""
+        self._renewed = Renewed(lambda: _read(tls), (tls.key, tls.certificate, tls.client_ca))
+        self._has_clients = tls.client_ca is not None
 
-    return grpc.dynamic_ssl_server_credentials(
-        given, changed, require_client_authentication=tls.client_ca is not None
-    )
+    def ends_s(self) -> float:
+        """Return when the certificate expires, in Unix time."""
+        return self._renewed.get()[1]
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Make a server's credentials for one address."""
+        given, _ = self._renewed.get()
+
+        def changed() -> Any:  # or None if nothing changed, which gRPC's stubs do not allow
+            nonlocal given
+            present, _ = self._renewed.get()
+            if present is given:
+                return None
+            given = present
+            return present
+
+        return grpc.dynamic_ssl_server_credentials(
+            given, changed, require_client_authentication=self._has_clients
+        )
 
 
-def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """Read the PEM files. Raises OSError."""
+def _read(tls: ServerTls) -> tuple[grpc.ServerCertificateConfiguration, float]:
+    """Read the PEM files; also return when the certificate expires. Raises OSError."""
     before = _contents(tls)
     server_context(tls.certificate, tls.key, tls.client_ca)
     if _contents(tls) != before:
@@ -63,7 +81,13 @@ def _read(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
                 f"the certificate {tls.certificate} has a key of {kind}, which clients of gRPC"
                 " refuse; RSA, P-256 and P-384 work"
             )
-    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+    found = _ENDS.search(der)
+    if found is None:
+        raise OSError(f"the certificate {tls.certificate} does not say when it expires")
+    text = (found[1] or found[2]).decode()
+    ends = datetime.strptime(text, f"%{'y' if found[1] else 'Y'}%m%d%H%M%S%z")
+    made = grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+    return made, ends.timestamp()
 
 
 def _contents(tls: ServerTls) -> tuple[bytes, bytes, bytes | None]:

@@ -419,3 +419,5 @@ def check_address(address: str, field: str) -> None:
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) <= 65_535):
         raise InvalidRequestError("must be host:port", field=field)
+    if re.fullmatch(r"[0-9a-fA-F]*:[0-9a-fA-F:.]*", host):
+        raise InvalidRequestError("must have an IPv6 address in brackets", field=field)

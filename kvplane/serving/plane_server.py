@@ -20,6 +20,7 @@ from kvplane import __version__
 from kvplane.serving import server as serving
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate
+from kvplane.serving.certificates import ServerCertificate
 from kvplane.serving.config import ServerSettings, is_loopback
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.message_bounds import MessageBounds
@@ -147,10 +148,13 @@ class PlaneServer:
         answers = ReceiveBudget(max_caller_bytes=caller_bytes)
         admission = Admission(self._gate, bounds, budget, answers)
         metrics.rpc.received = budget
+        certificate = None if tls is None else ServerCertificate(tls)
+        if certificate is not None:
+            metrics.certificate_ends_s = certificate.ends_s
         self._server = serving.build(
             config.bind,
             also_bind=also_bind,
-            tls=tls,
+            tls=certificate,
             max_message_bytes=max_message_bytes,
             max_connections=serving.most_connections(),
             interceptors=[

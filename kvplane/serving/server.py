@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
-from kvplane.serving.certificates import ServerTls, credentials
+from kvplane.serving.certificates import ServerCertificate
 from kvplane.wire.protocol import MAX_MESSAGE_BYTES, MIN_PING_INTERVAL_MS
 
 MAX_CONNECTION_CALLS: Final = 256
@@ -68,7 +68,7 @@ def build(
     bind: str,
     *,
     also_bind: str = "",
-    tls: ServerTls | None = None,
+    tls: ServerCertificate | None = None,
     max_message_bytes: int,
     max_connections: int = 1024,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
@@ -106,7 +106,7 @@ def build(
     for address in filter(None, (bind, also_bind)):
         try:
             if tls is not None:
-                ports.append(server.add_secure_port(address, credentials(tls)))
+                ports.append(server.add_secure_port(address, tls.credentials()))
             else:
                 ports.append(server.add_insecure_port(address))
         except RuntimeError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from kvplane.errors import PlaneUnavailableError
 
@@ -29,49 +29,28 @@ class RequestStreams:
         for task in self.waiting:
             task.cancel()
 
-    def open(self, requests: AsyncIterator[RequestT]) -> RequestStream[RequestT]:
-        """Return the requests of the stream that the current task serves, which ``stop`` ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        return RequestStream(self, task, requests)
-
-
-class RequestStream(Generic[RequestT]):
-    """The requests of an open stream, until its service stops."""
-
-    __slots__ = ("_requests", "_streams", "_task")
-
-    def __init__(
-        self,
-        streams: RequestStreams,
-        task: asyncio.Task[Any],
-        requests: AsyncIterator[RequestT],
-    ) -> None:
-        """``task``: the task that serves the stream."""
-        self._streams = streams
-        self._task = task
-        self._requests = requests
-
-    async def next(self) -> RequestT | None:
-        """Return the next request, None at the end of the stream.
+    async def next(self, requests: AsyncIterator[RequestT]) -> RequestT | None:
+        """Return the next of the requests of the stream that the current task serves; None at the
+        end of the stream.
 
         Raises PlaneUnavailableError once the service stops, and the errors of ``requests``.
         """
-        streams, task = self._streams, self._task
-        if streams.stopping.is_set():
-            raise stopping_error(streams.plane)
-        streams.waiting.add(task)
+        if self.stopping.is_set():
+            raise stopping_error(self.plane)
+        task = asyncio.current_task()
+        assert task is not None
+        self.waiting.add(task)
         try:
-            return await self._requests.__anext__()
+            return await requests.__anext__()
         except StopAsyncIteration:
             return None
         except asyncio.CancelledError:
-            if not streams.stopping.is_set():
+            if not self.stopping.is_set():
                 raise
             task.uncancel()
-            raise stopping_error(streams.plane) from None
+            raise stopping_error(self.plane) from None
         finally:
-            streams.waiting.discard(task)
+            self.waiting.discard(task)
 
 
 def stopping_error(plane: str) -> PlaneUnavailableError:

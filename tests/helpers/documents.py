@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[2]
+INDENTED: Final = re.compile(r"^    (\S.*\n(?:    .*\n)*)", re.MULTILINE)
+"""A block of commands, whose lines begin with four spaces."""
 _FENCED: Final = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

@@ -14,11 +14,12 @@ from kvplane.layout import LayerGroup, Layout
 from kvplane.plane.v1 import registration_pb2
 from kvplane.serving.callers.access import AccessList
 from kvplane.serving.callers.identity import Gate, caller
+from kvplane.serving.certificates import ServerCertificate, ServerTls
 from kvplane.serving.interceptor import ErrorInterceptor
 from kvplane.serving.limits.receive_budget import ReceiveBudget
 from kvplane.serving.observability.metrics import RpcMetrics
 from kvplane.serving.requests import Admission
-from kvplane.serving.server import ServerTls, build
+from kvplane.serving.server import build
 from kvplane.v1 import execution_pb2, pool_pb2, prefix_pb2, session_pb2
 from kvplane.wire.plane.v1 import registration_pb2_grpc
 from kvplane.wire.plane.v1.plan_pb2 import Plan
@@ -118,7 +119,10 @@ def interceptor() -> ErrorInterceptor:
 @asynccontextmanager
 async def serving(plane: Any, tls: ServerTls | None = None) -> AsyncIterator[str]:
     """Serve ``plane`` on a loopback port; yield its address."""
-    server = build("127.0.0.1:0", tls=tls, max_message_bytes=1 << 20, interceptors=[interceptor()])
+    certificate = tls and ServerCertificate(tls)
+    server = build(
+        "127.0.0.1:0", tls=certificate, max_message_bytes=1 << 20, interceptors=[interceptor()]
+    )
     add_services(plane, server.grpc_server)
     await server.start([])
     yield server.address

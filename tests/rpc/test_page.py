@@ -21,6 +21,7 @@ from kvplane import ControlClient, DataClient, Execution, Session, ops
 from kvplane.results import total_of
 from tests.helpers.both_planes import LAYOUT, POOL, Planes, run_step
 from tests.helpers.browser import Browser
+from tests.helpers.planes_in_process import control_plane
 from tests.helpers.tools import needs
 from tests.helpers.waiting import until
 
@@ -142,6 +143,13 @@ async def test_a_name_that_points_here_is_not_answered(planes: Planes) -> None:
     assert refused.startswith("421")
     assert await status(planes.control, headers={"Host": "localhost:9103"}) == "200 OK"
     assert await status(planes.control, headers={"Host": "[::1]:9103"}) == "200 OK"
+
+
+async def test_a_name_that_is_set_is_answered() -> None:
+    async with control_plane(page_port=0, page_hosts="kv.example,other.example") as plane:
+        assert await status(plane, headers={"Host": "kv.example:9103"}) == "200 OK"
+        for host in ("evil.example", "", "kv.example,other.example"):
+            assert (await status(plane, headers={"Host": host})).startswith("421")
 
 
 async def test_a_head_that_does_not_end_and_too_many_streams_are_cut(

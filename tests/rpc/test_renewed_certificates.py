@@ -24,10 +24,10 @@ from kvplane import ControlClient, Tls
 from kvplane.errors import InvalidRequestError, UnauthenticatedError
 from kvplane.integrations.router.config import RouterSettings
 from kvplane.integrations.router.program import engine_client
-from kvplane.serving.certificates import credentials
+from kvplane.serving.certificates import ServerCertificate, ServerTls
 from kvplane.serving.config import HttpServerSettings
 from kvplane.serving.http_server import HttpServer
-from kvplane.serving.server import ServerTls
+from kvplane.serving.observability.metrics import PlaneMetrics
 from kvplane.transport.tls import credentials_of
 from tests.helpers.data.data_server import config_of
 from tests.helpers.planes_in_process import control_plane
@@ -167,6 +167,40 @@ async def test_the_next_connection_has_the_new_certificate_and_streams_go_on(
         assert (await client.get_server_info()).incarnation
         assert not stream.done()
         stream.cancel()
+    name = "kvplane_certificate_ends_timestamp_seconds"
+    counted = await asyncio.to_thread(server.metrics.registry.get_sample_value, name)
+    assert counted == ends_s(files.certificate)
+
+
+def ends_s(file: Path) -> int:
+    """When a certificate expires, as openssl reads it."""
+    command = ["openssl", "x509", "-noout", "-enddate", "-in", str(file)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return ssl.cert_time_to_seconds(said.strip().removeprefix("notAfter="))
+
+
+@pytest.mark.parametrize("days", [1, 30_000], ids=["UTCTime", "GeneralizedTime"])
+def test_the_end_of_the_certificate_in_use_is_counted(
+    files: Files, pairs: list[tuple[bytes, bytes]], tmp_path: Path, days: int
+) -> None:
+    """The files' own end would hide that they cannot be used, and be no alarm."""
+    other = Files(tmp_path, "other")
+    key = f"-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {other.key}"
+    made = f"req -x509 -subj /CN=x -days {days} {key} -out {other.certificate}"
+    subprocess.run(["openssl", *made.split()], check=True, capture_output=True)
+    metrics = PlaneMetrics("control", ())
+    metrics.certificate_ends_s = ServerCertificate(ServerTls(files.certificate, files.key)).ends_s
+
+    def counted() -> float | None:
+        return metrics.registry.get_sample_value("kvplane_certificate_ends_timestamp_seconds")
+
+    first = ends_s(files.certificate)
+    assert counted() == first
+    new = other.certificate.read_bytes()
+    files.put((new, pairs[0][1]))
+    assert counted() == first
+    files.put((new, other.key.read_bytes()))
+    assert counted() == ends_s(other.certificate) != first
 
 
 @asynccontextmanager
@@ -224,7 +258,7 @@ def test_authorities_without_a_certificate_are_refused_by_their_file(
     empty = tmp_path / "empty.pem"
     empty.write_text(files.key.read_text() if content == "a key" else content)
     with pytest.raises(OSError, match=r"empty\.pem has no certificate"):
-        credentials(ServerTls(files.certificate, files.key, empty))
+        ServerCertificate(ServerTls(files.certificate, files.key, empty))
     with refused(InvalidRequestError, "tls.ca_file", r"empty\.pem has no certificate"):
         credentials_of(Tls(ca_file=empty))
     with refused(InvalidRequestError, "engine_ca", r"empty\.pem"):
@@ -325,7 +359,7 @@ def test_a_key_that_no_client_can_use_is_refused_by_its_file(
     made = f"req -x509 -subj /CN=x -nodes -newkey {curve} -out {files[0]} -keyout {files[1]}"
     subprocess.run(["openssl", *made.split()], check=True, capture_output=True)
     if is_usable:
-        credentials(ServerTls(*files))
+        ServerCertificate(ServerTls(*files)).credentials()
     else:
         with pytest.raises(OSError, match=rf"server\.pem .*{key}"):
-            credentials(ServerTls(*files))
+            ServerCertificate(ServerTls(*files))

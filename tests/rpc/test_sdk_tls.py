@@ -10,7 +10,7 @@ import pytest
 
 from kvplane import ControlClient, Tls
 from kvplane.errors import DeadlineExceededError, PlaneUnavailableError
-from kvplane.serving.server import ServerTls
+from kvplane.serving.certificates import ServerTls
 from tests.helpers.sdk_peers import WhoAmI, serving
 
 TLS = Path(__file__).parent / "tls"

@@ -16,7 +16,7 @@ import pytest
 
 from kvplane.cli.program import cli
 from scripts import reference
-from tests.helpers.documents import ROOT
+from tests.helpers.documents import INDENTED, ROOT
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 READMES = [
@@ -25,7 +25,6 @@ READMES = [
 ]
 TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-INDENTED = re.compile(r"^    (\S.*\n(?:    .*\n)*)", re.MULTILINE)
 FLAG = re.compile(r"^--[a-z][a-z-]*")
 # The command of kvplane that has the flags, by the module that it runs.
 MODULES = {

@@ -232,6 +232,25 @@ def test_a_group_of_a_leader_worker_set_is_a_pool() -> None:
     assert all(base[key] == shard[key] for key in base.keys() - {"args", "env"})
 
 
+@pytest.mark.parametrize("variant", ["base", "serving"])
+def test_blocks_outlive_a_pod_on_a_volume_of_its_own(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    component = FOLDER / "components" / "file-tier"
+    overlay = {"resources": [str(FOLDER / variant)], "components": [str(component)]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    monkeypatch.setitem(VARIANTS, "files", objects(tmp_path))
+    (claim,) = of_kind("files", "StatefulSet")["data-plane"]["volumeClaimTemplates"]
+    container, pod = containers("files")["data-plane"]
+    config = config_of("files", "data-plane")
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    assert mounts[str(config.file_tier_dir)] == claim["metadata"]["name"]
+    size = claim["spec"]["resources"]["requests"]["storage"]
+    assert 0 < config.file_tier_bytes < int(size.removesuffix("Gi")) << 30
+    rights = pod["spec"]["securityContext"]
+    assert rights["fsGroup"] == rights["runAsUser"], "a new volume is root's"
+
+
 def test_no_variant_needs_an_operator_of_prometheus() -> None:
     for variant in VARIANTS:
         assert not of_kind(variant, "PodMonitor", "ServiceMonitor", "PrometheusRule")

@@ -14,9 +14,8 @@ import contextlib
 import ipaddress
 import json
 import logging
-import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -54,10 +53,13 @@ View = Callable[[str], list[dict[str, Any]]]
 class PageServer:
     """The server of the status page. ``start`` binds it, on the event loop of the core."""
 
-    def __init__(self, view: View, access: AccessList, plane: Mapping[str, Any]) -> None:
-        """``view`` returns the pools as a tenant may see them. ``plane``: facts about the
-        process.
+    def __init__(
+        self, view: View, access: AccessList, plane: Mapping[str, Any], hosts: Iterable[str] = ()
+    ) -> None:
+        """``view`` returns the pools as a tenant may see them. ``plane``: facts about the process.
+        ``hosts``: names, besides localhost, by which a browser without credentials may ask.
         """
+        self._hosts = {"localhost", *hosts}
         self._view = view
         self._access = access
         self._plane = plane
@@ -69,11 +71,12 @@ class PageServer:
 
     async def start(self, host: str, port: int, tls: ServerTls | None) -> None:
         """Start to serve; port 0 picks a free one. Raises OSError when it cannot bind."""
+        context = tls and renewed_context(tls.certificate, tls.key, tls.client_ca)
         self._server = await asyncio.start_server(
             self._connected,
             sock=BoundedListener(host.strip("[]"), port, 2 * _MAX_CONNECTIONS),
             limit=_MAX_HEAD_BYTES,
-            ssl=_context(tls),
+            ssl=context,
             ssl_handshake_timeout=None if tls is None else _HEAD_TIMEOUT_S,
         )
         self.port = self._server.sockets[0].getsockname()[1]
@@ -128,8 +131,8 @@ class PageServer:
         if method != "GET":
             await _answer(writer, "405 Method Not Allowed", b"only GET\n")
             return
-        if not _is_ours(headers.get("host", "")) and self._access.is_open:
-            await _answer(writer, "421 Misdirected Request", b"ask by address, not by name\n")
+        if not self._is_ours(headers.get("host", "")) and self._access.is_open:
+            await _answer(writer, "421 Misdirected Request", b"ask by address, or --page-hosts\n")
             return
         try:
             caller = self._caller(headers, writer)
@@ -146,6 +149,17 @@ class PageServer:
             await _answer(writer, "200 OK", (files(__package__) / name).read_bytes(), kind)
         else:
             await _answer(writer, "404 Not Found", b"not found\n")
+
+    def _is_ours(self, host: str) -> bool:
+        """Return whether a request's Host header is an address or one of our names. Another may be
+        one that an attacker's page has pointed here, so that the browser lets that page read the
+        answer.
+        """
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        try:
+            return name in self._hosts or bool(ipaddress.ip_address(name.strip("[]")))
+        except ValueError:
+            return False
 
     def _caller(self, headers: Mapping[str, str], writer: asyncio.StreamWriter) -> Caller:
         """Authenticate the caller. Raises UnauthenticatedError, NotPermittedError."""
@@ -192,20 +206,6 @@ class PageServer:
         return text
 
 
-def _is_ours(host: str) -> bool:
-    """Return whether a request's Host header is an address or localhost. Another name may be one
-    that an attacker's page has pointed here, so that the browser lets that page read the answer.
-    """
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    if name == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
 def _token(authorization: str) -> str | None:
     """Return the bearer token, also if a browser sends it as a password."""
     kind, _, value = authorization.partition(" ")
@@ -214,12 +214,6 @@ def _token(authorization: str) -> str | None:
     if kind.lower() == "basic":
         return base64.b64decode(value, validate=True).decode().partition(":")[2]
     return None
-
-
-def _context(tls: ServerTls | None) -> ssl.SSLContext | None:
-    if tls is None:
-        return None
-    return renewed_context(tls.certificate, tls.key, tls.client_ca)
 
 
 def _head(status: str, headers: Mapping[str, str]) -> bytes:

@@ -11,7 +11,7 @@ labels of an info metric, since a sample is a float and cannot hold them.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -90,7 +90,15 @@ RECEIVED: Final = Declaration(
     "kvplane_received_bytes",
     "Requests that were received and are not answered yet.",
 )
-SHARED: Final = (BUILD, RPC_HANDLED, RPC_DURATION, REJECTIONS, LOOP_LAG, RECEIVED)
+CERTIFICATE_ENDS: Final = Declaration(
+    "gauge",
+    "kvplane_certificate_ends_timestamp_seconds",
+    "When the certificate in use expires, in Unix time; absent without TLS.",
+)
+SHARED: Final = (
+    *(BUILD, RPC_HANDLED, RPC_DURATION, REJECTIONS, LOOP_LAG, RECEIVED),
+    CERTIFICATE_ENDS,
+)
 
 
 class Counts:
@@ -191,6 +199,7 @@ class PlaneMetrics(Collector):
         self.registry = CollectorRegistry()
         self.rpc = RpcMetrics()
         self.loop_lag = Histogram(LATENCY_BUCKETS_S)
+        self.certificate_ends_s: Callable[[], float] | None = None
         self._plane = plane
         self._declarations = (*SHARED, *declarations)
         self._constant = constant or {}
@@ -209,6 +218,8 @@ class PlaneMetrics(Collector):
         samples.add_counts(REJECTIONS, self.rpc.rejected)
         samples.add_histogram(LOOP_LAG, self.loop_lag)
         samples.add(RECEIVED, self.rpc.received.num_bytes)
+        if self.certificate_ends_s is not None:
+            samples.add(CERTIFICATE_ENDS, self.certificate_ends_s())
         self.read(samples)
         return samples.metrics()
 

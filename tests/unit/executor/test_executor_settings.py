@@ -54,6 +54,7 @@ def test_a_file_that_is_no_layout_is_refused(tmp_path: Path, text: str) -> None:
         ("bind", {"model": Path("m"), "bind": "nonsense"}),
         ("bind", {"model": Path("m"), "bind": "127.0.0.1:99999"}),
         ("advertise", {"model": Path("m"), "bind": "0.0.0.0:1", "insecure": True}),
+        ("advertise", {"model": Path("m"), "advertise": "fd00::5:50052"}),
         ("bind", {"model": Path("m"), "bind": "0.0.0.0:1"}),
         ("control_plane", {"model": Path("m"), "control_plane": ":50051"}),
         ("pool_id", {"model": Path("m"), "pool_id": ""}),
