@@ -27,6 +27,8 @@ from kvplane.wire.v1 import types_pb2 as tpb
 MAX_PAGE_SIZE: Final = 1000
 
 Id = TypeVar("Id", int, str)
+STATES: Final = ("free", "cached", "retired", "pinned", "held")
+"""Names of the states of blocks; a cell of the page's map holds an index into them."""
 TIER_NAMES: Final = {tpb.TIER_DEVICE: "device", tpb.TIER_HOST: "host"}
 
 # A view counts what exceeds these bounds.
@@ -225,7 +227,7 @@ def view(pool: Pool, sessions: Collection[Session], tenant: str) -> dict[str, An
 
 
 def _map(pool: Pool, group: int, tier: tpb.Tier) -> dict[str, Any]:
-    """Return a digit for each cell of the page's map of blocks: see ``STATES`` in page.js."""
+    """Return a digit for each cell of the page's map of blocks: an index into ``STATES``."""
     core = pool.groups[group]
     blocks_per_cell, cells = core.block_map(tier, _MAX_CELLS)
     num_blocks, num_free, num_cached, num_held, num_retired = core.usage(tier)

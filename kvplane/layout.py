@@ -321,6 +321,14 @@ class Layout:
         return self.groups[: self.state_group]
 
     @property
+    def whole_group(self) -> int:
+        """Index of the first group without an attention window, in which prefixes are whole; 0 if
+        all have one.
+        """
+        windows = [group.sliding_window_tokens for group in self.attention_groups]
+        return windows.index(0) if 0 in windows else 0
+
+    @property
     def num_layers(self) -> int:
         """Number of layers that run, over all groups."""
         return sum(len(group.layers) for group in self.attention_groups)

@@ -62,7 +62,8 @@ def admit(
     ``wait``: whether to wait in the queue when there is no room now. ``ends_with_plan``: whether
     the sequence ends by itself once the step's plan has its receipt or is aborted.
     ``checkpoint_position``: in a layout with states, after how many tokens the plan keeps a
-    checkpoint, if it computes to there: a multiple of the block size; 0 for none.
+    checkpoint, if it computes to there and a block is left: a multiple of the block size; 0 for
+    none.
     """
     for field, number in (
         ("num_compute_tokens", num_compute_tokens or 0),

@@ -192,6 +192,13 @@ class OperationResult:
         return columns.read(INT32, self._message.num_table_blocks, "num_table_blocks")
 
     @property
+    def checkpoint_positions(self) -> array[int]:
+        """Where the plan keeps a checkpoint of each sequence that ``ops.admit`` or ``ops.append``
+        asked one for: as asked, or 0 if no block was left. Empty where none was asked for.
+        """
+        return columns.read(INT32, self._message.checkpoint_positions, "checkpoint_positions")
+
+    @property
     def num_released_blocks(self) -> array[int]:
         """Number of blocks that no table refers to after ``ops.free`` or ``ops.truncate``."""
         return columns.read(INT32, self._message.num_released_blocks, "num_released_blocks")

@@ -228,8 +228,7 @@ class Pool:
     def _use(self, groups: list[LayerGroup]) -> None:
         self.groups = groups
         self.native = NativePool(groups)
-        windows = [group.sliding_window_tokens for group in self.layout.attention_groups]
-        self.primary = groups[windows.index(0) if 0 in windows else 0]
+        self.primary = groups[self.layout.whole_group]
         self._counted.clear()
         self._usage = [
             tpb.TierUsage(tier=tier, group=group) for group in range(len(groups)) for tier in TIERS

@@ -24,8 +24,10 @@ class Reports:
     __slots__ = ("_fingerprint", "rebuilds")
 
     def __init__(self, layout: Layout, num_shards: int) -> None:
-        size = layout.block_size_tokens
-        self.rebuilds = [Rebuild(size, num_shards) for _ in layout.groups]  # by layer group
+        self.rebuilds: list[Rebuild] = []  # by layer group
+        for group in range(len(layout.groups)):
+            whole = self.rebuilds[layout.whole_group] if group == layout.state_group else None
+            self.rebuilds.append(Rebuild(layout.block_size_tokens, num_shards, whole))
         self._fingerprint = layout.fingerprint
 
     def start(self, shard_index: int, num_blocks: Sequence[dict[tpb.Tier, int]]) -> None:

@@ -186,7 +186,20 @@ class Admit(OneSlice):
                 session.ending.append((session.numbers.last, message.sequence_id))
         admitted = result.admit
         admitted.num_cached_tokens, admitted.num_blocks, admitted.num_scheduled_tokens = done
+        if checkpoint := message.checkpoint_position:
+            ids = columns.pack(INT64, [message.sequence_id])
+            _note_checkpoints(step, result, ids, columns.pack(INT32, [checkpoint]))
         return None
+
+
+def _note_checkpoints(
+    step: Step, result: cpb.OperationResult, sequence_ids: bytes, positions: bytes
+) -> None:
+    """Say in a result which of the checkpoints that were asked for have a block."""
+    if positions and not step.check_as:
+        result.checkpoint_positions = step.native.planned_checkpoints(
+            step.handle, sequence_ids, positions
+        )
 
 
 def _require_other_ids(waiting: QueuedAdmission, message: cpb.Admit) -> None:
@@ -224,6 +237,7 @@ class Append(Operation):
         if step.check_as or step.num_taken_tokens + num_tokens <= SLICE_TOKENS:
             step.num_taken_tokens += num_tokens
             result.num_table_blocks, refused = append(step, message)
+            _note_checkpoints(step, result, message.sequence_ids, message.checkpoint_positions)
             return refused
         num_blocks, failures = bytearray(), list[Failure]()
         for first, part in parts_of(message, token_ids):
@@ -236,6 +250,7 @@ class Append(Operation):
             num_blocks += done
             failures += [(first + failure[0], *failure[1:]) for failure in refused or ()]
         result.num_table_blocks = bytes(num_blocks)
+        _note_checkpoints(step, result, message.sequence_ids, message.checkpoint_positions)
         return failures or None
 
 

@@ -96,7 +96,9 @@ class Executor:
             drain=self.kernels.streams.drain,
         )
         num_blocks = self.pools.num_blocks
-        self._tables = BlockTables(num_blocks, layout.block_size_tokens, layout.state_group)
+        self._tables = BlockTables(
+            num_blocks, layout.block_size_tokens, layout.state_group, layout.whole_group
+        )
         self._sessions = Sessions()
         self._compute = ShardKernels(
             layout,

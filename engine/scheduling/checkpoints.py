@@ -66,4 +66,4 @@ class CheckpointScheduler(Scheduler):
         end = stop // self._every_tokens * self._every_tokens if self._every_tokens else 0
         if stop == self._last_end(sequence):
             end = stop
-        return end if end > first and end != sequence.no_room_at else 0
+        return end if end > first else 0

@@ -30,8 +30,8 @@ class Intent:
 
     An APPEND has for each of them ``num_slots``, the slots that it computes, and ``num_known``, the
     tokens that the control plane knows afterwards. ``in_passes``: each slot's token is sampled from
-    the slot before, so they are computed one after another. ``kv_ids`` and ``checkpoints``: of
-    each, its id when it was asked for, and the position of the checkpoint that is kept, or 0.
+    the slot before, so they are computed one after another. ``kv_ids``: of each, its id when it was
+    asked for.
     """
 
     kind: Kind
@@ -41,7 +41,6 @@ class Intent:
     num_known: tuple[int, ...] = ()
     in_passes: bool = False
     kv_ids: tuple[int, ...] = ()
-    checkpoints: tuple[int, ...] = ()
 
 
 Failures = dict[int, ItemFailure]

@@ -373,9 +373,7 @@ class Scheduler(_Queues):
         """
         kv_ids, sequences, num_slots = zip(*items, strict=True)
         new_tokens = [s.tokens[s.num_sent :] for s in sequences]
-        checkpoints = tuple(
-            self._checkpoint(s, num) for s, num in zip(sequences, num_slots, strict=True)
-        )
+        checkpoints = [*map(self._checkpoint, sequences, num_slots)]
         operation = ops.append(
             kv_ids,
             chain.from_iterable(new_tokens),
@@ -385,16 +383,7 @@ class Scheduler(_Queues):
             checkpoint_positions=checkpoints if any(checkpoints) else 0,
         )
         num_known = tuple(len(s.tokens) for s in sequences)
-        return Intent(
-            Kind.APPEND,
-            operation,
-            sequences,
-            num_slots,
-            num_known,
-            in_passes,
-            kv_ids,
-            checkpoints,
-        )
+        return Intent(Kind.APPEND, operation, sequences, num_slots, num_known, in_passes, kv_ids)
 
     def _checkpoint(self, sequence: EngineSequence, num_slots: int) -> int:
         """Return where a plan of ``num_slots`` keeps a checkpoint of a sequence's state; 0 for
@@ -536,7 +525,7 @@ class Scheduler(_Queues):
     def _applied_append(
         self, intent: Intent, done: OperationResult, failures: Failures, outcome: Outcome
     ) -> None:
-        num_blocks = done.num_table_blocks
+        num_blocks, checkpoints = done.num_table_blocks, done.checkpoint_positions
         outcome.in_passes |= intent.in_passes
         for item, sequence in enumerate(intent.sequences):
             failure = failures.get(item)
@@ -544,14 +533,12 @@ class Scheduler(_Queues):
                 continue
             if failure is None:
                 num_slots = intent.num_slots[item]
-                ids = intent.kv_ids[item], intent.checkpoints[item]
+                ids = intent.kv_ids[item], checkpoints[item] if checkpoints else 0
                 self._compute(sequence, sequence.num_computed, num_slots, outcome, *ids)
                 sequence.num_sent = intent.num_known[item]
                 sequence.num_blocks = num_blocks[item]
             elif sequence.status is SequenceStatus.FINISHED:
                 continue
-            elif failure.is_later and intent.checkpoints[item]:
-                sequence.no_room_at = intent.checkpoints[item]  # the next step asks without it
             elif failure.is_later:
                 self._blocked.append(sequence)
             else:

@@ -42,7 +42,6 @@ class EngineSequence:
     """A continuation of a request's prompt, one of ``n``. ``kv_id``: its id at the control plane; 0
     while it has no blocks. ``stream``: of its random numbers. ``state``: the model's running state
     after the computed tokens, if it has one (``running.states``); None before it was computed.
-    ``no_room_at``: position of the checkpoint for which the pool had no room last.
     """
 
     request: Request
@@ -62,7 +61,6 @@ class EngineSequence:
     logits: list[torch.Tensor] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     state: Any = None
-    no_room_at: int = 0
 
     @property
     def params(self) -> SamplingParams:

@@ -367,7 +367,7 @@ class PlaneCache(Cache):
             cached = self.num_cached_tokens
             computed = [skip + n for skip, n in zip(columns.padding, cached, strict=True)]
         start, checkpoint = min(computed), columns.checkpoint(min(computed), block_size)
-        if checkpoint and self._planes.has_room_for(len(computed)):
+        if checkpoint:
             before = dict(kwargs)
             inputs.leave_out(before, start - columns.first)
             before = first_columns(before, checkpoint - start)
@@ -377,13 +377,13 @@ class PlaneCache(Cache):
             if before.get("attention_mask") is not None:
                 before["attention_mask"] = before["attention_mask"][:, :checkpoint]
             ends = [checkpoint - skip for skip in columns.padding]
-            self._append(tokens, ends, keep=True)
+            kept = self._append(tokens, ends, keep=True)
             self._restore(cached)
             self._enter(module, computed, start, checkpoint)
             give_positions(module, before["position_ids"])
             with torch.no_grad():
                 module.forward(**before)  # without hooks: they are for the pass that was asked for
-            self._store(ends)
+            self._store(kept)
             self._after(failed=False)
             tokens, computed, cached = [[] for _ in ends], [checkpoint] * len(ends), [0]
         self._append(tokens, [columns.stop - skip for skip in columns.padding])
@@ -424,10 +424,14 @@ class PlaneCache(Cache):
             self._states.write(self.layers, pages, model.device)
 
     def _store(self, positions: Sequence[int]) -> None:
-        """Store the rows' states as their checkpoints after ``positions`` tokens."""
-        if self._states is not None:
-            pages = self._states.read(self.layers)
-            self._planes.backend.write_states(*self._checkpoints(positions), pages.cpu())
+        """Store the rows' states as their checkpoints after ``positions`` tokens, 0 for none."""
+        rows = [i for i, n in enumerate(positions) if n]
+        if self._states is not None and rows:
+            ids, entries = self._checkpoints(positions)
+            pages = self._states.read(self.layers, rows).cpu()
+            self._planes.backend.write_states(
+                [ids[i] for i in rows], [entries[i] for i in rows], pages
+            )
 
     def _checkpoints(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return each row's sequence, and the entry of its checkpoint in that one's table."""
@@ -436,9 +440,9 @@ class PlaneCache(Cache):
 
     def _append(
         self, ids: list[list[int]], ends: Sequence[int] | None = None, *, keep: bool = False
-    ) -> None:
+    ) -> Sequence[int]:
         """Append tokens to each row, and compute them, or up to position ``ends[i]``. ``keep``:
-        whether a checkpoint is kept there.
+        whether a checkpoint is kept there. Returns where the plan keeps them, 0 for none.
         """
         sequence_ids = [row.sequence_id for row in self._rows]
         num_each = [len(tokens) for tokens in ids]
@@ -454,12 +458,13 @@ class PlaneCache(Cache):
             num_tokens=num_each,
             checkpoint_positions=ends if keep and ends is not None else 0,
         )
-        self._begin([*self._pending, append])
+        result = self._begin([*self._pending, append])[1][-1]
         self._was_changed()
         self._rows = [
             replace(row, num_tokens=row.num_tokens + n)
             for row, n in zip(self._rows, num_slots, strict=True)
         ]
+        return result.checkpoint_positions
 
     def _begin(self, operations: list[ops.Operation]) -> tuple[Session, list[OperationResult]]:
         self._held.session, results = self._planes.begin(operations, self._held.session)

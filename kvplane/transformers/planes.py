@@ -35,7 +35,7 @@ from kvplane.errors import (
 from kvplane.layout import LayerGroup, Layout
 from kvplane.models.hf import layout_from_hf
 from kvplane.models.model_layers import layer_groups, layer_shapes
-from kvplane.results import OperationResult, PoolInfo, TierUsage
+from kvplane.results import OperationResult, PoolInfo
 from kvplane.runtime.backend import DataBackend, RemoteBackend
 from kvplane.runtime.link import ControlLink
 from kvplane.session import Session
@@ -46,7 +46,6 @@ from kvplane.transformers.models import adapters
 from kvplane.transformers.models.probe import probe, states_of, with_states
 from kvplane.transformers.models.rope import WHY, max_independent_tokens
 from kvplane.transport.tls import Tls
-from kvplane.wire.v1 import types_pb2 as tpb
 
 _LOGGER: Final = logging.getLogger(__name__)
 _MODEL_ID: Final = "embedded"
@@ -107,7 +106,6 @@ class Planes:
         self._unused: list[tuple[Session, Sequence[int]]] = []  # to be freed with the next step
         self._is_lost = False
         self._has_plan = False
-        self._usage: tuple[TierUsage, ...] = ()  # after the last step
         self._settings = settings
         self._is_closed = threading.Event()
         self._process_id = os.getpid()
@@ -183,16 +181,6 @@ class Planes:
         atexit.unregister(self._close)
         self._close()
 
-    def has_room_for(self, num_checkpoints: int) -> bool:
-        """Return whether the last step left blocks for ``num_checkpoints`` more."""
-        group = self._layout.state_group
-        rooms = (
-            each.num_free_blocks + each.num_cached_blocks
-            for each in self._usage
-            if (each.group, each.tier) == (group, tpb.TIER_DEVICE)
-        )
-        return next(rooms, 0) >= num_checkpoints
-
     def new_ids(self, num: int) -> range:
         """Return sequence ids that were never used before."""
         first, self._next_id = self._next_id, self._next_id + num
@@ -215,7 +203,7 @@ class Planes:
             unused, self._unused = self._unused, []
             frees = [ops.free(ids) for owner, ids in unused if owner is present]
             result = self._link.step([*frees, *operations])
-            self._has_plan, self._usage = result.plan is not None, result.usage
+            self._has_plan = result.plan is not None
             results = result.results[len(frees) :]  # a freed one may have ended with another plan
             for failure in (failure for each in results for failure in each.failures):
                 raise failure.error

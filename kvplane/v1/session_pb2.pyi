@@ -295,7 +295,7 @@ class Unpin(_message.Message):
     def __init__(self, pin_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OperationResult(_message.Message):
-    __slots__ = ("failures", "admit", "num_table_blocks", "num_released_blocks", "num_swapped_blocks", "num_pinned_blocks", "pin_grant")
+    __slots__ = ("failures", "admit", "num_table_blocks", "num_released_blocks", "num_swapped_blocks", "num_pinned_blocks", "pin_grant", "checkpoint_positions")
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     NUM_TABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +303,7 @@ class OperationResult(_message.Message):
     NUM_SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PIN_GRANT_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     failures: _containers.RepeatedCompositeFieldContainer[ItemFailure]
     admit: AdmitResult
     num_table_blocks: _containers.RepeatedScalarFieldContainer[int]
@@ -310,7 +311,8 @@ class OperationResult(_message.Message):
     num_swapped_blocks: int
     num_pinned_blocks: _containers.RepeatedScalarFieldContainer[int]
     pin_grant: _types_pb2.SignedPayload
-    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., num_table_blocks: _Optional[_Iterable[int]] = ..., num_released_blocks: _Optional[_Iterable[int]] = ..., num_swapped_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[_Iterable[int]] = ..., pin_grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ...) -> None: ...
+    checkpoint_positions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, failures: _Optional[_Iterable[_Union[ItemFailure, _Mapping]]] = ..., admit: _Optional[_Union[AdmitResult, _Mapping]] = ..., num_table_blocks: _Optional[_Iterable[int]] = ..., num_released_blocks: _Optional[_Iterable[int]] = ..., num_swapped_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[_Iterable[int]] = ..., pin_grant: _Optional[_Union[_types_pb2.SignedPayload, _Mapping]] = ..., checkpoint_positions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdmitResult(_message.Message):
     __slots__ = ("num_cached_tokens", "num_blocks", "num_scheduled_tokens")

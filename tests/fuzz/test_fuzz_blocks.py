@@ -68,7 +68,7 @@ FAULTS = {
     "a parent is any block": Fault(
         "rebuild",
         "recovery/rebuild.cpp",
-        'check_indices(columns.parent_indices, -1, it.num_blocks[0], "parent_indices");',
+        'check_indices(columns.parent_indices, -1, num_parents, "parent_indices");',
         "",
     ),
     "what is retained is evicted as all else": Fault(

@@ -122,7 +122,7 @@ def test_layers_with_a_window_hold_what_it_sees(model_type: str) -> None:
 
 
 def test_rows_that_find_no_room_for_their_checkpoints_go_on_without() -> None:
-    """There is room for 16 of 20, so none is kept."""
+    """There is room for 16 of 20, and a batch continues only where all of its rows do."""
     model, eager = tiny_model("qwen3_next"), tiny_model("qwen3_next")
     model.set_attn_implementation("kvplane")
     ids = torch.randint(3, 60, (20, 20), generator=torch.Generator().manual_seed(1))

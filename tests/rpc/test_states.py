@@ -26,10 +26,11 @@ from kvplane.errors import (
 )
 from kvplane.execution.execution import shards_of
 from kvplane.layout import LayerGroup
-from kvplane.results import StepResult
+from kvplane.results import StepResult, TierUsage
 from kvplane.runtime.backend import RemoteBackend
 from kvplane.runtime.states import StateShards
 from kvplane.sync.loop_thread import LoopThread
+from kvplane.wire.v1 import types_pb2
 from tests.helpers.refusals import refused
 from tests.helpers.sharded_pool import LAYOUT as PLAIN
 from tests.helpers.sharded_pool import Ranges, ShardedPool, by_heads
@@ -119,6 +120,11 @@ class Engine:
 
     async def state(self, i: int, position: int) -> torch.Tensor:
         return await self.states.read([i], [position // SIZE - 1])
+
+    async def usage(self) -> Sequence[TierUsage]:
+        """Return how the pool's blocks on the device are used, by group."""
+        used = (await self.session.step([])).usage
+        return [each for each in used if each.tier == types_pb2.TIER_DEVICE]
 
     async def checkpoint_of(self, i: int) -> int:
         (state,) = await self.session.list_sequences([i])
@@ -289,29 +295,98 @@ async def test_checkpoints_out_of_place_are_refused(alone: Engine) -> None:
         await alone.state(2, SIZE)
 
 
-async def test_a_later_control_plane_finds_no_checkpoint_that_it_cannot_check(
-    tmp_path: Path,
-) -> None:
-    """Data planes know a checkpoint only by that of the block before. One at the first block's end
-    is found again; for others the prompt is computed again.
-    """
-    async with ShardedPool(tmp_path, by_heads(1), LAYOUT) as pool:
+@asynccontextmanager
+async def engine_after_restart(pool: ShardedPool) -> AsyncIterator[Engine]:
+    """Open a session of the pool's next control plane, once it has all blocks."""
+    await asyncio.sleep(0.2)  # until they are announced
+    await pool.restart_control()
+    for _ in range(100):
+        try:
+            async with ControlClient(pool.address) as control:
+                await control.wait_ready(pool.pool_id, 10)
+            break
+        except UnavailableError:
+            await asyncio.sleep(0.1)
+    async with engine_of(pool) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+async def test_a_later_control_plane_finds_the_same(tmp_path: Path, division: str) -> None:
+    async with ShardedPool(tmp_path, DIVISIONS[division], LAYOUT) as pool:
         async with engine_of(pool) as engine:
             await engine.admit(1, PROMPT, 3 * SIZE)
             await engine.admit(2, OTHER, SIZE)
-            await asyncio.sleep(0.2)  # until they are announced
-        await pool.restart_control()
-        for _ in range(100):
-            try:
-                async with ControlClient(pool.address) as control:
-                    await control.wait_ready(pool.pool_id, 10)
-                break
-            except UnavailableError:
-                await asyncio.sleep(0.1)
+            await engine.admit(3, PROMPT, 5 * SIZE)
+        for _ in range(2):  # and the one after it
+            async with engine_after_restart(pool) as engine:
+                assert await engine.admit(1, PROMPT) == 5 * SIZE
+                assert await engine.admit(2, OTHER) == SIZE
+                assert await engine.admit(3, [*PROMPT[: 4 * SIZE], 9]) == 3 * SIZE
+                # Computed again, as no checkpoint is of its prefix.
+                assert await engine.admit(4, [9, *PROMPT[1:]]) == 0
+
+
+async def test_a_later_control_plane_finds_what_was_computed_again(tmp_path: Path) -> None:
+    """Blocks of keys and values were evicted, and their checkpoint was not."""
+    data = {"num_device_blocks": 64, "num_host_blocks": 0}
+    async with ShardedPool(tmp_path, by_heads(1), LAYOUT, data=data) as pool:
         async with engine_of(pool) as engine:
-            assert await engine.admit(1, PROMPT, 3 * SIZE) == 0
-            assert await engine.admit(2, OTHER) == SIZE
-            assert await engine.admit(3, PROMPT) == 3 * SIZE
+            await engine.admit(1, PROMPT, 5 * SIZE)
+            await engine.run(ops.free(1))
+            num_blocks = {usage.group: usage.num_blocks for usage in (await engine.usage())}
+            for i in range(num_blocks[0]):
+                await engine.admit(2, [i] * SIZE)
+                await engine.run(ops.free(2))
+            assert await engine.admit(3, PROMPT) == 0
+            assert await engine.admit(4, PROMPT) == 5 * SIZE
+        async with engine_after_restart(pool) as engine:
+            assert await engine.admit(1, PROMPT) == 5 * SIZE
+
+
+async def test_a_retained_prefix_keeps_its_checkpoint(tmp_path: Path) -> None:
+    data = {"num_device_blocks": 64, "num_host_blocks": 0}
+    async with (
+        ShardedPool(tmp_path, by_heads(1), LAYOUT, data=data) as pool,
+        engine_of(pool) as engine,
+        ControlClient(pool.address) as control,
+    ):
+        await engine.admit(1, PROMPT, 5 * SIZE)
+        await engine.run(ops.free(1))
+        retained = await control.retain_prefix(pool.pool_id, PROMPT, priority=1, time_to_live_s=60)
+        assert retained == 5
+        for i in range(100, 120):  # the pool has 16 checkpoints
+            await engine.admit(2, [i] * (SIZE + 1), SIZE)
+            await engine.run(ops.free(2))
+        assert await engine.admit(2, [100] * (SIZE + 1)) == 0
+        assert await engine.admit(3, PROMPT) == 5 * SIZE
+
+
+async def test_without_a_block_no_checkpoint_is_kept(tmp_path: Path) -> None:
+    """The others of the step are, and so is the next one when there is room."""
+    data = {"num_device_blocks": 64, "num_host_blocks": 0}
+    async with (
+        ShardedPool(tmp_path, by_heads(1), LAYOUT, data=data) as pool,
+        engine_of(pool) as engine,
+    ):
+        num = {usage.group: usage.num_blocks for usage in (await engine.usage())}[1]
+        prompts = {i: [i] * (SIZE + 1) for i in range(1, num + 3)}
+        engine.tokens = dict(prompts)
+        admits = [ops.admit(i, tokens, checkpoint_position=SIZE) for i, tokens in prompts.items()]
+        result = await engine.run(*admits, checkpoints=dict.fromkeys([*prompts][:num], SIZE))
+        kept = [[*each.checkpoint_positions] for each in result.results]
+        assert kept == [[SIZE]] * num + [[0]] * 2
+        for i in prompts:
+            engine.tokens[i] = [i] * (2 * SIZE + 1)
+        grow = ops.append(
+            [1, num + 1], [1] * SIZE + [num + 1] * SIZE, SIZE, num_tokens=SIZE,
+            first_positions=SIZE + 1, checkpoint_positions=2 * SIZE,
+        )  # fmt: skip
+        result = await engine.run(ops.free(num), grow, checkpoints={1: 2 * SIZE})
+        assert [*result.results[1].checkpoint_positions] == [2 * SIZE, 0]
+        assert torch.equal(await engine.state(1, 2 * SIZE), state_of(engine.tokens[1][: 2 * SIZE]))
+        with pytest.raises(SequenceNotFoundError):  # it has no checkpoint
+            await engine.state(num + 1, 2 * SIZE)
 
 
 async def test_a_backend_reads_and_writes_checkpoints(tmp_path: Path) -> None:

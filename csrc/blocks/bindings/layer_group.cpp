@@ -59,11 +59,11 @@ py::tuple publication(const LayerGroup& group, EntryId root, const std::vector<E
   char* const to_tokens = PyBytes_AS_STRING(tokens.ptr());
   for (size_t i = 0; i < num; ++i) {
     const Entry& entry = index[entries[i]];
-    const Block parent = index[entry.parent].block(kDevice);
+    const auto [parent, parent_generation] = *group.announcements.parent_of(entries[i]);
     indices[i] = static_cast<int32_t>(entry.block(kDevice));
     generations[i] = device.generation(entry.block(kDevice));
     parents[i] = static_cast<int32_t>(parent);
-    parent_generations[i] = parent == kNoBlock ? 0 : device.generation(parent);
+    parent_generations[i] = parent_generation;
     std::memcpy(to_hashes + i * sizeof(Hash), index.hash(entries[i]).data(), sizeof(Hash));
     std::memcpy(to_tokens + i * size, index.tokens(entries[i]), size);
   }
@@ -115,7 +115,7 @@ py::tuple publications_in(const LayerGroup& group, size_t begin, size_t end) {
     }
   found.erase(std::remove_if(found.begin(), found.end(),
                              [&](const Announcement& item) {
-                               return !group.index.follows_device(item.entry);
+                               return !group.announcements.parent_of(item.entry);
                              }),
               found.end());
   return py::make_tuple(publications(group, found, found.size()), pack(indices), pack(generations),

@@ -246,6 +246,23 @@ void bind_sessions(PoolClass& pool) {
         return pack(positions);
       },
       "handle"_a, "sequence_ids"_a);
+  pool.def(
+      "planned_checkpoints",
+      [](const Pool& self, SessionHandle handle, const py::bytes& sequence_ids,
+         const py::bytes& positions) {
+        const LayerGroup& group = *self.groups()[self.groups().size - 1];
+        const Session& session = group.sessions[checked(self, handle)];
+        const auto ids = read<int64_t>(sequence_ids, "sequence_ids");
+        const auto wanted = read<int32_t>(positions, "positions", ids.size);
+        std::vector<int32_t> kept;
+        for (int64_t i = 0; i < ids.size; ++i) {
+          const Sequence* sequence = group.sequences.find(session, ids[i]);
+          const int64_t end = sequence ? sequence->table.size * group.index.block_size() : 0;
+          kept.push_back(end == wanted[i] ? wanted[i] : 0);
+        }
+        return pack(kept);
+      },
+      "handle"_a, "sequence_ids"_a, "positions"_a);
   pool.def("num_obtainable", of_session(&Pool::num_obtainable), "handle"_a, "tier"_a);
   pool.def("num_pending", of_session(&Pool::num_coming), "handle"_a, "tier"_a);
   pool.def("num_own_retired", of_session(&Pool::num_own_retired), "handle"_a, "tier"_a);

@@ -59,11 +59,14 @@ void bind_reports(py::class_<Rebuild>& rebuild) {
 
 void bind_rebuild(py::module_& module) {
   py::class_<Rebuild> rebuild(module, "Rebuild");
-  rebuild.def(py::init([](uint32_t block_size_tokens, uint32_t num_shards) {
+  rebuild.def(py::init([](uint32_t block_size_tokens, uint32_t num_shards, const Rebuild* whole) {
                 if (num_shards < 1) throw py::value_error("num_shards must be at least 1");
-                return std::make_unique<Rebuild>(block_size_tokens, num_shards);
+                if (whole && (whole->block_size() != block_size_tokens ||
+                              whole->num_shards() != num_shards || whole->is_of_states()))
+                  throw py::value_error("whole must be of the same blocks and shards");
+                return std::make_unique<Rebuild>(block_size_tokens, num_shards, whole);
               }),
-              "block_size_tokens"_a, "num_shards"_a);
+              "block_size_tokens"_a, "num_shards"_a, "whole"_a = nullptr, py::keep_alive<1, 4>());
   bind_reports(rebuild);
   rebuild.def(
       "begin",

@@ -107,14 +107,15 @@ EntryId PrefixIndex::find_path(EntryId e, Span<int32_t> tokens, int64_t num) con
   return e;
 }
 
-std::vector<EntryId> PrefixIndex::match(EntryId e, Span<int32_t> tokens) const {
+std::vector<EntryId> PrefixIndex::match(EntryId e, Span<int32_t> tokens, bool may_lack) const {
   std::vector<EntryId> found;
   const int64_t num_full = tokens.size / block_size_;
   for (int64_t i = 0; e != kNoEntry && i < num_full; ++i) {
     e = find(e, tokens.data + i * block_size_);
-    if (e == kNoEntry || !entries_[e].has_blocks()) break;
+    if (e == kNoEntry || (!may_lack && !entries_[e].has_blocks())) break;
     found.push_back(e);
   }
+  while (!found.empty() && !entries_[found.back()].has_blocks()) found.pop_back();
   return found;
 }
 
@@ -292,11 +293,7 @@ EntryId PrefixIndex::add(EntryId parent, const int32_t* tokens, const Hash* hash
   entry.next = above.child;
   if (above.child != kNoEntry) {
     entries_[above.child].prev = e;
-    for (const EntryId sibling : {above.child, e}) {
-      if (entries_[sibling].has_key) continue;
-      entries_[sibling].has_key = 1;
-      delay({sibling, tag_of(this->hash(sibling))}, true);
-    }
+    for (const EntryId sibling : {above.child, e}) add_key(sibling);
   }
   above.child = e;
   return e;

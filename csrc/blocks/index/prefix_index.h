@@ -115,20 +115,23 @@ class PrefixIndex {
   EntryId find(EntryId parent, const int32_t* tokens) const;
   // The child of `parent` with this chained hash.
   EntryId find_hash(EntryId parent, const Hash& hash) const;
+  // Calls f(entry) for each entry with this chained hash that `add_key` was called for.
+  template <typename F>
+  void with_hash(const Hash& hash, F f) const {
+    do_delayed();
+    const size_t mask = keys_.size() - 1;
+    for (size_t i = tag_of(hash) & mask; keys_[i].entry != kNoEntry; i = (i + 1) & mask)
+      if (hashes_[keys_[i].entry] == hash) f(keys_[i].entry);
+  }
   // The entry of the first `num` blocks of the tokens below a root.
   EntryId find_path(EntryId root, Span<int32_t> tokens, int64_t num) const;
-  // Leading entries below the root that have blocks.
-  std::vector<EntryId> match(EntryId root, Span<int32_t> tokens) const;
+  // Leading entries below the root that have blocks; `may_lack`: the last of which has one.
+  std::vector<EntryId> match(EntryId root, Span<int32_t> tokens, bool may_lack = false) const;
   // Entries' ids are below this.
   EntryId end() const { return entries_.size(); }
   // The entry that the block belongs to, as its published block or as a spare.
   EntryId entry_of(Tier tier, Block b) const { return entry_of_[tier - 1][b]; }
   void prefetch(EntryId e) const { __builtin_prefetch(&entries_[e], 1); }
-  // Whether the entry is the first of its prefix, or its parent has a device block.
-  bool follows_device(EntryId e) const {
-    const EntryId parent = entries_[e].parent;
-    return is_root(parent) || entries_[parent].block(kDevice) != kNoBlock;
-  }
   bool is_published(Tier tier, Block b) const {
     const EntryId e = entry_of_[tier - 1][b];
     return e != kNoEntry && entries_[e].block(tier) == b;
@@ -136,6 +139,13 @@ class PrefixIndex {
 
   // Changes
   EntryId find_or_add(EntryId parent, const int32_t* tokens);
+  // Has the entry be in the table of hashes.
+  void add_key(EntryId e) {
+    if (entries_[e].has_key) return;
+    const uint32_t tag = tag_of(hash(e));
+    entries_[e].has_key = 1;
+    delay({e, tag}, true);
+  }
   // Adds entries for `num` blocks of tokens, each below the one before it and with this producer.
   // The first is below `parent`, which has no such child yet.
   void add_produced(EntryId parent, const int32_t* tokens, int64_t num, uint32_t producer,

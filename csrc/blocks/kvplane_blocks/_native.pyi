@@ -285,6 +285,8 @@ class Pool:
     def states(
         self, handle: int, sequence_ids: bytes | None
     ) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]: ...
+    def planned_checkpoints(self, handle: int, sequence_ids: bytes, positions: bytes) -> bytes:
+        """Return each position for which its sequence was just given a checkpoint; 0 for others."""
     def checkpoints(self, handle: int, sequence_ids: bytes) -> bytes:
         """Return where each sequence's deepest written checkpoint is; nothing without states."""
     def num_sequences(self, handle: int) -> int: ...
@@ -346,7 +348,10 @@ class PrefixSearch:
         """Return columns of the blocks found, as in ``PrefixBlocks`` of prefix.proto."""
 
 class Rebuild:
-    def __init__(self, block_size_tokens: int, num_shards: int) -> None: ...
+    def __init__(
+        self, block_size_tokens: int, num_shards: int, whole: Rebuild | None = None
+    ) -> None:
+        """``whole``: of a group of states, that of the group whose blocks its publications name."""
     def start_shard(self, shard: int, num_device_blocks: int, num_host_blocks: int) -> None: ...
     def add_blocks(self, shard: int, tier: int, indices: bytes, generations: bytes) -> None: ...
     def add_publications(

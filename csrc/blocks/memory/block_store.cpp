@@ -156,10 +156,7 @@ void BlockStore::forget(Block b) {
 }
 
 void BlockStore::published(Block b) {
-  const EntryId e = index_.entry_of(tier, b);
-  publish_to_policy(b, e);
-  for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next, touched(1))
-    if (index_[c].block(tier) != kNoBlock) policy_->set_parent(index_[c].block(tier), b);
+  publish_to_policy(b, index_.entry_of(tier, b));
   if (infos_[b].state == State::kHeld) return;
   settle(b);
   tell_policy();
@@ -190,6 +187,8 @@ void BlockStore::publish_to_policy(Block b, EntryId e) {
   touched(1);
   const uint64_t key = policy_uses_keys_ ? key_of(e) : 0;
   policy_->publish(&b, policy_uses_keys_ ? &key : nullptr, 1, index_[index_[e].parent].block(tier));
+  for (EntryId c = index_[e].child; c != kNoEntry; c = index_[c].next, touched(1))
+    if (index_[c].block(tier) != kNoBlock) policy_->set_parent(index_[c].block(tier), b);
 }
 
 uint64_t BlockStore::key_of(EntryId e) const {

@@ -135,9 +135,9 @@ class BlockStore {
   // lower priority and those of this one so far; 0: it is not retained.
   void set_priority(Block b, uint8_t priority);
   uint8_t priority(Block b) const { return infos_[b].priority; }
-  // While a pool is rebuilt: `restored` for each block that was entered in the index, parents
-  // first; then `restored_idle` for each, in the order of eviction; then `restored_rest` for every
-  // block of the tier, the last first.
+  // While a pool is rebuilt: `restored` for each block that was entered in the index; then
+  // `restored_idle` for each, in the order of eviction; then `restored_rest` for every block of the
+  // tier, the last first.
   void start_restoring() { free_.clear(); }
   void restored(Block b) { publish_to_policy(b, index_.entry_of(tier, b)); }
   void restored_idle(Block b) {

@@ -174,12 +174,14 @@ std::variant<Retained, Failure> Pool::retain(std::string_view root, uint32_t own
   std::vector<std::vector<EntryId>> paths;
   Retained result;
   for (const LayerGroup* group : groups_) {
-    paths.push_back(group->index.match(group->index.find_root(root), tokens));
+    const bool holds_states = group->config.holds_states;
+    paths.push_back(group->index.match(group->index.find_root(root), tokens, holds_states));
     if (paths.back().empty() || expires_at_s <= group->now_s) continue;
     const int64_t now = group->retention.num_entries(owner);
     const int64_t num_new = group->retention.num_new(owner, paths.back());
     if (num_new && now + num_new > most_blocks)
       return Failure{0, Code::kTooManyEntries, most_blocks, now, num_new};
+    if (holds_states) continue;
     result.num_blocks = std::max(result.num_blocks, static_cast<int64_t>(paths.back().size()));
     result.num_new = std::max(result.num_new, num_new);
   }

@@ -6,7 +6,7 @@
 // An operation checks, counts the blocks it needs, then changes: a refused item changes nothing.
 //
 // A group of states, if there is one, is the last. It has blocks for checkpoints alone, which no
-// number of blocks for all groups counts: an admission or append that lacks one is refused for now.
+// number of blocks for all groups counts: an admission or append that lacks one goes without it.
 //
 // A number of blocks for all groups counts blocks of the smallest group, and those of others in
 // proportion: needed blocks are those of the group with the highest need, available blocks those of
@@ -32,13 +32,21 @@ class Pool {
   explicit Pool(std::vector<LayerGroup*> groups) : groups_(std::move(groups)) {
     // All groups have the same families: the first counts them for all.
     for (size_t g = 1; g < groups_.size(); ++g) groups_[g]->families.count_none();
+    if (!holds_states() || groups_.size() == 1) return;
+    groups_.back()->announcements.name_blocks_of(whole().announcements);
     // What is still to be written has no checkpoint.
-    for (LayerGroup* group : groups_)
-      if (holds_states()) group->admitter.share_written_only();
+    for (LayerGroup* group : groups_) group->admitter.share_written_only();
   }
 
   Groups groups() const { return {groups_.data(), static_cast<int64_t>(groups_.size())}; }
   bool holds_states() const { return groups_.back()->config.holds_states; }
+  // The first group without an attention window, in which prefixes are whole; the first if all have
+  // one.
+  LayerGroup& whole() const {
+    for (LayerGroup* group : groups_)
+      if (group->config.needs_all_blocks()) return *group;
+    return first();
+  }
   // The group to ask about sequences, which are the same in all.
   LayerGroup& first() const { return *groups_[0]; }
 

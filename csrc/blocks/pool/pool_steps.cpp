@@ -31,9 +31,8 @@ ItemResults for_items(Groups groups, SessionHandle handle, int64_t num, bool onl
   return results;
 }
 
-// A failure of one group, its blocks counted as for all groups, but those of states as they are.
+// A failure of one group, its blocks counted as for all groups.
 Failure in_proportion(Groups groups, const LayerGroup& group, Failure failure) {
-  if (group.config.holds_states) return failure;
   const Proportion proportion(groups, static_cast<Tier>(failure.c));
   failure.a = proportion.up(group, failure.a);
   failure.b = proportion.down(group, failure.b);
@@ -149,27 +148,23 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
   while (true) {
     find_agreed_hits(groups(), handle, admission, most_hits, plans);
     Failure failure{0, Code::kOk, 0, std::numeric_limits<int64_t>::max(), kDevice};
-    bool copies_last = false, lacks_checkpoint = false;
+    bool copies_last = false, lacks_copy = false;
     for (size_t g = 0; g < groups_.size(); ++g) {
       const LayerGroup& group = *groups_[g];
       const Session& session = group.sessions[handle];
       const BlockStore& device = group.stores[kDevice];
       Admitter::Plan& plan = plans[g];
-      const int64_t headroom = proportion.of_group(group, admission.headroom);
+      const bool holds_states = group.config.holds_states;
+      const int64_t headroom = holds_states ? 0 : proportion.of_group(group, admission.headroom);
       plan.available = device.num_obtainable(handle) - headroom;
       group.admitter.count_needed(session, admission, computes, plan);
+      if (holds_states) {
+        lacks_copy = group.admitter.lacks_room(session, plan);
+        continue;
+      }
       if (group.config.max_owner_blocks)
         if (const Failure over = group.admitter.over_quota(session, plan); over.code != Code::kOk)
           return over.code == Code::kLaterQuota ? in_proportion(groups(), group, over) : over;
-      if (group.config.holds_states) {
-        if (plan.needed <= plan.available || failure.code != Code::kOk) continue;
-        // If there is no room for the copy of the checkpoint, fewer blocks are a hit.
-        lacks_checkpoint = plan.needed > (plan.checkpoint > 0);
-        if (plan.needed > device.num_blocks && !lacks_checkpoint)
-          return group.tables.never_fits(kDevice, 0, plan.needed);
-        failure = group.tables.no_room(session, kDevice, 0, plan.needed, plan.available, 0);
-        continue;
-      }
       if (plan.needed > plan.available) {
         if (plan.needed > device.num_blocks && !plan.copies_last)
           return group.tables.never_fits(kDevice, 0, plan.needed);
@@ -181,9 +176,10 @@ std::variant<Admitted, Failure> Pool::admit_with(SessionHandle handle, const Adm
       failure.a = std::max(failure.a, proportion.up(group, plan.needed));
       failure.b = std::min(failure.b, proportion.down(group, std::max<int64_t>(0, plan.available)));
     }
-    if (failure.code == Code::kOk) break;
-    // If there is no room for the last block and its copy, it is computed again instead.
-    if (!lacks_checkpoint && (!copies_last || !needs_all_blocks)) return failure;
+    if (failure.code == Code::kOk && !lacks_copy) break;
+    // If there is no room for the last block and its copy, it is computed again instead. If there is
+    // none for the copy of a checkpoint, fewer blocks are a hit.
+    if (failure.code != Code::kOk && (!copies_last || !needs_all_blocks)) return failure;
     most_hits = static_cast<int64_t>(plans[0].hits.size()) - 1;
   }
   const Admitter::Plan& plan = plans[0];

@@ -13,6 +13,8 @@ constexpr uint32_t kNoRow = 0xFFFFFFFF;  // 0 - 1
 // How far ahead blocks are fetched from memory.
 constexpr uint32_t kAhead = 16;
 constexpr int64_t kMaxGeneration = int64_t{1} << 62;
+// Blocks that count as one of states, which may be at the end of a long prompt.
+constexpr int64_t kStateBlocks = 256;
 
 void check_indices(Span<int32_t> indices, int32_t lowest, uint32_t num_blocks, const char* name) {
   for (int64_t i = 0; i < indices.size; ++i)
@@ -24,8 +26,8 @@ void check_indices(Span<int32_t> indices, int32_t lowest, uint32_t num_blocks, c
 
 }  // namespace
 
-Rebuild::Rebuild(uint32_t block_size_tokens, uint32_t num_shards)
-    : block_size_(block_size_tokens), shards_(num_shards) {}
+Rebuild::Rebuild(uint32_t block_size_tokens, uint32_t num_shards, const Rebuild* whole)
+    : block_size_(block_size_tokens), whole_(whole), shards_(num_shards) {}
 
 void Rebuild::start_shard(uint32_t shard, uint32_t num_device_blocks, uint32_t num_host_blocks) {
   Shard& it = shards_[shard] = Shard{};
@@ -52,7 +54,8 @@ void Rebuild::add_publications(uint32_t shard, std::string_view root,
                                const PublicationColumns& columns) {
   Shard& it = shards_[shard];
   check_indices(columns.indices, 0, it.num_blocks[0], "indices");
-  check_indices(columns.parent_indices, -1, it.num_blocks[0], "parent_indices");
+  const uint32_t num_parents = (whole_ ? whole_->shards_[shard] : it).num_blocks[0];
+  check_indices(columns.parent_indices, -1, num_parents, "parent_indices");
   for (int64_t i = 0; i < columns.token_ids.size; ++i)
     if (columns.token_ids[i] < 0) throw ColumnError("token_ids", i, "must not be negative");
   if (roots_.size() >= prune_at_) prune_roots();
@@ -150,8 +153,10 @@ bool Rebuild::step(int64_t max_blocks) {
       next(Phase::kAgree);
       continue;
     }
-    const int64_t end = std::min(size_of_phase(), at_ + max_blocks);
-    max_blocks -= std::max<int64_t>(1, end - at_);
+    if (whole_ && phase_ == Phase::kLink && !whole_->is_done()) return false;
+    const int64_t weight = whole_ && phase_ == Phase::kLink ? kStateBlocks : 1;
+    const int64_t end = std::min(size_of_phase(), at_ + div_ceil(max_blocks, weight));
+    max_blocks -= std::max<int64_t>(1, weight * (end - at_));
     for (; at_ < end; ++at_) do_one(at_);
     if (at_ == size_of_phase()) next(static_cast<Phase>(static_cast<int>(phase_) + 1));
   }
@@ -239,6 +244,7 @@ bool Rebuild::is_agreed(uint32_t r) const {
 
 void Rebuild::link(uint32_t r) {
   if (!agreed_[r]) return;
+  if (whole_) return enter_state(r);
   const Shard& first = shards_[0];
   const Row& row = first.rows[r];
   if (row.parent == kNoBlock) {
@@ -258,14 +264,7 @@ void Rebuild::enter_next() {
   stack_.pop_back();
   const Shard& first = shards_[0];
   const Row& row = first.rows[r];
-  EntryId parent;
-  if (row.parent == kNoBlock) {
-    Root& root = roots_[row.root];
-    if (root.entry == kNoEntry) root.entry = group_->index.open_root(*root.name);
-    parent = root.entry;
-  } else {
-    parent = entries_[first.row_of(row.parent)];
-  }
+  const EntryId parent = row.parent == kNoBlock ? root_of(row) : entries_[first.row_of(row.parent)];
   entries_[r] = group_->restore(parent, first.tokens.row(r), row.hash, row.block);
   if (entries_[r] == kNoEntry) return;
   restored_.push_back(row.block);
@@ -273,9 +272,37 @@ void Rebuild::enter_next() {
     stack_.push_back(child);
 }
 
+EntryId Rebuild::root_of(const Row& row) {
+  Root& root = roots_[row.root];
+  if (root.entry == kNoEntry) root.entry = group_->index.open_root(*root.name);
+  return root.entry;
+}
+
+// Enters a checkpoint below entries that are made for it alone.
+void Rebuild::enter_state(uint32_t r) {
+  const Row& row = shards_[0].rows[r];
+  const LayerGroup& whole = *whole_->group_;
+  const int32_t* const tokens = shards_[0].tokens.row(r);
+  if (row.parent >= whole.stores[kDevice].num_blocks) return;
+  EntryId named = whole.index.entry_of(kDevice, row.parent);
+  if (named == kNoEntry || whole.stores[kDevice].generation(row.parent) != row.parent_generation ||
+      whole.index.root_name(whole.index.root_of(named)) != *roots_[row.root].name ||
+      !std::equal(tokens, tokens + block_size_, whole.index.tokens(named)))
+    return;
+  std::vector<EntryId> way;
+  while (!whole.index.is_root(named = whole.index[named].parent)) way.push_back(named);
+  EntryId parent = root_of(row);
+  for (; !way.empty(); way.pop_back())
+    parent = group_->index.find_or_add(parent, whole.index.tokens(way.back()));
+  entries_[r] = group_->restore(parent, tokens, row.hash, row.block);
+  if (entries_[r] == kNoEntry) return group_->index.prune(parent);
+  group_->index.add_key(entries_[r]);
+  restored_.push_back(row.block);
+}
+
 std::unique_ptr<LayerGroup> Rebuild::take() {
   std::unique_ptr<LayerGroup> group = std::move(group_);
-  *this = Rebuild(block_size_, num_shards());
+  *this = Rebuild(block_size_, num_shards(), whole_);
   return group;
 }
 

@@ -2,7 +2,8 @@
 //
 // Generations continue from the highest that any shard, or the caller, knows of a block. A
 // publication is restored only if it is of its block's final generation, all shards report the
-// same, its hash follows from its tokens, and its parent is restored too. Equal hashes never join
+// same, its hash follows from its tokens, and its parent is restored too. Of states the parent is
+// the block of the same prefix in another group. Equal hashes never join
 // blocks; of two blocks that hold one prefix the later is left out. Nothing is made for a block:
 // columns and chunks of rows only.
 #pragma once
@@ -34,7 +35,9 @@ struct PublicationColumns {
 
 class Rebuild {
  public:
-  Rebuild(uint32_t block_size_tokens, uint32_t num_shards);
+  // `whole`: of a group of states, that of the group whose blocks its publications name. It is built
+  // and taken before.
+  Rebuild(uint32_t block_size_tokens, uint32_t num_shards, const Rebuild* whole = nullptr);
 
   uint32_t block_size() const { return block_size_; }
   uint32_t num_shards() const { return static_cast<uint32_t>(shards_.size()); }
@@ -48,6 +51,7 @@ class Rebuild {
   // Begins a group with as many blocks as the smallest shard. All have reported; later parts do not
   // count. `config` has the generations known so far.
   void begin(PoolConfig config, double now_s);
+  bool is_of_states() const { return whole_ != nullptr; }
   bool has_all_shards() const;
   bool has_begun() const { return phase_ != Phase::kCollect; }
   bool is_done() const { return phase_ == Phase::kDone; }
@@ -85,6 +89,8 @@ class Rebuild {
   enum class Phase { kCollect, kLearn, kMake, kAgree, kLink, kEnter, kIdle, kRest, kClose, kDone };
 
   bool is_agreed(uint32_t row) const;
+  EntryId root_of(const Row& row);
+  void enter_state(uint32_t row);
   void enter_next();
   void next(Phase phase) {
     phase_ = phase;
@@ -99,6 +105,7 @@ class Rebuild {
   void link(uint32_t row);
 
   uint32_t block_size_;
+  const Rebuild* whole_;
   std::vector<Shard> shards_;
   std::unordered_map<std::string, uint32_t> root_ids_;
   std::vector<Root> roots_;

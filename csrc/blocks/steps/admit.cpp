@@ -137,6 +137,15 @@ void Admitter::count_needed(const Session& session, const Admission& admission, 
     plan.needed +=
         hit.kind == Hit::kHosted ||
         (hit.kind == Hit::kShared && stores_[kDevice].is_obtainable(hit.block, session.handle));
+  if (plan.checkpoint && lacks_room(session, plan)) {
+    plan.checkpoint = 0;
+    --plan.needed;
+  }
+}
+
+bool Admitter::lacks_room(const Session& session, const Plan& plan) const {
+  return plan.needed > plan.available ||
+         (shared_.config.max_owner_blocks && over_quota(session, plan).code != Code::kOk);
 }
 
 Failure Admitter::over_quota(const Session& session, const Plan& plan) const {

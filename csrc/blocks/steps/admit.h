@@ -72,9 +72,12 @@ class Admitter {
   // Finds the longest prefix of at most `most` blocks.
   void find_hits(const Session& session, const Admission& admission, int64_t most,
                  std::vector<Hit>& hits) const;
-  // Counts the blocks that an admission with these hits needs.
+  // Counts the blocks that an admission with these hits needs. Without room for its checkpoint, none
+  // is kept.
   void count_needed(const Session& session, const Admission& admission, bool computes,
                     Plan& plan) const;
+  // Whether an admission in a group of states has to do with fewer hits.
+  bool lacks_room(const Session& session, const Plan& plan) const;
   // Whether the owner would hold too many blocks with those of the admission.
   Failure over_quota(const Session& session, const Plan& plan) const;
   // Returns the new sequence's index.

@@ -54,19 +54,21 @@ Failure Growth::check(const Session& session, const AppendColumns& columns, int6
     return {item, Code::kBusy, id};
   if (first != sequence.num_scheduled)
     return {item, Code::kPosition, id, sequence.num_scheduled, first};
-  const auto [begin, end, cover] = reach_of(columns, item);
-  const int64_t longest = std::max(first + num_slots + num_ahead, sequence.tokens.size + num_given);
-  const int64_t num_gone = num_unseen(sequence);
-  int64_t size = div_ceil(longest, block_size_), num_held = size - num_gone;
-  if (shared_.config.holds_states)
-    size = num_held = cover ? num_present(sequence, num_gone) + 1 : 0;
+  if (shared_.config.holds_states) {
+    check_checkpoint(session, sequence, columns.checkpoints.size ? columns.checkpoints[item] : 0,
+                     need);
+    return {item, Code::kOk};
+  }
+  const int64_t end = first + num_slots, cover = end + num_ahead;
+  const int64_t longest = std::max(cover, sequence.tokens.size + num_given);
+  const int64_t size = div_ceil(longest, block_size_), num_held = size - num_unseen(sequence);
   if (longest > kMaxPositions || num_held > stores_[kDevice].num_blocks)
     return tables_.never_fits(kDevice, item, size);
   const int64_t quota = shared_.config.max_owner_blocks;
   if (quota && num_held > quota) return {item, Code::kNeverQuota, size, quota, kDevice};
-  const int64_t needed = count_needed(session, sequence, begin, end, cover, need);
+  const int64_t needed = count_needed(session, sequence, first, end, cover, need);
   const int64_t allowed =
-      quota && needed ? tables_.num_allowed(session) + num_replaced(session, sequence, begin, end)
+      quota && needed ? tables_.num_allowed(session) + num_replaced(session, sequence, first, end)
                       : needed;
   if (needed > allowed)
     return {item, Code::kLaterQuota, needed, std::max<int64_t>(0, allowed), kDevice};
@@ -75,11 +77,24 @@ Failure Growth::check(const Session& session, const AppendColumns& columns, int6
   return {item, Code::kOk};
 }
 
+// Without room for its block no checkpoint is kept: nobody waits for one.
+void Growth::check_checkpoint(const Session& session, const Sequence& sequence, int64_t checkpoint,
+                              Need& need) const {
+  const int64_t needed = count_needed(session, sequence, 0, 0, checkpoint, need);
+  need.checkpoint = checkpoint;
+  if (needed <= stores_[kDevice].num_obtainable(session.handle) &&
+      needed <= tables_.num_allowed(session))
+    return;
+  need.num_spare = need.checkpoint = 0;
+  need.trims = false;
+}
+
 int64_t Growth::append(Session& session, const AppendColumns& columns, int64_t item,
                        const int32_t* tokens, const Need& need) {
   const int64_t id = columns.sequence_ids[item];
   const int64_t num_slots = columns.num_slots[item], num_given = columns.num_tokens[item];
-  const auto [first, end, cover] = reach_of(columns, item);
+  const int64_t first = columns.first_positions[item];
+  const int64_t num_ahead = columns.num_lookahead.size ? columns.num_lookahead[item] : 0;
   const uint32_t index = need.index;
   Sequence& sequence = sequences_[index];
   if (need.num_spare) {
@@ -90,16 +105,12 @@ int64_t Growth::append(Session& session, const AppendColumns& columns, int64_t i
   if (need.trims) trim(session, sequence);
   sequence.tokens.append(token_store_, tokens, num_given);
   session.num_tokens += num_given;
-  grow(session, index, first, end, cover);
+  if (shared_.config.holds_states)
+    grow(session, index, 0, 0, need.checkpoint);
+  else
+    grow(session, index, first, first + num_slots, first + num_slots + num_ahead);
   if (num_slots) schedule(session, index, num_slots);
   return sequence.table.size;
-}
-
-Growth::Reach Growth::reach_of(const AppendColumns& columns, int64_t item) const {
-  if (shared_.config.holds_states)
-    return {0, 0, columns.checkpoints.size ? columns.checkpoints[item] : 0};
-  const int64_t first = columns.first_positions[item], end = first + columns.num_slots[item];
-  return {first, end, end + (columns.num_lookahead.size ? columns.num_lookahead[item] : 0)};
 }
 
 bool Growth::can_reserve(const Session& session, const Sequence& sequence,
@@ -159,7 +170,6 @@ int64_t Growth::num_unseen(const Sequence& sequence) const {
   return std::max(sequence.num_trimmed, std::min(first_seen / block_size_, sequence.table.size));
 }
 
-// Nobody waits for the block of a checkpoint: an engine can leave it out.
 std::vector<int32_t> Growth::needs(const Session& session, const AppendColumns& columns) const {
   const int64_t num_fitting = stores_[kDevice].num_blocks;
   std::vector<int32_t> needed;
@@ -187,14 +197,6 @@ std::vector<int32_t> Growth::needs(const Session& session, const AppendColumns& 
     needed.push_back(static_cast<int32_t>(num));
   }
   return needed;
-}
-
-// The checkpoints of a table's entries from `from` on.
-int64_t Growth::num_present(const Sequence& sequence, int64_t from) const {
-  int64_t num = 0;
-  for (int64_t i = from; i < sequence.table.size; ++i)
-    num += sequence.table.at(table_store_, i) != kNoBlock;
-  return num;
 }
 
 // Blocks to allocate so that the sequence can write [first, end) and has slots up to `cover`.

@@ -24,9 +24,10 @@ class Growth {
  public:
   // What an item of an append takes, besides the blocks that are obtained for it.
   struct Need {
-    uint32_t index = 0;     // of the sequence
-    int64_t num_spare = 0;  // blocks at the end of its table, which it gives back
-    bool trims = false;     // whether it gives back those that no position can see
+    uint32_t index = 0;      // of the sequence
+    int64_t num_spare = 0;   // blocks at the end of its table, which it gives back
+    bool trims = false;      // whether it gives back those that no position can see
+    int64_t checkpoint = 0;  // of states: the one that is kept, if there is room for it
   };
 
   Growth(Shared& shared, const Stores& stores, SequenceStore& sequences, Tables& tables,
@@ -60,14 +61,8 @@ class Growth {
   void check(const Session& session) const;
 
  private:
-  // What an item needs blocks for: it writes positions [first, end) and has slots up to `cover`. Of
-  // states, which have no slots, only for its checkpoint, which is `cover`.
-  struct Reach {
-    int64_t first, end, cover;
-  };
-
-  Reach reach_of(const AppendColumns& columns, int64_t item) const;
-  int64_t num_present(const Sequence& sequence, int64_t from) const;
+  void check_checkpoint(const Session& session, const Sequence& sequence, int64_t checkpoint,
+                        Need& need) const;
   int64_t num_needed(const Session& session, const Sequence& sequence, int64_t first, int64_t end,
                      int64_t cover) const;
   bool may_write(const Session& session, const Sequence& sequence, int64_t i, int64_t first) const;

@@ -104,7 +104,15 @@ class Publications:
     each block of its device tier. Not thread-safe: the executor's lock guards it.
     """
 
-    def __init__(self, num_blocks: int, block_size_tokens: int, group: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size_tokens: int,
+        group: int = 0,
+        num_parents: int | None = None,
+    ) -> None:
+        """``num_parents``: the blocks of the group that parents are in; None: of this one."""
+        self._num_parents = num_blocks if num_parents is None else num_parents
         self.published: Mask = np.zeros(num_blocks, np.bool_)
         """[num_blocks]: whether the block's present generation was published."""
         self.version = 0
@@ -221,7 +229,6 @@ class Publications:
                 raise InvalidRequestError(
                     f"must be at most {_MAX_SCOPE_CHARACTERS} characters", field=f"{field}.{name}"
                 )
-        num_blocks = len(self.published)
         indices, own = self._check_blocks(message.indices, message.generations, field)
         num = len(indices)
         parents = ints(columns.INT32, message.parent_indices, f"{field}.parent_indices", num)
@@ -229,9 +236,9 @@ class Publications:
             columns.INT64, message.parent_generations, f"{field}.parent_generations", num
         )
         refuse(
-            (parents < -1) | (parents >= num_blocks),
+            (parents < -1) | (parents >= self._num_parents),
             InvalidRequestError,
-            lambda i: f"{self._no_block(parents[i])}, and -1 stands for no parent",
+            lambda i: f"{_no_block(parents[i], self._num_parents)}, and -1 stands for no parent",
             f"{field}.parent_indices",
         )
         refuse(
@@ -265,15 +272,11 @@ class Publications:
         refuse(
             (blocks < 0) | (blocks >= len(self.published)),
             InvalidRequestError,
-            lambda i: self._no_block(blocks[i]),
+            lambda i: _no_block(blocks[i], len(self.published)),
             f"{field}.indices",
         )
         refuse(own < 1, InvalidRequestError, _too_low, f"{field}.generations")
         return blocks, own
-
-    def _no_block(self, block: int) -> str:
-        last = len(self.published) - 1
-        return f"there is no block {block}: the device tier has blocks 0 to {last}"
 
     def _number_of(self, scope: Scope) -> int:
         number = self._scopes.get(scope)
@@ -291,6 +294,10 @@ class Publications:
         self._prune_at = max(64, 2 * len(self._scopes))
 
 
+def _no_block(block: int, num_blocks: int) -> str:
+    return f"there is no block {block}: the device tier has blocks 0 to {num_blocks - 1}"
+
+
 def _too_low(_: int) -> str:
     return "must be at least 1: generations count from 1"
 
@@ -305,10 +312,13 @@ class BlockTables:
         num_blocks: dict[TierKey, int],
         block_size_tokens: int,
         state_group: int | None = None,
+        whole_group: int = 0,
     ) -> None:
         """``num_blocks``: the number of blocks of each tier. ``state_group``: the layer group whose
-        tables have blocks for some entries only.
+        tables have blocks for some entries only, and whose publications name blocks of
+        ``whole_group``.
         """
+        num_parents = {state_group: num_blocks[tier_key_of(whole_group, pb.TIER_DEVICE)]}
         self.state_group = state_group
         self.num_blocks = dict(num_blocks)
         self.block_size_tokens = block_size_tokens
@@ -325,8 +335,9 @@ class BlockTables:
         self.num_taken = 0
         """Counts the plans that made entries stale, which make earlier checks outdated."""
         self.publications = tuple(
-            Publications(n, block_size_tokens, group_of(tier_key))
+            Publications(n, block_size_tokens, group, num_parents.get(group))
             for tier_key, n in num_blocks.items()
+            for group in [group_of(tier_key)]
             if tier_of(tier_key) == pb.TIER_DEVICE
         )
         """Publications of each layer group."""

@@ -16,7 +16,6 @@ import pytest
 from bridged import BLOCK, Consumer, Pool, bridged_pool, prompt, replay
 
 from kvplane.integrations.events import program
-from kvplane.integrations.events import publisher as sockets
 from kvplane.integrations.events.config import EventsSettings
 from kvplane.integrations.events.program import Bridge, Publisher
 from kvplane.integrations.events.wire import (
@@ -189,7 +188,7 @@ async def test_what_is_removed_while_the_snapshot_comes_is_not_told(
 async def test_who_asks_for_what_is_no_longer_kept_gets_a_snapshot(
     monkeypatch: pytest.MonkeyPatch, name: str, most: int
 ) -> None:
-    monkeypatch.setattr(sockets, name, most)
+    monkeypatch.setattr(program, name, most)
     ports = {"bind": free_port(), "replay": free_port()}
     endpoints = {option: f"tcp://127.0.0.1:{port}" for option, port in ports.items()}
     publisher = Publisher(EventsSettings(pool="p", **endpoints))

@@ -105,18 +105,21 @@ class Plane:
         self.tables.pop(session, None)
 
     def publish(self, block: int, generation: int, parent: Ref | None, tokens: Sequence[int],
-                root: int) -> None:  # fmt: skip
-        """Take a publication: the block must hold the published contents."""
+                root: int, whole: Plane) -> None:  # fmt: skip
+        """Take a publication: the block must hold the published contents. A parent of states is a
+        block of the same prefix in ``whole``.
+        """
         place = (DEVICE, block)
         assert self.generation.get(place) == generation, "a block is published that never was"
         start: int | None = root
         if parent is not None:
-            assert self.generation[parent.place] == parent.generation
-            start = self.content[parent.place][-1]
+            named = whole if self.states else self
+            assert named.generation[parent.place] == parent.generation
+            start = named.content[parent.place][-1]
             assert start is not None, "the parent is not written"
         wanted = values_of(tokens, start or 0)
         if self.states:
-            wanted = wanted[-1:] * self.block_size
+            wanted = [start] * self.block_size
         assert self.content[place] == wanted, f"{place} is published and holds something else"
         self.published[place] = generation
 

@@ -291,6 +291,7 @@ class World:
         self.groups, self.block_size, self.quota = groups, block_size, quota
         self.has_windows = any(group.window for group in groups)
         self.has_states = groups[-1].states
+        self.whole = next((i for i, group in enumerate(groups) if not group.window), 0)
         of_tokens = [group for group in groups if not group.states]
         self.sizes = {
             DEVICE: min(group.num_device for group in of_tokens),
@@ -358,6 +359,7 @@ class World:
                     parent,
                     token_ids[i * size : (i + 1) * size],
                     hash(root),
+                    self.planes[self.whole],
                 )
 
     def check_quiet(self, engine: Engine, group: int, places: Sequence[Place]) -> None:

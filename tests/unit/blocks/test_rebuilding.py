@@ -7,10 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from kvplane_blocks import ColumnError, Rebuild, chained_hash, root_hash
+from kvplane_blocks import ColumnError, Pool, Rebuild, chained_hash, root_hash
 
 from tests.helpers.native.index_writer import BLOCK_TOKENS, Writer, blocks, hashes_of
-from tests.helpers.native.native_pool import DEVICE, HOST, OneGroup, i32, i64, ints, publications
+from tests.helpers.native.native_pool import (
+    DEVICE,
+    HOST,
+    OneGroup,
+    find,
+    i32,
+    i64,
+    ints,
+    publications,
+)
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,80 @@ def test_what_is_told_again_replaces_what_was_told_before() -> None:
     assert [num_found(pool, firsts) for firsts in ([1, 2], [3, 4], [3, 8])] == [0, 1, 2]
     assert ints(pool.explain(b"r", i32(blocks(3)))[6], "q") == [0]  # as old as the pool
     pool.check_integrity()
+
+
+def num_found_with_states(whole: Report, states: Report, firsts: list[int]) -> int:
+    """Return how many blocks of a prompt a pool finds that is rebuilt from these reports."""
+    first = Rebuild(BLOCK_TOKENS, 1)
+    second = Rebuild(BLOCK_TOKENS, 1, first)
+    tell(first, 0, whole)
+    tell(second, 0, states)
+    second.begin(holds_states=True)
+    first.begin()
+    assert not second.step(1000), "built before the group that it names"
+    while not first.step(3):
+        pass
+    while not second.step(1):
+        pass
+    groups = [first.take(), second.take()]
+    pool = Pool(groups)
+    for group in groups:
+        group.check_integrity()
+    (num, behind), _ = find(pool, groups[0], b"r", i32([*blocks(*firsts), 0]))
+    assert not behind
+    published = [run[1:5] for run in groups[1].publications_in(0, 64)[0]]
+    kept = [block for run in published for block in ints(run[0], "i")]
+    assert len(kept) == groups[1].usage(DEVICE)[2], "some cannot be announced again"
+    return num
+
+
+def checkpoints(whole: Report, *places: tuple[int, int]) -> Report:
+    """Checkpoints of the prefixes that blocks of ``whole`` end: (its block, that one's)."""
+    report = Report(8)
+    for block, named in places:
+        at = whole.published[named]
+        report.published[block] = replace(at, generation=3, parent=named, parent_generation=1)
+        report.generations[DEVICE][block] = 3
+    return report
+
+
+def test_checkpoints_are_found_by_the_blocks_of_their_prefixes() -> None:
+    whole = chain(b"r", [1, 2, 3, 4], [50, 9, 2, 60])
+    states = checkpoints(whole, (7, 2), (4, 9))
+    assert num_found_with_states(whole, states, [1, 2, 3, 4]) == 3
+    assert num_found_with_states(whole, states, [1, 2, 4]) == 2
+    assert num_found_with_states(whole, states, [1, 4]) == 0
+    other = chain(b"r", [5], [8])
+    del whole.published[9]  # nor is what comes after it
+    whole.published |= other.published
+    whole.generations[DEVICE] |= other.generations[DEVICE]
+    assert num_found_with_states(whole, states, [1, 2, 3, 4]) == 0
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "no_parent"])
+def test_a_checkpoint_that_is_not_of_the_block_that_it_names_is_left_out(what: str) -> None:
+    whole = chain(b"r", [1, 2, 3], [5, 9, 0])
+    states = checkpoints(whole, (7, 9))
+    change = CHANGES.get(what, lambda p: replace(p, parent=-1, parent_generation=0))
+    states.published[7] = change(states.published[7])
+    assert num_found_with_states(whole, states, [1, 2, 3]) == 0
+
+
+def test_a_group_of_states_names_blocks_of_one_of_its_pool() -> None:
+    whole = Rebuild(BLOCK_TOKENS, 2)
+    for block_size, num_shards, named in (
+        (8, 2, whole),
+        (BLOCK_TOKENS, 1, whole),
+        (BLOCK_TOKENS, 2, Rebuild(BLOCK_TOKENS, 2, whole)),
+    ):
+        with pytest.raises(ValueError, match="whole must be"):
+            Rebuild(block_size, num_shards, named)
+    states = Rebuild(BLOCK_TOKENS, 2, whole)
+    states.start_shard(0, 8, 0)
+    whole.start_shard(0, 4, 0)
+    with pytest.raises(ColumnError) as raised:
+        tell_published(states, 0, b"r", {1: Published(b"r", 1, 4, 1, bytes(16), bytes(16))})
+    assert raised.value.args[:2] == ("parent_indices", 0)
 
 
 def test_roots_that_no_block_names_any_more_are_dropped() -> None:

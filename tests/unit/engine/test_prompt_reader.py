@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from threading import Event
 
-from engine.serving import prompt_reader
-from engine.serving.worker import PromptReader
+from engine.serving.worker import CHARACTERS_PER_S, PromptReader
 
 
 async def test_a_long_text_is_overtaken_for_as_long_as_it_takes() -> None:
@@ -28,7 +27,7 @@ async def test_a_long_text_is_overtaken_for_as_long_as_it_takes() -> None:
         return task
 
     asked = [await ask("first", 1)]
-    asked.append(await ask("long", prompt_reader.CHARACTERS_PER_S // 2))
+    asked.append(await ask("long", CHARACTERS_PER_S // 2))
     asked.append(await ask("soon", 1))
     await asyncio.sleep(0.6)
     asked.append(await ask("late", 1))
