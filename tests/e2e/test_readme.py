@@ -61,3 +61,12 @@ def test_every_make_target_that_the_readme_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE))
     assert {"run", "test"} <= named <= targets
+
+
+def test_the_sections_that_a_newcomer_does_have_programs() -> None:
+    script = (ROOT / "scripts" / "newcomer.sh").read_text()
+    titles = set(re.findall(r"\bsection (?:'([^']+)'|(\w+)$)", script, re.MULTILINE))
+    assert len(titles) == 6
+    for title in map("".join, titles):
+        text = re.search(rf"^#+ {title}\n(.*?)(?:^#|\Z)", README, re.DOTALL | re.MULTILINE)
+        assert text and re.search(r"^```(?:sh|python)$", text[1], re.MULTILINE), title
