@@ -234,7 +234,7 @@ class FileTier:
         self._threads = ThreadPoolExecutor(_MAX_LOADS, "file-load")
         self._loads = LoadSlots(_MAX_LOADS)
         self._block_bytes = shard.block_bytes(layout)
-        self._num_layers = len(shard.group_layers(layout, 0))
+        self._layers = shard.group_layers(layout, 0)
         self._num_chunk_blocks = max(1, CHUNK_BYTES // self._block_bytes)
 
     def start(self) -> None:
@@ -287,7 +287,11 @@ class FileTier:
                 if num_read:
                     first = span.start + num_loaded
                     blocks = BlockRange(
-                        request.sequence_id, first, num_read, num_layers=self._num_layers
+                        request.sequence_id,
+                        first,
+                        num_read,
+                        first_layer=self._layers[0],
+                        num_layers=len(self._layers),
                     )
                     write = partial(
                         write_bytes, self._executor, session_id, blocks, data, plan_number
@@ -353,7 +357,7 @@ class FileTier:
                 found.append(self.files.read(key))
         except FileMissError as miss:
             self.counts.missed(miss.reason)
-        size = self._block_bytes // self._num_layers
+        size = self._block_bytes // len(self._layers)
         layers = range(0, self._block_bytes, size)
         return len(found), bytearray().join(
             block[at : at + size] for at in layers for block in found

@@ -70,8 +70,9 @@ def test_the_walk_knows_what_the_line_took() -> None:
     machine.teardown()
 
 
-def test_the_walk_takes_blocks_from_files() -> None:
-    world = World(num_shards=2, num_device=12, num_host=0, num_uses=1)
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_the_walk_takes_blocks_from_files(by_layers: bool) -> None:
+    world = World(num_shards=2, by_layers=by_layers, num_device=12, num_host=0, num_uses=1)
     engine = Engine(world, world.control, ("ann", ""))
     engine.step(ops.admit(1, [0] * (3 * BLOCK)))
     engine.run_all()
