@@ -408,7 +408,7 @@ class PlaneCache(Cache):
             self._planes.finish()
             cached = [result.admit.num_cached_tokens for result in results]
             starts = [n + skip for n, skip in zip(cached, padding, strict=True)]
-            if not any(cached) or len(set(starts)) == 1:
+            if not any(cached) or (all(cached) and len(set(starts)) == 1):
                 break
             self._pending, bound = [ops.free(list(ids))], min(starts) + 1
         self._pending, self._held.ids = [], set(ids)

@@ -226,6 +226,7 @@ def rows_with_hits(model: PreTrainedModel, **settings: Any) -> None:
     check(40, 40, 0, [16, 16])  # one had 32 tokens, the other 16
     check(40, 35, 5, [0, 0])
     check(40, 40, 0, [32, 32])
+    check(40, 8, 32, [0, 0])  # the other row, without a hit, begins at the column of the first's
 
 
 def rows_alone(model: PreTrainedModel, **settings: Any) -> None:
