@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Generator
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 from kvplane.clients import control_client, data_client
 from kvplane.errors import KvplaneError
@@ -165,10 +165,8 @@ def _session(opened: sessions.Session) -> Session:
     return Session(lambda: opened)
 
 
-class _Client(Portal[Wrapped]):
-    """A blocking client of a plane, with its parameters."""
-
-    _client: ClassVar[Callable[..., Any]]
+class ControlClient(Portal[control_client.ControlClient]):
+    """A blocking ``kvplane.ControlClient``, with its parameters."""
 
     def __init__(
         self,
@@ -178,14 +176,11 @@ class _Client(Portal[Wrapped]):
         timeout_s: float = 10.0,
         shared_memory: bool = True,
     ) -> None:
-        make = functools.partial(self._client, target, tls=tls, timeout_s=timeout_s)
-        super().__init__(functools.partial(make, shared_memory=shared_memory))
-
-
-class ControlClient(_Client[control_client.ControlClient]):
-    """A blocking ``kvplane.ControlClient``, with its parameters."""
-
-    _client = control_client.ControlClient
+        super().__init__(
+            lambda: control_client.ControlClient(
+                target, tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
+            )
+        )
 
     get_server_info = blocking(control_client.ControlClient.get_server_info)
     list_pools = blocking(control_client.ControlClient.list_pools)
@@ -222,10 +217,22 @@ async def _next(events: Any) -> PrefixEvent:
     return event
 
 
-class DataClient(_Client[data_client.DataClient]):
+class DataClient(Portal[data_client.DataClient]):
     """A blocking ``kvplane.DataClient``, with its parameters."""
 
-    _client = data_client.DataClient
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls: Tls | None = None,
+        timeout_s: float = 10.0,
+        shared_memory: bool = True,
+    ) -> None:
+        super().__init__(
+            lambda: data_client.DataClient(
+                target, tls=tls, timeout_s=timeout_s, shared_memory=shared_memory
+            )
+        )
 
     get_server_info = blocking(data_client.DataClient.get_server_info)
     open = opening(data_client.DataClient.open, _execution)

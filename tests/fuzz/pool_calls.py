@@ -63,6 +63,7 @@ def append(world: World, session: Session) -> None:
     world.pool.checkpoints(session.handle, ids)
     checkpoints = world.column(4, num, 9) if data.ConsumeBool() else b""
     world.pool.append(session.handle, *columns, checkpoints=checkpoints)
+    world.pool.planned_checkpoints(session.handle, ids, checkpoints)
 
 
 def truncate(world: World, session: Session) -> None:

@@ -23,6 +23,7 @@ from tests.helpers.scrapes import checked
 
 # Samples that come only with what this traffic does not do.
 WITHOUT_SAMPLES = {
+    "kvplane_certificate_ends_timestamp_seconds",  # with TLS
     "kvplane_device_memory_bytes",
     "kvplane_file_tier_misses_total",
     "kvplane_file_tier_write_errors_total",
