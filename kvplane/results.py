@@ -210,7 +210,7 @@ class OperationResult:
 
     @property
     def pinned(self) -> Pinned:
-        """What ``ops.pin`` has found and holds."""
+        """Return the blocks that ``ops.pin`` found and holds, and the grant to read them."""
         grant = self._message.pin_grant if self._message.HasField("pin_grant") else None
         num_blocks = columns.read(INT32, self._message.num_pinned_blocks, "num_pinned_blocks")
         return Pinned(num_blocks, grant)

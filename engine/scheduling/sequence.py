@@ -96,8 +96,8 @@ class EngineSequence:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the sequence's next token can be planned now. Not if the due token may end it by
-        length, or separates continuations, or in a beam search, where all beams' tokens decide.
+        """Say whether the sequence's next token can be planned now. It cannot if the due token may
+        end it by length or separates continuations, nor in a beam search, where all beams decide.
         """
         if self.num_due == 0:
             return True
@@ -108,7 +108,7 @@ class EngineSequence:
 
     @property
     def can_pass(self) -> bool:
-        """Whether the sequence continues by one token after another, as plans in passes do."""
+        """Say whether the sequence continues one token at a time, as plans in passes do."""
         is_one = self.num_continuations == 1 and self.params.num_beams == 1
         return is_one and self.num_uncomputed <= 1
 
@@ -119,7 +119,7 @@ class EngineSequence:
 
     @property
     def ends_by_length(self) -> bool:
-        """Whether only ``max_tokens`` can end the sequence, and no token or stop string."""
+        """Say whether only ``max_tokens`` can end the sequence, and no token or stop string."""
         return not (self.request.end_token_ids or self.params.stop)
 
     @property

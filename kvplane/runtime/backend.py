@@ -53,7 +53,7 @@ class DataBackend(Protocol):
 
     @property
     def has_passes(self) -> bool:
-        """Whether ``start`` takes a pass."""
+        """Say whether ``start`` can be given the index of a pass."""
 
     @property
     def latent_layers(self) -> frozenset[int]:

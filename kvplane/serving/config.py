@@ -58,7 +58,7 @@ class ListenerSettings(LogSettings):
 
     HEADING: ClassVar[str] = "The server"
     FAMILY: ClassVar[str] = "tls"
-    """What the names of the settings of the certificate to serve with begin with."""
+    """The settings of the server's certificate have names that begin with this."""
 
     bind: str = setting(help="Address to serve on, host:port; port 0 picks a free one.")
     port_file: Path | None = setting(None, help="File to write the port to, once it serves.")

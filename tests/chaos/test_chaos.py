@@ -46,7 +46,7 @@ async def test_processes_that_are_killed_change_no_answer_and_leave_nothing_held
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_minute_of_chaos_ends_clean(tmp_path: Path) -> None:
-    """As the command runs it, which finds its modules without pytest."""
+    """The command is run, which must find its modules without pytest."""
     out = tmp_path / "result.json"
     command = [sys.executable, "-m", "tests.chaos", "--seconds", "60", "--seed", "1"]
     command += ["--logs", str(tmp_path / "logs"), "--json", str(out)]

@@ -46,7 +46,7 @@ def planes(running: Pair) -> Iterator[Pair]:
 
 
 def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:
-    """What a program prints when it runs without a fault."""
+    """Return what a program prints; it must end without an error."""
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(700)]
 
 
 def run(program: str, folder: Path) -> str:
-    """What a program of a document prints, with what it started in the background. That ends with
-    it.
+    """Return what a document's program prints, together with what it starts in the background,
+    which ends with it.
     """
     needs("curl", "ip")
     (folder / "models").symlink_to(ROOT / "models")

@@ -1,4 +1,4 @@
-"""What consumers of vLLM's KV events know of a pool, whatever restarts."""
+"""Consumers of vLLM's KV events know what a pool holds, whatever restarts."""
 
 from __future__ import annotations
 
