@@ -44,7 +44,7 @@ def data_of(key: BlockKey) -> bytes:
 
 def opened(folder: Path, num_files: int = 8, disk: Disk | None = None) -> BlockFiles:
     files = BlockFiles(
-        folder, PART, LENGTH, max_bytes=num_files * (HEADER_BYTES + LENGTH), disk=disk
+        folder, (PART, LENGTH), max_bytes=num_files * (HEADER_BYTES + LENGTH), disk=disk
     )
     files.scan()
     return files
@@ -250,7 +250,7 @@ def test_files_of_another_part_or_size_are_not_used(tmp_path: Path) -> None:
     files = opened(tmp_path)
     write(files, *keys(1))
     files.close()
-    other = BlockFiles(tmp_path, bytes(32), LENGTH, max_bytes=2**20)
+    other = BlockFiles(tmp_path, (bytes(32), LENGTH), max_bytes=2**20)
     other.scan()
     assert (other.num_files, other.num_torn) == (0, 1)
 
@@ -403,7 +403,7 @@ def test_a_folder_is_used_by_one_process_and_has_room_for_a_file(tmp_path: Path)
     files.close()
     opened(tmp_path).close()
     with pytest.raises(InvalidRequestError, match="file_tier_bytes"):
-        BlockFiles(tmp_path, PART, LENGTH, max_bytes=LENGTH)
+        BlockFiles(tmp_path, (PART, LENGTH), max_bytes=LENGTH)
     with pytest.raises(InvalidRequestError, match="file_tier_dir"):
         opened(tmp_path / "lock" / "below")
 
