@@ -109,14 +109,15 @@ class ReusedBlocks:
         for each in noted:
             is_present = self._tables.generations[_DEVICE][each.blocks] == each.generations
             is_whole = is_present & self._tables.publications[0].published[each.blocks]
-            num = _num_leading(is_whole)
+            num = num_whole = _num_leading(is_whole)
             checkpoints = self._checkpoints(each.blocks[:num], each.generations[:num])
             if self._tables.state_group is not None:
                 num = max(checkpoints, default=-1) + 1
-            each.num_looks += 1
             # The last block of a prompt may be filled later, or never.
-            is_enough = self._is_eager and num >= max(1, len(is_present) - 1)
-            is_awaited = num < len(is_present) and is_present[num] and not is_enough
+            enough = max(1, len(is_present) - self._is_eager)
+            # A checkpoint is published right after its block, if it ever is.
+            each.num_looks += _MOST_LOOKS // 8 if num < enough <= num_whole else 1
+            is_awaited = num < enough and is_present[num]
             if is_awaited and each.num_looks < _MOST_LOOKS:
                 self._noted.append(each)
             elif num:
