@@ -526,6 +526,19 @@ async def test_files_give_a_prompt_up_to_its_deepest_checkpoint(
             assert await engine.admit(2, OTHER) == 5 * SIZE
 
 
+async def test_a_forgotten_prefix_leaves_no_checkpoint_in_files(
+    written: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(written, folder := tmp_path / "pool")
+    async with pool_with_files(folder) as pool, ControlClient(pool.address) as control:
+        await control.wait_ready(POOL, 10)
+        await control.forget_prefixes(POOL, PROMPT[: 5 * SIZE])
+        await until(lambda: nums_of_files(pool) == [4 + 1 + 5 + 1] * 2)
+        await control.forget_prefixes(POOL, OTHER[:SIZE])
+        await until(lambda: nums_of_files(pool) == [4 + 1] * 2)
+    assert len([*folder.rglob("*.block")]) == 2 * (4 + 1)
+
+
 async def test_where_no_checkpoint_has_room_nothing_is_loaded(
     written: Path, tmp_path: Path
 ) -> None:
