@@ -396,6 +396,32 @@ def test_what_could_not_be_removed_is_not_forgotten_until_it_is(tmp_path: Path) 
     assert blocks_in(tmp_path) == []
 
 
+def test_a_checkpoint_counts_by_its_size_and_goes_before_its_block(tmp_path: Path) -> None:
+    states = part_name(b"layout", Shard(0, 1, 0, 2, 0, 2), of_states=True)
+    most = 3 * (HEADER_BYTES + LENGTH) + HEADER_BYTES + 2 * LENGTH
+    files = BlockFiles(tmp_path, (PART, LENGTH), (states, 2 * LENGTH), max_bytes=most)
+    files.scan()
+    prompt, (other,) = keys(3), keys(1, OTHER)
+    checkpoint = files.checkpoint_of(prompt[1])
+    write(files, *prompt[:2])
+    assert files.write(checkpoint, bytes(2 * LENGTH))
+    write(files, prompt[2])
+    assert files.num_bytes == most
+    assert files.find(key.name for key in prompt) == 2
+    files.close()
+    files = BlockFiles(tmp_path, (PART, LENGTH), (states, 2 * LENGTH), max_bytes=most)
+    files.scan()
+    assert (files.num_files, files.num_bytes, files.num_torn) == (4, most, 0)
+    assert files.find(key.name for key in prompt[:2]) == 2
+    write(files, other)  # in place of the last block, which has no checkpoint
+    assert files.find(key.name for key in prompt) == 2
+    assert files.write(files.checkpoint_of(other), bytes(2 * LENGTH))
+    files.check_integrity()
+    assert files.find(key.name for key in prompt) == 0
+    assert not files.write(files.checkpoint_of(prompt[2]), bytes(2 * LENGTH))  # it has no parent
+    assert files.find([other.name]) == 1
+
+
 def test_a_folder_is_used_by_one_process_and_has_room_for_a_file(tmp_path: Path) -> None:
     files = opened(tmp_path)
     with pytest.raises(InvalidRequestError, match="another process"):
