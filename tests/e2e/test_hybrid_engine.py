@@ -68,7 +68,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 PARAMS = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
-@pytest.mark.parametrize("every_blocks", [0, 1])
+@pytest.mark.parametrize("every_blocks", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_checkpoints_outlive_an_engine_and_a_control_plane(
     folder: Path, pair: Pair, every_blocks: int
 ) -> None:
