@@ -119,6 +119,8 @@ class PrefixLoader:
         column = ops.pack_tokens(tokens)
         if self._has_states:
             column = column[:-_INT32_BYTES]  # a hit leaves a token to compute
+        if len(column) < self._session.layout.block_size_tokens * _INT32_BYTES:
+            return Loaded(0, 0)
         async with Deadline.after(self._timeout_s).guard():
             num_cached = await self._num_cached(column)
             for _ in range(_MAX_TRIES if self._has_files else 0):
