@@ -72,10 +72,6 @@ class Calls:
         """Return the rate by wall time, of the median call of each pass."""
         return Spread.of([self.rate_of(statistics.median(p.seconds)) for p in self.passes])
 
-    def best_rate_of_core(self) -> Spread:
-        """Return the rate per second of CPU time, of the best call of each pass."""
-        return Spread.of([self.rate_of(min(p.cpu_seconds)) for p in self.passes])
-
     def rate_of(self, seconds: float) -> float:
         """Return the rate of a call that takes so long."""
         return self.amount / seconds / (1 if self.unit == "tokens/s" else 1e9)

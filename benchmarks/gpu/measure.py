@@ -1,4 +1,4 @@
-"""Measures the CUDA kernels on this machine's GPU, its bandwidth, and the installed peers.
+"""Measures the CUDA kernels on this machine's GPU, its bandwidth, and torch's attention.
 
     python -m benchmarks.gpu.measure [--tiny | --few] [--seconds S] [--json FILE]
 
@@ -100,7 +100,6 @@ class Shape:
             dtype=BF16,
             kv_dtype=BF16 if self.kv_dtype == "bfloat16" else E4M3,
             shared=self.shared,
-            poisons=False,
         )
 
 
