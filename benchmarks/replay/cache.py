@@ -27,8 +27,8 @@ _LAST_TOKEN = b"\1\0\0\0"
 
 
 class Cache:
-    """A pool with room for ``capacity_blocks`` blocks of the trace. ``num_checkpoints``: of a hybrid
-    model, for how many checkpoints of its states there is room.
+    """A pool with room for ``capacity_blocks`` blocks of the trace, and for ``num_checkpoints`` of
+    the states of a hybrid model.
     """
 
     def __init__(self, capacity_blocks: int, policy: str, num_checkpoints: int = 0) -> None:

@@ -32,7 +32,7 @@ from benchmarks.common.timing import quantile
 from kvplane import LayerGroup, Layout, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.runtime.backend import DataBackend, RemoteBackend
-from kvplane.runtime.embedded import EmbeddedBackend, start_planes
+from kvplane.runtime.embedded import start_planes
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
 from scripts.planes import run_planes
