@@ -77,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> None:
             groups.append(group)
         print(*shared.table(groups), sep="\n")
     rows = [
-        {"name": row.name, "unit": row.unit, "amount": row.amount, "p50": row.rate().middle}
+        {"name": row.name, "unit": row.unit, "amount": row.amount, "p50": row.rate()}
         | {"seconds": row.seconds, "least_cpu_s": row.least_cpu_s}
         for group in groups
         for row in group

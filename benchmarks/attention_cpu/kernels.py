@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from benchmarks.common.memory import Memory
 from benchmarks.common.report import markdown
-from benchmarks.common.timing import Calls, Spread
+from benchmarks.common.timing import Calls
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory import huge_pages
@@ -30,7 +30,7 @@ SHARES_OF_READ: Final = {
 }
 SHARES_OF_COPY: Final = {"copy_blocks": 0.80, "swap_out": 0.80, "swap_in": 0.80}
 TIMES_TORCH: Final = {"decode/bf16": 2.0, "decode/fp32": 1.3, "prefill": 1.5}
-HEADS: Final = ("", "rate", "lowest to highest", "of memory", "goal", "× torch", "goal")
+HEADS: Final = ("", "rate", "of memory", "goal", "× torch", "goal")
 
 
 @dataclass(frozen=True)
@@ -178,39 +178,33 @@ def table(rows: Sequence[Calls], isa: str) -> Iterator[str]:
     return markdown(HEADS, (_cells(row, isa, rates) for row in ours))
 
 
-def _cells(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
-    rate = rates[row.name]
+def _cells(row: Calls, isa: str, rates: dict[str, float]) -> list[str]:
     return [
         row.name if row.unit == "GB/s" else f"{row.name}, {row.unit}",
-        _figure(rate.middle),
-        f"{_figure(rate.lowest)} to {_figure(rate.highest)}",
+        f"{rates[row.name]:,.1f}",
         *_of_memory(row, isa, rates),
         *_of_torch(row, rates),
     ]
 
 
-def _of_memory(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
+def _of_memory(row: Calls, isa: str, rates: dict[str, float]) -> list[str]:
     """Return the share of the memory's rate in the same passes, and the goal."""
     if row.unit != "GB/s" or row.name in ("read_bandwidth", "memcpy"):
         return ["", ""]
     whole = "read_bandwidth" if row.name.startswith("decode") else "memcpy"
-    share = rates[row.name].middle / rates[whole].middle
+    share = rates[row.name] / rates[whole]
     goal = (SHARES_OF_READ.get(isa, {}) | SHARES_OF_COPY).get(row.name)
     return [f"{share:.1%} of {whole.partition('_')[0]}", _goal(share, goal)]
 
 
-def _of_torch(row: Calls, rates: dict[str, Spread]) -> list[str]:
+def _of_torch(row: Calls, rates: dict[str, float]) -> list[str]:
     """Return our figure divided by torch's, and the goal."""
     torchs = rates.get(f"torch/{row.name}")
     if torchs is None:
         return ["", ""]
-    times = rates[row.name].middle / torchs.middle
+    times = rates[row.name] / torchs
     return [f"{times:.2f}", _goal(times, TIMES_TORCH.get(row.name.rpartition("/")[0] or row.name))]
 
 
 def _goal(reached: float, goal: float | None) -> str:
     return "" if goal is None else f"{goal:g}: {'met' if reached >= goal else 'missed'}"
-
-
-def _figure(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}"

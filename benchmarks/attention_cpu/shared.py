@@ -43,24 +43,16 @@ def shared(sizes: Sizes, num_threads: int) -> Iterator[list[Calls]]:
         for group in GROUPS:
             query = torch.randn(NUM_SHARING, NUM_KV_HEADS * group, HEAD_SIZE)
             query = query.to(query_dtype_of(DTYPES[name]))
-
-            def calls(
-                side: str,
-                ours: CpuKernels,
-                tables: torch.Tensor,
-                what: str = f"{name}/g{group}",
-                pages: torch.Tensor = pages,
-                query: torch.Tensor = query,
-            ) -> Calls:
+            calls = []
+            for side, ours, tables in (
+                ("shared", together, common),
+                ("apart", apart, common),
+                ("copies", together, copies),
+            ):
                 arguments = AttentionArguments(query, pages, tables, starts, lens)
                 run = partial(ours.paged_attention, arguments)
-                return Calls(f"{what}, {side}", "tokens/s", NUM_SHARING, run)
-
-            yield [
-                calls("shared", together, common),
-                calls("apart", apart, common),
-                calls("copies", together, copies),
-            ]
+                calls.append(Calls(f"{name}/g{group}, {side}", "tokens/s", NUM_SHARING, run))
+            yield calls
 
 
 def table(groups: Sequence[Sequence[Calls]]) -> Iterator[str]:

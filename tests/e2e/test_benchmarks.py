@@ -17,7 +17,11 @@ from tests.helpers.programs import ROOT
 # The control plane.
 
 PROMPTS = ("hit_in_use_32k", "miss_32k", "hit_free_32k_pool100k")
-OTHERS = ("empty_step", "decode_step_256", "swap_2048_blocks", "abort_256x2048")
+STEPS = ("empty_step", "decode_step_256")
+MOVES = (
+    *("swap_2048_blocks/out", "swap_2048_blocks/in"),
+    *("abort_256x2048/abort", "abort_256x2048/next_step"),
+)
 RATES = ("steps_per_s_1_engine", "steps_per_s_8_engines", "steps_per_s_64_engines")
 REPORTS = ("rebuild_1M_blocks", "resume_1M_blocks")
 UNITS = {"us", "steps/s", "bytes"}
@@ -56,10 +60,9 @@ def test_a_case_is_measured_in_process_and_over_grpc(tmp_path: Path) -> None:
 @pytest.mark.nightly  # takes half a minute
 def test_every_case_gives_a_row_and_every_goal_belongs_to_one(tmp_path: Path) -> None:
     rows = check(*run(tmp_path / "out.json"))
-    for case in (*PROMPTS, *OTHERS, *RATES, *REPORTS):
+    for case in (*PROMPTS, *STEPS, *MOVES, *RATES, *REPORTS):
         assert {f"core/{case}", f"grpc/{case}"} <= rows.keys()
     assert rows.keys() >= GOALS.keys() | GOALS_P99.keys()
-    assert rows["grpc/steps_per_s_64_engines_paced"]["p50"] < 5_500
 
 
 @pytest.mark.nightly  # measures at full size, for a minute
