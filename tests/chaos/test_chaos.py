@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_byte_model(tmp_path_factory.mktemp("byte-model"))
 
 
-@pytest.mark.early
+@pytest.mark.nightly  # starts an engine twice; each death alone is tested on push
 @pytest.mark.timeout(300)
 async def test_processes_that_are_killed_change_no_answer_and_leave_nothing_held(
     model: Path, tmp_path: Path

@@ -80,6 +80,7 @@ def test_no_slice_holds_the_event_loop_for_long(tmp_path: Path) -> None:
 # The engine.
 
 
+@pytest.mark.nightly  # three engines
 def test_all_sides_give_the_same_tokens_and_the_figures_are_written(tmp_path: Path) -> None:
     names = ["generate", "embedded", "remote"]
     out = tmp_path / "out.json"

@@ -186,6 +186,7 @@ print(metadata.version("protobuf"), metadata.version("grpcio"), asyncio.run(ask(
 """
 
 
+@pytest.mark.nightly  # pip installs an environment
 @pytest.mark.parametrize(
     ("protobuf", "grpcio"),
     [

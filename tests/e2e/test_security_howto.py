@@ -47,6 +47,7 @@ def run(folder: Path, command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly  # makes certificates and starts four programs
 def test_the_page_works_as_written(tmp_path: Path) -> None:
     certificates, planes, engine, tokens = blocks("sh")
     programs.printed("sh", "-euc", certificates, cwd=tmp_path)

@@ -196,7 +196,7 @@ def test_a_look_up_s_plan_is_started_before_that_of_a_later_store(
         assert looking.result(PATIENCE_S) is not None
 
 
-@pytest.mark.parametrize("plane", ["data", "control"])
+@pytest.mark.parametrize("plane", ["data", pytest.param("control", marks=pytest.mark.nightly)])
 def test_a_plane_that_hangs_is_a_miss_in_time_and_is_used_again(plane: str) -> None:
     with running() as planes, cache_of(planes, lookup_s=0.3, transfer_s=0.3) as cache:
         until(lambda: store(cache) == [True] * 3)
@@ -226,7 +226,10 @@ def test_an_engine_starts_without_planes_and_finds_them_later() -> None:
     cache.close()
 
 
-@pytest.mark.parametrize(("transfer_s", "num_blocks"), [(PATIENCE_S, 3), (0.5, 0)])
+@pytest.mark.parametrize(
+    ("transfer_s", "num_blocks"),
+    [(PATIENCE_S, 3), pytest.param(0.5, 0, marks=pytest.mark.nightly)],
+)
 def test_missing_blocks_are_read_from_files_and_slow_files_are_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer_s: float, num_blocks: int
 ) -> None:
