@@ -39,9 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     which need Ray. Of tests that would be the last to run, all workers but one would wait for the
     end.
     """
+    at_night = {
+        path
+        for path in {item.path for item in items}
+        if INTEGRATIONS in path.parents and not BY_DAY & {*path.parents}
+    }
     for item in items:
-        is_by_day = item.get_closest_marker("fleet") is not None or BY_DAY & {*item.path.parents}
-        if INTEGRATIONS in item.path.parents and not is_by_day:
+        if item.path in at_night and item.get_closest_marker("fleet") is None:
             item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 

@@ -140,7 +140,7 @@ def write_bytes(
     """Write ``data``, whole blocks of the layers that ``blocks`` names. Has to run on the worker
     thread as a command. Raises the same errors as ``Executor.write_blocks``.
     """
-    flat = torch.frombuffer(data, dtype=TORCH_DTYPES[executor.layout.kv_dtype])
+    flat = torch.frombuffer(data, dtype=TORCH_DTYPES[executor.layout.stored_dtype(blocks.group)])
     page = executor.pools.tier(tier_key_of(blocks.group, pb.TIER_DEVICE)).shape[2:]
     here = flat.reshape(blocks.num_layers, blocks.num_blocks, *page)
     if executor.device.type != "cpu":

@@ -33,7 +33,7 @@ from .parallel.leader import ParallelBackend
 from .request import Delta, RequestOutput, SamplingParams
 from .running.core import EngineCore
 from .scheduling.checkpoints import CheckpointScheduler
-from .scheduling.loading import LoadingScheduler
+from .scheduling.loading import LoadingCheckpointScheduler, LoadingScheduler
 from .scheduling.scheduler import Scheduler
 from .stats import EngineStats
 from .threads import waiting
@@ -305,18 +305,19 @@ def _core(
         "max_batch_tokens": config.max_batch_tokens,
         "max_sequences": config.max_sequences,
     }
-    if loaded.states is not None:
-        scheduler: Scheduler = CheckpointScheduler(config.checkpoint_every_blocks, **settings)
-    elif link.has_file_tier:
-        scheduler = LoadingScheduler(link.begin_load, **settings)
-    else:
-        scheduler = Scheduler(**settings)
+    has_states = loaded.states is not None
+    scheduler: type[Scheduler] = CheckpointScheduler if has_states else Scheduler
+    if has_states:
+        settings["every_blocks"] = config.checkpoint_every_blocks
+    if link.has_file_tier:
+        settings["load"] = link.begin_load
+        scheduler = LoadingCheckpointScheduler if has_states else LoadingScheduler
     return EngineCore(
         loaded,
         layout,
         link,
         backend,
-        scheduler,
+        scheduler(**settings),
         recovery_timeout_s=config.recovery_timeout_s,
         max_plan_s=config.max_plan_s,
     )

@@ -23,7 +23,7 @@ from kvplane.clients.prefix_feed import (
     PrefixEvent,
     StoredBlock,
 )
-from kvplane.errors import CapacityError, KvplaneError
+from kvplane.errors import CapacityError, KvplaneError, PoolFullError
 from kvplane.execution.execution import Execution, all_of, shards_of
 from kvplane.results import Signed, StepResult
 from kvplane.session.session import Session
@@ -94,6 +94,7 @@ class PrefixLoader:
         self._control = control
         self._session = session
         self._timeout_s = timeout_s
+        self._has_states = session.layout.state_group is not None
         self._has_files = all(shard.has_file_tier for shard in session.shards)
         self._execution: Execution | None = None  # opened by the first load
         self._opening = asyncio.Lock()
@@ -109,12 +110,17 @@ class PrefixLoader:
 
     async def load(self, tokens: ops.Tokens) -> Loaded:
         """Load the part of a prompt after its cached tokens, as far as all shards have it in files.
-        It is cached when this returns, but may be evicted again like any other prefix.
+        It is cached when this returns, but may be evicted again like any other prefix. In a pool
+        that keeps states, that is up to the deepest checkpoint before the prompt's last token.
 
         Files that cannot be used, or a pool without room, are no errors: less is loaded then.
         Raises the errors of planes that are away, and of a session that is over.
         """
         column = ops.pack_tokens(tokens)
+        if self._has_states:
+            column = column[:-_INT32_BYTES]  # a hit leaves a token to compute
+        if len(column) < self._session.layout.block_size_tokens * _INT32_BYTES:
+            return Loaded(0, 0)
         async with Deadline.after(self._timeout_s).guard():
             num_cached = await self._num_cached(column)
             for _ in range(_MAX_TRIES if self._has_files else 0):
@@ -159,8 +165,12 @@ class PrefixLoader:
     async def _num_in_files(self, column: bytes) -> int:
         """Return how many leading tokens of a prompt all shards have in files."""
         shards = shards_of(await self._opened())
-        found = await all_of([each.find_files(column, self._timeout_s) for each in shards])
-        return min(found) * self._session.layout.block_size_tokens
+        size = self._session.layout.block_size_tokens
+        while True:
+            found = await all_of([each.find_files(column, self._timeout_s) for each in shards])
+            if min(found) == max(found):
+                return found[0] * size
+            column = column[: min(found) * size * _INT32_BYTES]  # all have a checkpoint there?
 
     async def _opened(self) -> Execution:
         async with self._opening:
@@ -189,14 +199,22 @@ class PrefixLoader:
         try:
             result = await self._session.step(
                 [
-                    ops.admit(i, column, skip_prefix_lookup=not are_cached)
+                    ops.admit(
+                        i,
+                        column,
+                        skip_prefix_lookup=not are_cached,
+                        checkpoint_position=len(column) // _INT32_BYTES if self._has_states else 0,
+                    )
                     for i, column in zip(ids, columns, strict=True)
                 ]
             )
             self._is_behind = result.plan is not None or not all(
                 each.failures for each in result.results
             )
-            is_loaded = await self._fill(result.raise_for_status(), ids, columns)
+            result.raise_for_status()
+            if any(0 in each.checkpoint_positions for each in result.results):
+                raise PoolFullError("the pool has no room for a checkpoint")
+            is_loaded = await self._fill(result, ids, columns)
             if is_loaded:
                 with suppress(KvplaneError):
                     await self._free(ids)

@@ -25,9 +25,12 @@ section() {
 }
 begin() { echo 'SECONDS=0'; }
 up() { section 'An OpenAI server' | grep 'kvplane up'; }
-install() {
+packages() {
   echo "apt-get update -qq"
   echo "apt-get install -qq -y $(grep -oPm1 '`apt install \K[^`]*' README.md) >/dev/null"
+}
+install() {
+  packages
   section Start
   echo 'echo "newcomer: installed after $SECONDS s"'
 }
@@ -42,7 +45,7 @@ case "${1:-}" in
   engines)
     promised='^cached_tokens: [1-9]'
     program=$(
-      echo '. /root/kvplane/tests/engines/newcomer.sh' && begin && install
+      packages && echo '. /root/kvplane/tests/engines/newcomer.sh' && begin && install
       section 'vLLM and SGLang' && echo ask_after_a_restart
     )
     ;;

@@ -37,8 +37,6 @@ from kvplane.wire.columns import INT32, INT64, UINT8
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import types_pb2 as pb
 
-_DEVICE = tier_key_of(0, pb.TIER_DEVICE)
-
 
 class BlockRange(NamedTuple):
     """A range of a sequence's table entries, in some layers of a layer group. ``num_layers``: from
@@ -358,6 +356,17 @@ class TableBlocks:
         last = first + int(batch.starts[span + 1] - batch.starts[span]) - 1
         return range(first // size, last // size + 1)
 
+    def checkpoints_of(self, session_id: int, sequence_id: int, plan_number: int) -> list[int]:
+        """Return the table entries at whose ends the latest plan keeps a checkpoint of a sequence.
+        Raises as ``PlanRunner.latest``.
+        """
+        with self._command.lock, self._command("span_blocks"):
+            checkpoints = self._plans.latest(session_id, plan_number)[1].checkpoints
+            if checkpoints is None:
+                return []
+            of_sequence = checkpoints.sequence_ids == sequence_id
+            return [*map(int, checkpoints.entries[of_sequence])]
+
     @property
     def num_published(self) -> int:
         """Number of device blocks with a publication, of all layer groups."""
@@ -374,7 +383,8 @@ class TableBlocks:
         """
         with self._command.lock, self._command("watch_reuse"):
             reused = self._plans.reused = ReusedBlocks(self._tables, on_reuse, num_uses)
-            self._tables.publications[0].on_keep = reused.published
+            for publications in self._tables.publications:
+                publications.on_keep = reused.published
 
     def take_reused(self) -> list[ReusedPrefix]:
         """Return the recorded prefixes that are published, each once."""
@@ -387,18 +397,19 @@ class TableBlocks:
             if self._plans.reused is not None:
                 self._plans.reused.drop(tenant)
 
-    def read_published(self, block: int, generation: int) -> torch.Tensor | None:
-        """Read all layers of a published device block, as [num_layers, 1, ...] like
-        ``Executor.read_blocks``. Returns None if the block is no longer published, or has another
-        generation.
+    def read_published(self, group: int, block: int, generation: int) -> torch.Tensor | None:
+        """Read all layers of a published device block of a layer group, as [num_layers, 1, ...]
+        like ``Executor.read_blocks``. Returns None if the block is no longer published, or has
+        another generation.
         """
         with self._command.lock, self._command("read_published"):
-            is_present = self._tables.generations[_DEVICE][block] == generation
-            if not is_present or not self._tables.publications[0].published[block]:
+            device = tier_key_of(group, pb.TIER_DEVICE)
+            is_present = self._tables.generations[device][block] == generation
+            if not is_present or not self._tables.publications[group].published[block]:
                 return None
-            layers = range(len(self._shard.group_layers(self._layout, 0)))
+            layers = range(len(self._shard.group_layers(self._layout, group)))
             full = np.array([self._tables.block_size_tokens])
-            return self._compute.read(_DEVICE, np.array([block], np.int32), layers, full)
+            return self._compute.read(device, np.array([block], np.int32), layers, full)
 
     def scope_of(self, session_id: int) -> tuple[str, str]:
         """Return a session's tenant and namespace. Raises SessionExpiredError,

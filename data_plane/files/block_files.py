@@ -1,14 +1,15 @@
-"""A folder of files, one for each block, whose total size is bounded.
+"""A folder of files, one for each block and each checkpoint of states, whose size is bounded.
 
     FOLDER/lock                  held by the process that uses the folder
-    FOLDER/ab/abcdef….block      a block, by its name
+    FOLDER/ab/abcdef….block      a block or a checkpoint, by its name
     FOLDER/new-1.tmp             a file that is being written; removed at the next start
 
 A file is written under another name, synced and then renamed, so a name always stands for a whole
 file. A file's contents are checked when it is read.
 
     root ──► block ──► block ──► block         a block's file is there only while its parent's is,
-                  └──► block                   so a search always finds a whole prefix
+                  ├──► block                   so a search always finds a whole prefix
+                  └──► checkpoint at its end
 
 A tree of names, in the order of use, tells which files exist. The least recently used file is
 evicted; one that has children counts as used instead.
@@ -22,11 +23,13 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
 from data_plane.files.disk import Disk
+from data_plane.files.names import checkpoint_name
 from data_plane.files.record import (
     HEADER_BYTES,
     BlockKey,
@@ -46,6 +49,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Node:
     parent: bytes
+    length: int
     children: set[bytes] = field(default_factory=set)
 
 
@@ -53,6 +57,8 @@ class FileIndex:
     """A tree of the files' names, in the order of use. Not thread-safe. Names have 32 bytes."""
 
     def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes of all files, headers included."""
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()  # the least recently used first
         self._roots: dict[bytes, set[bytes]] = {}
         self._roots_of: dict[bytes, set[bytes]] = {}  # by tenant
@@ -72,7 +78,8 @@ class FileIndex:
         """Add a file, for whose key ``may_add`` must be true."""
         if key.name in self._nodes:
             return
-        self._nodes[key.name] = _Node(key.parent)
+        self._nodes[key.name] = _Node(key.parent, key.length)
+        self.num_bytes += HEADER_BYTES + key.length
         if key.parent == key.root:
             self._roots.setdefault(key.root, set()).add(key.name)
             self._roots_of.setdefault(key.tenant, set()).add(key.root)
@@ -109,7 +116,9 @@ class FileIndex:
                 self._drop_root(node.parent)
         removed = [name]
         for each in removed:
-            removed += self._nodes.pop(each).children
+            node = self._nodes.pop(each)
+            self.num_bytes -= HEADER_BYTES + node.length
+            removed += node.children
         return removed
 
     def remove_root(self, root: bytes) -> list[bytes]:
@@ -128,6 +137,7 @@ class FileIndex:
         self._roots.clear()
         self._roots_of.clear()
         self._tenants.clear()
+        self.num_bytes = 0
         return names
 
     def _drop_root(self, root: bytes) -> None:
@@ -144,6 +154,8 @@ class FileIndex:
             names = self._roots[node.parent] if above is None else above.children
             assert name in names, "a file is not known to its parent"
             assert node.children <= self._nodes.keys(), "a child is not there"
+        lengths = sum(HEADER_BYTES + node.length for node in self._nodes.values())
+        assert self.num_bytes == lengths, "the bytes are not those of the files"
         assert set().union(*self._roots.values()) <= self._nodes.keys(), "a first block is missing"
         assert set().union(*self._roots_of.values()) == self._roots.keys(), "a root has no tenant"
         assert self._tenants.keys() == self._roots.keys(), "a tenant is kept of no root"
@@ -159,29 +171,25 @@ class BlockFiles:
     def __init__(
         self,
         folder: Path,
-        part: bytes,
-        block_bytes: int,
-        *,
+        *parts: tuple[bytes, int],
         max_bytes: int,
         disk: Disk | None = None,
     ) -> None:
-        """Open a folder, which is made if it does not exist. ``part``: names the shard's share of a
-        block, see ``part_name``. ``block_bytes``: the size of that share. ``max_bytes``: the bound
-        of all files together.
+        """Open a folder, which is made if it does not exist. ``parts``: the shard's share of a
+        block, and that of a checkpoint if the pool keeps states: its name, see ``part_name``, and
+        its size in bytes. ``max_bytes``: the bound of all files together.
 
         Raises InvalidRequestError when another process uses the folder, it cannot be used, or there
-        is no room for a single file.
+        is no room for one file of each part.
         """
         self.num_evicted = self.num_torn = 0
         self._folder = folder
-        self._part = part
-        self._length = block_bytes
-        self._file_bytes = HEADER_BYTES + block_bytes
-        self._max_files = min(max_bytes // self._file_bytes, MAX_FILES)
-        if not self._max_files:
+        self._parts = parts
+        self._max_bytes = max_bytes
+        least = sum(HEADER_BYTES + length for _, length in parts)
+        if max_bytes < least:
             raise InvalidRequestError(
-                f"must be at least {self._file_bytes}, the size of one file",
-                field="file_tier_bytes",
+                f"must be at least {least}, the size of a block in files", field="file_tier_bytes"
             )
         self._disk = disk if disk is not None else Disk()
         self._index = FileIndex()
@@ -211,7 +219,7 @@ class BlockFiles:
     @property
     def num_bytes(self) -> int:
         """Bytes of all files, headers included."""
-        return len(self._index) * self._file_bytes
+        return self._index.num_bytes
 
     def close(self) -> None:
         """Unlock the folder, so that another process can use it."""
@@ -237,8 +245,9 @@ class BlockFiles:
             try:
                 status = path.lstat()
                 key, _ = read_header(self._disk.read(path, HEADER_BYTES))
-                is_own = (key.part, key.length) == (self._part, self._length)
-                if not is_own or path != self._path(key.name) or status.st_size != self._file_bytes:
+                is_whole = status.st_size == HEADER_BYTES + key.length
+                is_own = (key.part, key.length) in self._parts
+                if not is_own or not is_whole or path != self._path(key.name):
                     raise FileMissError("MISMATCH")
                 found.append((status.st_mtime, key))
             except (OSError, FileMissError):
@@ -262,27 +271,37 @@ class BlockFiles:
             if not self._index.use(key.name):
                 self.num_torn += 1
                 self._remove(self._path(key.name))
-        while len(self._index) > self._max_files:
+        while self._is_full(0):
             self._evict()
         _LOGGER.info("file tier folder=%s files=%d", self._folder, len(self._index))
 
     def find(self, names: Iterable[bytes]) -> int:
-        """Return how many leading blocks of a prompt, with these names, have files. Those files are
-        marked as used now.
+        """Return how many leading blocks of a prompt, with these names, have files; in a pool that
+        keeps states, up to the last that has a checkpoint. Files are marked as used now.
         """
-        num = 0
-        for name in names:
-            with self._lock:
-                if not self._index.use(name):
-                    break
-            num += 1
-        return num
+        found = [*takewhile(self.use, names)]
+        while found and len(self._parts) > 1 and not self.use(checkpoint_name(found[-1])):
+            found.pop()
+        return len(found)
+
+    def use(self, name: bytes) -> bool:
+        """Return whether a file exists, and mark it as used now."""
+        with self._lock:
+            return self._index.use(name)
 
     def key_of(
         self, tenant: bytes, root: bytes, parent: bytes, name: bytes, generation: int = 0
     ) -> BlockKey:
         """Return the key of a block's file here. ``generation``: the block's in the pool."""
-        return BlockKey(self._part, tenant, root, parent, name, self._length, generation)
+        part, length = self._parts[0]
+        return BlockKey(part, tenant, root, parent, name, length, generation)
+
+    def checkpoint_of(self, key: BlockKey, generation: int = 0) -> BlockKey:
+        """Return the key of the checkpoint at the end of a block that has ``key``."""
+        (_, (part, length)), name = self._parts, checkpoint_name(key.name)
+        return replace(
+            key, part=part, parent=key.name, name=name, length=length, generation=generation
+        )
 
     def num_forgotten(self, tenant: bytes) -> int:
         """Return how many ``forget`` calls so far may have concerned a tenant."""
@@ -297,13 +316,13 @@ class BlockFiles:
         """
         if num_forgotten is None:
             num_forgotten = self.num_forgotten(key.tenant)
-        if len(data) != self._length:
-            raise ValueError(f"{len(data)} bytes instead of {self._length}")
+        if len(data) != key.length:
+            raise ValueError(f"{len(data)} bytes instead of {key.length}")
         with self._lock:
             self._index.use(key.parent)
             if key.name in self._index or not self._index.may_add(key):
                 return False
-            while len(self._index) >= self._max_files:
+            while self._is_full(HEADER_BYTES + key.length):
                 if not self._evict(keep=key.parent):
                     return False
             self._num_temporary += 1
@@ -338,7 +357,7 @@ class BlockFiles:
         """Read a block's data. Raises FileMissError, after removing the file and those below it."""
         path = self._path(key.name)
         try:
-            data = read_data(self._disk.read(path, self._file_bytes + 1), key)
+            data = read_data(self._disk.read(path, HEADER_BYTES + key.length + 1), key)
         except FileMissError:
             self.drop(key.name)
             raise
@@ -388,7 +407,12 @@ class BlockFiles:
         """Check that the index is consistent and within its bounds. Raises AssertionError."""
         with self._lock:
             self._index.check_integrity()
-            assert len(self._index) <= self._max_files
+            assert not self._is_full(0)
+
+    def _is_full(self, num_bytes: int) -> bool:
+        """Return whether there is no room for a file of so many bytes, of all together for 0."""
+        num_files = len(self._index) + bool(num_bytes)
+        return num_files > MAX_FILES or self._index.num_bytes + num_bytes > self._max_bytes
 
     def _evict(self, keep: bytes = b"") -> bool:
         """Evict a file other than ``keep``. Returns False if there is none."""

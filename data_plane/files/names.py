@@ -3,6 +3,7 @@ the tenant, the namespace, and every token up to the block's last. It is SHA-256
 because with two prompts of one name a tenant could read one's keys and values as the other's.
 
     scope ──► root = H(layout, tenant, namespace) ──► H(root, tokens) ──► H(that, tokens) ──► ...
+                                                            └─► H(that): the checkpoint of states
 """
 
 from __future__ import annotations
@@ -37,9 +38,17 @@ def block_names(root: bytes, token_ids: bytes, block_size_tokens: int) -> Iterat
         yield name
 
 
-def part_name(layout_fingerprint: bytes, shard: Shard) -> bytes:
-    """Return the name of the part of a block that a shard holds: its layers and heads."""
-    return _digest(b"part", layout_fingerprint, repr(shard.part).encode())
+def checkpoint_name(block_name: bytes) -> bytes:
+    """Return the file name of the checkpoint of states at a block's end."""
+    return _digest(b"checkpoint", block_name)
+
+
+def part_name(layout_fingerprint: bytes, shard: Shard, *, of_states: bool = False) -> bytes:
+    """Return the name of the part of a block, or checkpoint, that a shard holds: its layers and
+    heads.
+    """
+    kind = b"states" if of_states else b"part"
+    return _digest(kind, layout_fingerprint, repr(shard.part).encode())
 
 
 def folder_name(part: bytes, pool_id: str, shard: Shard) -> str:

@@ -161,8 +161,8 @@ class DataPlaneSettings(
     file_tier_dir: Path | None = setting(
         None,
         help="Folder of files in which blocks of prefixes are kept, also for later processes;"
-        " several data planes may share it. None for no files. For pools of one layer group without"
-        " an attention window.",
+        " several data planes may share it. None for no files. For pools of one layer group, and"
+        " perhaps one of states, without an attention window.",
     )
     file_tier_after: int = setting(
         2,

@@ -5,7 +5,8 @@
 
 A load fills the blocks that a plan allocated, as pushes do. They are published by the plan's
 receipt, which is signed once every slot was written from a valid file. Until then no session finds
-them, so a corrupt file is never more than a miss.
+them, so a corrupt file is never more than a miss. Checkpoints of states that the plan keeps are
+read first: without them the blocks are of no use.
 
     plan finds a prefix ──► noted ──► a thread: read a block (a command) ──► write its file
 
@@ -22,12 +23,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 
@@ -144,26 +146,38 @@ class FileWriter:
         parent = scope.root
         blocks = zip(prefix.blocks.tolist(), prefix.generations.tolist(), strict=True)
         names = block_names(scope.root, prefix.token_ids, size)
-        for name, (block, generation) in zip(names, blocks, strict=True):
-            if not self._files.find([name]):
-                key = self._files.key_of(scope.tenant, scope.root, parent, name, generation)
-                if self._is_stopping or time.monotonic() < self._paused_until_s:
-                    return
-                num_forgotten = self._files.num_forgotten(scope.tenant)
-                data = self._worker.submit(partial(self._read, block, generation), _LANE).result()
-                try:
-                    if data is None or not self._files.write(key, data, num_forgotten):
-                        return
-                except OSError as error:
-                    self._paused_until_s = time.monotonic() + PAUSE_S
-                    self._counts.failed(errno.errorcode.get(error.errno or 0, "OTHER"))
-                    _LOGGER.warning("a block was not written to a file: %s", error)
-                    return
-                self._counts.moved("written", 1)
+        for i, (name, (block, generation)) in enumerate(zip(names, blocks, strict=True)):
+            key = self._files.key_of(scope.tenant, scope.root, parent, name, generation)
+            if not self._write_one(key, 0, block):
+                return
+            if i in prefix.checkpoints:
+                block, generation = prefix.checkpoints[i]
+                group = len(self._executor.layout.groups) - 1
+                self._write_one(self._files.checkpoint_of(key, generation), group, block)
             parent = name
 
-    def _read(self, block: int, generation: int) -> bytes | None:
-        data = self._executor.blocks.read_published(block, generation)
+    def _write_one(self, key: BlockKey, group: int, block: int) -> bool:
+        """Write the file of a layer group's block if there is none. Returns whether there is."""
+        if self._files.use(key.name):
+            return True
+        if self._is_stopping or time.monotonic() < self._paused_until_s:
+            return False
+        num_forgotten = self._files.num_forgotten(key.tenant)
+        read = partial(self._read, group, block, key.generation)
+        data = self._worker.submit(read, _LANE).result()
+        try:
+            if data is None or not self._files.write(key, data, num_forgotten):
+                return False
+        except OSError as error:
+            self._paused_until_s = time.monotonic() + PAUSE_S
+            self._counts.failed(errno.errorcode.get(error.errno or 0, "OTHER"))
+            _LOGGER.warning("a block was not written to a file: %s", error)
+            return False
+        self._counts.moved("written", 1)
+        return True
+
+    def _read(self, group: int, block: int, generation: int) -> bytes | None:
+        data = self._executor.blocks.read_published(group, block, generation)
         if data is None:
             return None
         with device_errors():
@@ -195,6 +209,14 @@ class LoadSlots:
                 del self._num_here[caller], self._own[caller]
 
 
+class _Chunk(NamedTuple):
+    """Blocks of a layer group that are read and written at once: table entries from ``first``."""
+
+    group: int
+    first: int
+    keys: list[BlockKey]
+
+
 class FileTier:
     """Keeps an executor's blocks in files of its own, from ``start`` to ``stop``."""
 
@@ -210,32 +232,36 @@ class FileTier:
     ) -> None:
         """``folder``: several data planes may share it. ``num_uses``: as of ``FileWriter``.
 
-        Raises InvalidRequestError for a pool of several layer groups or with an attention window,
-        and as ``BlockFiles``.
+        Raises InvalidRequestError for a pool of several layer groups beside that of states, or with
+        an attention window, and as ``BlockFiles``.
         """
         layout, shard = executor.layout, executor.shard
-        if len(layout.groups) > 1 or layout.groups[0].sliding_window_tokens:
+        if len(layout.attention_groups) > 1 or layout.groups[0].sliding_window_tokens:
             raise InvalidRequestError(
-                "is for pools of one layer group without an attention window",
+                "is for pools of one layer group, and perhaps one of states, without an attention"
+                " window",
                 field="file_tier_dir",
             )
         self.counts = FileCounts()
         self._executor = executor
         self._worker = worker
-        part = part_name(layout.fingerprint, shard)
+        groups = range(len(layout.groups))
+        parts = [
+            part_name(layout.fingerprint, shard, of_states=group == layout.state_group)
+            for group in groups
+        ]
+        self._block_bytes = [shard.block_bytes(layout, group) for group in groups]
+        self._layers = [shard.group_layers(layout, group) for group in groups]
         self.files = BlockFiles(
-            folder / folder_name(part, executor.pool_id, shard),
-            part,
-            shard.block_bytes(layout),
+            folder / folder_name(parts[0], executor.pool_id, shard),
+            *zip(parts, self._block_bytes, strict=True),
             max_bytes=max_bytes,
             disk=disk,
         )
         self._writer = FileWriter(executor, worker, self.files, self.counts, num_uses=num_uses)
         self._threads = ThreadPoolExecutor(_MAX_LOADS, "file-load")
         self._loads = LoadSlots(_MAX_LOADS)
-        self._block_bytes = shard.block_bytes(layout)
-        self._layers = shard.group_layers(layout, 0)
-        self._num_chunk_blocks = max(1, CHUNK_BYTES // self._block_bytes)
+        self._num_chunk_blocks = max(1, CHUNK_BYTES // self._block_bytes[0])
 
     def start(self) -> None:
         """Find the files that an earlier process left, and begin to write in the background."""
@@ -248,8 +274,8 @@ class FileTier:
         self.files.close()
 
     async def find(self, session_id: int, token_ids: bytes) -> int:
-        """Return how many leading blocks of a prompt have files. Raises InvalidRequestError,
-        SessionExpiredError.
+        """Return how many leading blocks of a prompt have files, up to the last that has a
+        checkpoint where states are kept. Raises InvalidRequestError, SessionExpiredError.
         """
         columns.read(columns.INT32, token_ids, "token_ids")
         scope = await self._scope(session_id)
@@ -261,43 +287,45 @@ class FileTier:
     async def load(
         self, session_id: int, plan_number: int, request: pb.LoadFileBlocksRequest, lane: Lane
     ) -> pb.LoadFileBlocksResponse:
-        """Load the blocks that a started plan computes for a sequence from files. ``lane`` is
-        charged for the writes. Raises InvalidRequestError, and as ``Executor.write_blocks``.
+        """Load the blocks that a started plan computes for a sequence from files, and the
+        checkpoints that it keeps. ``lane`` is charged for the writes. Raises InvalidRequestError,
+        and as ``Executor.write_blocks``.
         """
-        span = await self._worker.run(
-            partial(self._executor.blocks.of_span, session_id, request.sequence_id, plan_number),
-            lane,
-        )
+        blocks, of_sequence = self._executor.blocks, (session_id, request.sequence_id, plan_number)
+        span = await self._worker.run(partial(blocks.of_span, *of_sequence), lane)
+        kept = await self._worker.run(partial(blocks.checkpoints_of, *of_sequence), lane)
         size = self._executor.layout.block_size_tokens
         columns.read(columns.INT32, request.token_ids, "token_ids", length=span.stop * size)
         scope = await self._scope(session_id)
         num_loaded, receipt = 0, None
         async with self._loads.taken(lane.caller):
-            keys = await self._off_loop(partial(self._keys, scope, request.token_ids, span))
+            keys = await self._off_loop(partial(self._keys, scope, request.token_ids))
             chunks = [
-                keys[i : i + self._num_chunk_blocks]
-                for i in range(0, len(keys), self._num_chunk_blocks)
+                _Chunk(len(self._layers) - 1, i, [self.files.checkpoint_of(keys[i])]) for i in kept
             ]
+            size = self._num_chunk_blocks
+            chunks += [_Chunk(0, i, keys[i : min(i + size, span.stop)]) for i in span[::size]]
             following = self._begin_read(chunks[0])
             for i, chunk in enumerate(chunks):
                 num_read, data = await following
-                is_whole = num_read == len(chunk)
+                is_whole = num_read == len(chunk.keys)
                 if is_whole and i + 1 < len(chunks):
                     following = self._begin_read(chunks[i + 1])
                 if num_read:
-                    first = span.start + num_loaded
-                    blocks = BlockRange(
+                    layers = self._layers[chunk.group]
+                    written = BlockRange(
                         request.sequence_id,
-                        first,
+                        chunk.first,
                         num_read,
-                        first_layer=self._layers[0],
-                        num_layers=len(self._layers),
+                        chunk.group,
+                        first_layer=layers[0],
+                        num_layers=len(layers),
                     )
                     write = partial(
-                        write_bytes, self._executor, session_id, blocks, data, plan_number
+                        write_bytes, self._executor, session_id, written, data, plan_number
                     )
                     receipt = await self._worker.run(write, lane)
-                    num_loaded += num_read
+                    num_loaded += num_read if chunk.group == 0 else 0
                     self.counts.moved("loaded", num_read)
                 if not is_whole:
                     break
@@ -329,13 +357,13 @@ class FileTier:
         names = await self._worker.run(partial(self._executor.blocks.scope_of, session_id))
         return scope_of(self._executor.layout.fingerprint, *names)
 
-    def _keys(self, scope: Scope, token_ids: bytes, span: range) -> list[BlockKey]:
+    def _keys(self, scope: Scope, token_ids: bytes) -> list[BlockKey]:
         size = self._executor.layout.block_size_tokens
         names = [scope.root, *block_names(scope.root, token_ids, size)]
-        return [self.files.key_of(scope.tenant, scope.root, names[i], names[i + 1]) for i in span]
+        return [self.files.key_of(*scope, parent, name) for parent, name in pairwise(names)]
 
-    def _begin_read(self, keys: Sequence[BlockKey]) -> asyncio.Future[tuple[int, bytearray]]:
-        reading = asyncio.ensure_future(self._off_loop(partial(self._read, keys)))
+    def _begin_read(self, chunk: _Chunk) -> asyncio.Future[tuple[int, bytearray]]:
+        reading = asyncio.ensure_future(self._off_loop(partial(self._read, chunk)))
         # Retrieves the exception, which no one else does if the caller stops waiting.
         reading.add_done_callback(lambda done: done.cancelled() or done.exception())
         return reading
@@ -347,18 +375,19 @@ class FileTier:
         except RuntimeError as error:
             raise PlaneUnavailableError("the data plane is stopping") from error
 
-    def _read(self, keys: Sequence[BlockKey]) -> tuple[int, bytearray]:
+    def _read(self, chunk: _Chunk) -> tuple[int, bytearray]:
         """Read blocks' files up to the first that is missing or invalid. Returns how many were
         read, and their blocks, layer by layer.
         """
         found = []
         try:
-            for key in keys:
+            for key in chunk.keys:
                 found.append(self.files.read(key))
         except FileMissError as miss:
             self.counts.missed(miss.reason)
-        size = self._block_bytes // len(self._layers)
-        layers = range(0, self._block_bytes, size)
+        num_bytes = self._block_bytes[chunk.group]
+        size = num_bytes // len(self._layers[chunk.group])
+        layers = range(0, num_bytes, size)
         return len(found), bytearray().join(
             block[at : at + size] for at in layers for block in found
         )

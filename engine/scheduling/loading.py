@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvplane.prefixes import Loaded
 
+from .checkpoints import CheckpointScheduler
 from .intents import Intent
 from .scheduler import Scheduler
 from .sequence import EngineSequence, SequenceStatus
@@ -76,3 +77,9 @@ class LoadingScheduler(Scheduler):
         waiting, self.waiting = self.waiting, []
         for sequence in waiting:
             self.arrive(sequence)
+
+
+class LoadingCheckpointScheduler(LoadingScheduler, CheckpointScheduler):
+    """A ``CheckpointScheduler`` that loads a prompt's prefix and its checkpoint from files. Its
+    settings are those of both.
+    """

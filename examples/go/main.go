@@ -42,8 +42,12 @@ func main() {
 	started := ask(&pb.ExecuteRequest{Message: plan}).GetStarted()
 	group := pool.Layout.Groups[0]
 	shape := []int64{int64(started.NumTokens), int64(group.NumKvHeads), int64(group.HeadSize)}
-	zeros := &pb.Tensor_Data{Data: make([]byte, 4*shape[0]*shape[1]*shape[2])}
-	qkv := &pb.Tensor{Dtype: pb.ElementType_ELEMENT_TYPE_FLOAT32, Shape: shape, Storage: zeros}
+	itemBytes := int64(2)
+	if pool.Layout.Dtype == pb.ElementType_ELEMENT_TYPE_FLOAT32 {
+		itemBytes = 4
+	}
+	zeros := &pb.Tensor_Data{Data: make([]byte, itemBytes*shape[0]*shape[1]*shape[2])}
+	qkv := &pb.Tensor{Dtype: pool.Layout.Dtype, Shape: shape, Storage: zeros}
 	var receipt *pb.SignedPayload // comes with the last layer
 	for _, layer := range layers {
 		input := &pb.ExecuteRequest_Layer{Layer: &pb.RunLayerRequest{

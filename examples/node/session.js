@@ -43,8 +43,9 @@ const { layers } = (await ask({ open: { grant } })).opened;
 const { plan_number, num_tokens } = (await ask({ plan: { plan } })).started;
 const { num_kv_heads, head_size } = layout.groups[0];
 const shape = [num_tokens, num_kv_heads, head_size];
-const zeros = Buffer.alloc(4 * num_tokens * num_kv_heads * head_size);
-const qkv = { dtype: "ELEMENT_TYPE_FLOAT32", shape, data: zeros };
+const item_bytes = layout.dtype === "ELEMENT_TYPE_FLOAT32" ? 4 : 2;
+const zeros = Buffer.alloc(item_bytes * num_tokens * num_kv_heads * head_size);
+const qkv = { dtype: layout.dtype, shape, data: zeros };
 let receipt; // comes with the last layer
 for (const layer of layers) {
   const { output } = await ask({ layer: { layer, plan_number, query: qkv, key: qkv, value: qkv } });

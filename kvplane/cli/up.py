@@ -116,7 +116,9 @@ def main() -> int:
 
 
 def _run(stack: ExitStack, config: UpSettings, environ: Mapping[str, str]) -> int:
-    """Start each program once those before it serve. Returns 1 when one has ended."""
+    """Start the control plane, then the others, which import for seconds, side by side. Returns 1
+    when one has ended.
+    """
     host, _, port = environ["KVPLANE_CONTROL_PLANE_BIND"].rpartition(":")
     control = f"{'127.0.0.1' if host in ANY_HOST else host}:{port}"
     shared = ("--control-plane", control, "--model", str(config.model))
@@ -126,13 +128,16 @@ def _run(stack: ExitStack, config: UpSettings, environ: Mapping[str, str]) -> in
         "HTTP server": ("ENGINE_SERVE", "kvplane.engine", "serve", *shared),
     }
     running: dict[str, Process] = {}
-    for name, (program, *words) in programs.items():
-        bind = environ[f"KVPLANE_{program}_BIND"]
-        running[name] = Process(stack, *words, bind=bind, environ=environ)
-        address = running[name].wait(lambda: _one_has_ended(running))
-        if address is None:
-            return 1
-        print(f"{name:13}  {address}", flush=True)
+    for names in (["control plane"], ["data plane", "HTTP server"]):
+        for name in names:
+            program, *words = programs[name]
+            bind = environ[f"KVPLANE_{program}_BIND"]
+            running[name] = Process(stack, *words, bind=bind, environ=environ)
+        for name in names:
+            address = running[name].wait(lambda: _one_has_ended(running))
+            if address is None:
+                return 1
+            print(f"{name:13}  {address}", flush=True)
     print(f"page           http://127.0.0.1:{environ['KVPLANE_CONTROL_PLANE_PAGE_PORT']}")
     print("Ctrl-C stops all.", flush=True)
     while not _one_has_ended(running):

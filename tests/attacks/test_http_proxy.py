@@ -184,8 +184,11 @@ def slow_readers(proxied: Proxied) -> Iterator[None]:
         yield
 
 
+AT_NIGHT = [pytest.param(each, marks=pytest.mark.nightly) for each in (silent, slow_readers)]
+
+
 @pytest.mark.parametrize(
-    "attack", [silent, unfinished_handshakes, idle_connections, one_byte_chunks, slow_readers]
+    "attack", [unfinished_handshakes, idle_connections, one_byte_chunks, *AT_NIGHT]
 )
 def test_others_do_not_wait_for_an_attacker(
     proxied: Proxied, attack: Callable[[Proxied], AbstractContextManager[None]]

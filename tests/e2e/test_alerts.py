@@ -52,6 +52,7 @@ async def forge(address: str) -> None:
             await stub.CopyBlocks(pb.StartPlanRequest(plan=SignedPayload(payload=b"x")))
 
 
+@pytest.mark.nightly  # waits for Prometheus; rules are tested on push
 async def test_a_lost_plane_an_expired_lease_and_a_forged_plan_raise_alarms_that_end(
     stack: MonitoredStack,
 ) -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from kvplane import ControlClient
@@ -55,6 +56,7 @@ def missing(stack: MonitoredStack) -> list[str]:
     return found
 
 
+@pytest.mark.nightly  # waits for Prometheus; queries are checked on push
 async def test_every_panel_has_data_under_load(tmp_path: Path) -> None:
     arguments = ["--model", str(ROOT / "models" / "recall"), *POOL]
     needs("prometheus", "promtool")

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 from engine import LLM, SamplingParams
 from engine.models import loader
 from kvplane.errors import DeadlineExceededError
+from kvplane.layout import Layout
 from kvplane.models.hf import layout_from_hf
 from tests.e2e.engine_planes import POOL, Pair
+from tests.helpers.waiting import wait_until
 from tests.models.tiny_models import VOCABULARY, save_tiny
 
 SIZE = 8
@@ -29,12 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture
-def pair(folder: Path, tmp_path: Path) -> Iterator[Pair]:
+@pytest.fixture(scope="module")
+def layout(folder: Path) -> Layout:
     groups = loader.load(folder, "float32").groups
-    layout = layout_from_hf(
+    return layout_from_hf(
         folder, block_size_tokens=SIZE, dtype="float32", kv_dtype="float32", groups=groups
     )
+
+
+@pytest.fixture
+def pair(layout: Layout, tmp_path: Path) -> Iterator[Pair]:
     with Pair(layout, tmp_path, num_device_blocks=400, num_host_blocks=0) as made:
         yield made
 
@@ -62,7 +68,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 PARAMS = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)
 
 
-@pytest.mark.parametrize("every_blocks", [0, 1])
+@pytest.mark.parametrize("every_blocks", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_checkpoints_outlive_an_engine_and_a_control_plane(
     folder: Path, pair: Pair, every_blocks: int
 ) -> None:
@@ -88,6 +94,30 @@ def test_checkpoints_outlive_an_engine_and_a_control_plane(
             # The answer's last token was not computed: what it ends was never full.
             found = [output.num_cached_tokens for output in next_turns]
             assert found == [(len(tokens) - 1) // SIZE * SIZE for tokens in longer]
+
+
+def test_what_was_used_twice_outlives_all_planes_in_files(
+    folder: Path, layout: Layout, tmp_path: Path
+) -> None:
+    prompts = prompts_of(43, 29, 16)
+    wanted = eager(folder, prompts)
+    num_blocks = [(len(prompt) - 1) // SIZE for prompt in prompts]
+    files = "--file-tier-dir", str(tmp_path / "files"), "--file-tier-bytes", str(2**24)
+    with Pair(layout, tmp_path, num_device_blocks=400, arguments=files) as pair:
+        with engine(folder, pair, 0) as llm:
+            for _ in range(2):
+                llm.generate(prompts, PARAMS)
+            num_files = sum(num_blocks) + len(prompts)  # a checkpoint of each
+            wait_until(lambda: len([*tmp_path.rglob("*.block")]) == num_files)
+        for each in (pair.data, pair.control):
+            each.kill()
+        for each in (pair.control, pair.data):
+            each.start()
+        pair.wait_ready()
+        with engine(folder, pair, 0) as llm:
+            after = llm.generate(prompts, PARAMS)
+    assert [output.outputs[0].token_ids for output in after] == wanted
+    assert [output.num_cached_tokens for output in after] == [SIZE * num for num in num_blocks]
 
 
 def test_an_aborted_plan_leaves_no_state_behind(

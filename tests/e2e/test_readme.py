@@ -7,33 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvplane import LayerGroup, Layout
 from tests.e2e.engine_planes import Pair
 from tests.helpers.programs import ROOT, run
 
 README = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-LAYOUT = Layout(
-    model_id="readme",
-    block_size_tokens=16,
-    dtype="float32",
-    kv_dtype="float32",
-    groups=(LayerGroup("full", (0, 1), num_kv_heads=2, head_size=16),),
-)
+MODEL = ROOT / "models" / "recall"
 
 
 def test_the_second_session_of_an_engine_finds_what_the_first_one_computed(
     tmp_path: Path,
 ) -> None:
-    with Pair(LAYOUT, tmp_path, pool_id="default") as planes:
+    """The planes have the model of ``kvplane up`` and its dtype."""
+    with Pair(MODEL, tmp_path, pool_id="default") as planes:
         done = run("-c", PROGRAMS[2].replace("127.0.0.1:50051", planes.control.address))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "0\n40\n32\n8\n"
 
 
+@pytest.mark.nightly  # mypy reads the package anew
 def test_the_session_of_an_engine_passes_a_strict_type_checker(tmp_path: Path) -> None:
     program = tmp_path / "client.py"
     program.write_text(PROGRAMS[2])
@@ -44,9 +39,8 @@ def test_the_session_of_an_engine_passes_a_strict_type_checker(tmp_path: Path) -
 
 def test_a_model_generates_what_transformers_does_and_the_second_time_from_the_cache() -> None:
     """As a program of its own, which ends without a word of what it left open."""
-    folder = ROOT / "models" / "recall"
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompt = "abc=xyz;def=uvw;?abc="
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
     want = tokenizer.decode(model.generate(**inputs, max_new_tokens=8)[0])

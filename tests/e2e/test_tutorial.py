@@ -56,6 +56,7 @@ def test_the_decode_loop_runs_embedded_with_one_piece_changed(planes: Pair) -> N
     assert output == computed(29) + ANSWER
 
 
+@pytest.mark.nightly  # ten clients, each a process
 def test_the_example_of_a_load_prints_what_came_of_it(planes: Pair) -> None:
     flags = ("--model", str(MODEL), "--duration-s", "1")
     done = run("examples.load", planes.control.address, *flags)

@@ -58,6 +58,7 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.nightly  # starts all programs once more
 def test_a_plane_that_dies_ends_the_others_with_exit_code_1(up: subprocess.Popen[str]) -> None:
     running = children(up)
     os.kill(running["data_plane"], signal.SIGKILL)

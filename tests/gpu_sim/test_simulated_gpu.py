@@ -40,7 +40,7 @@ def check(words: tuple[str, ...], out: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
-@pytest.mark.early
+@pytest.mark.nightly  # three minutes; kernels are emulated on push too
 @pytest.mark.timeout(900)
 def test_tests_for_a_gpu_pass_on_a_simulated_one(tmp_path: Path) -> None:
     check((*PYTEST, *TESTS, ON_PUSH), tmp_path)

@@ -365,6 +365,7 @@ def test_random_tables_that_share_give_the_bits_of_each_alone(
     assert_same(answer, apart(device, batch))
 
 
+@pytest.mark.nightly  # builds the kernels once more
 def test_tiles_that_sequences_share_are_read_once() -> None:
     """shared_reads.cpp counts the reads of the CPU's kernels."""
     if not CPUS:

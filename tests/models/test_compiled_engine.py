@@ -36,7 +36,7 @@ def answers(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("linears", ["torch", "packed"])
+@pytest.mark.parametrize("linears", ["torch", pytest.param("packed", marks=pytest.mark.nightly)])
 def test_a_compiled_engine_gives_the_same_tokens_from_a_graph_for_each_size_of_a_batch(
     linears: str, tmp_path: Path, control_plane: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,10 @@ def check_generate(model: PreTrainedModel, plain: PreTrainedModel, num_new: int)
     close_planes(model)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_oss"])
+AT_NIGHT = [pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "gpt_oss")]
+
+
+@pytest.mark.parametrize("family", ["llama", *AT_NIGHT])
 def test_a_compiled_model_generates_the_same_from_few_graphs(family: str) -> None:
     """gpt_oss: windows in every other layer, and sinks."""
     model, graphs = two_layers(family), Graphs()

@@ -43,8 +43,9 @@ HYBRIDS = (
 )  # fmt: skip
 """With running states: jamba and minimax are refused."""
 HYBRID_CHECKS = (greedy_with_padding, block_edges, rows_with_hits, beams, sampling, conversation)
-WHOLE = ("bloom", "deepseek_v3", "gemma3_text", "gpt_oss", "llama")
+WHOLE = ("deepseek_v3", "gpt_oss")
 """Checked in all ways on each push, the others in one."""
+HYBRIDS_ON_PUSH = ("falcon_h1", "lfm2", "qwen3_next")
 CASES = [
     pytest.param(
         family,
@@ -59,7 +60,9 @@ CASES = [
         family,
         check,
         id=f"{family}-{check.__name__}",
-        marks=() if family == "qwen3_next" or check is block_edges else pytest.mark.nightly,
+        marks=()
+        if family == "qwen3_next" or (family in HYBRIDS_ON_PUSH and check is block_edges)
+        else pytest.mark.nightly,
     )
     for family in HYBRIDS
     for check in HYBRID_CHECKS
@@ -188,7 +191,7 @@ def test_every_exact_family_over_planes(
     check_engine(model_type, tmp_path / model_type, control_plane)
 
 
-@pytest.mark.parametrize("every_blocks", [0, 1])
+@pytest.mark.parametrize("every_blocks", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_running_states_are_right_when_preempted_and_forked(
     every_blocks: int, tmp_path: Path, control_plane: str
 ) -> None:

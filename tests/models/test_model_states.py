@@ -61,6 +61,7 @@ def test_states_that_come_back_find_what_they_left(model: PreTrainedModel) -> No
         assert got[0] == found and got[1] < ATOL
 
 
+@pytest.mark.nightly  # loads models in two processes; on push one process looks
 def test_two_processes_share_what_equal_states_compute_and_nothing_else(tmp_path: Path) -> None:
     rows = [row for row in LLAMA if row not in ("weights that are assigned", "an optimizer's step")]
     others = ("soft cap", "window")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +74,7 @@ def _places(hunks: list[tuple[str, list[str]]]) -> tuple[tuple[str, str, str], .
     )
 
 
+@functools.cache
 def _killed_by(words: str) -> tuple[str | Machine, str, int]:
     """Return what must fail, which of its tests, and their time."""
     parser = argparse.ArgumentParser()
@@ -108,6 +110,7 @@ ON_PUSH: Final[dict[str, str]] = {
 }
 
 
+@functools.cache
 def all_faults() -> dict[str, Fault]:
     """Return every fault by its area, which is the name of its table, and its name."""
     found: dict[str, Fault] = {}

@@ -220,7 +220,7 @@ async def test_memory_that_is_short_stops_nothing(
 ) -> None:
     tries: list[int] = []
 
-    def short(self: FileWriter, block: int, generation: int) -> bytes:
+    def short(self: FileWriter, group: int, block: int, generation: int) -> bytes:
         tries.append(block)
         raise torch.OutOfMemoryError("no memory")
 
@@ -242,8 +242,8 @@ async def test_what_is_forgotten_once_it_is_read_has_no_file(
     original = FileWriter._read
     reads: list[int] = []
 
-    def forgotten(self: FileWriter, block: int, generation: int) -> bytes | None:
-        data = original(self, block, generation)
+    def forgotten(self: FileWriter, group: int, block: int, generation: int) -> bytes | None:
+        data = original(self, group, block, generation)
         if not reads:
             self._files.forget(everything=True)
         reads.append(block)

@@ -1,5 +1,5 @@
 """Pools that keep checkpoints of states beside keys and values: a prompt is found up to its deepest
-checkpoint, and a checkpoint is read as the state of exactly its prefix, or not at all.
+checkpoint, in memory or in files, which is read as the state of exactly its prefix, or not at all.
 
 A state here is a function of all tokens of its prefix, so another one is seen to be wrong.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import shutil
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from data_plane.files.names import block_names, checkpoint_name, scope_of
 from kvplane import AttentionOptions, ControlClient, Execution, Session, Tensor, ops
 from kvplane.errors import (
     BlockNotWrittenError,
@@ -26,6 +28,7 @@ from kvplane.errors import (
 )
 from kvplane.execution.execution import shards_of
 from kvplane.layout import LayerGroup
+from kvplane.prefixes import PrefixLoader
 from kvplane.results import StepResult, TierUsage
 from kvplane.runtime.backend import RemoteBackend
 from kvplane.runtime.states import StateShards
@@ -33,7 +36,8 @@ from kvplane.sync.loop_thread import LoopThread
 from kvplane.wire.v1 import types_pb2
 from tests.helpers.refusals import refused
 from tests.helpers.sharded_pool import LAYOUT as PLAIN
-from tests.helpers.sharded_pool import Ranges, ShardedPool, by_heads
+from tests.helpers.sharded_pool import POOL, Ranges, ShardedPool, by_heads
+from tests.helpers.waiting import until
 
 SIZE = PLAIN.block_size_tokens
 FULL = LayerGroup("full", (0, 2), 4, 8)
@@ -154,6 +158,23 @@ async def alone(tmp_path: Path) -> AsyncIterator[Engine]:
         yield made
 
 
+@asynccontextmanager
+async def pool_with_files(folder: Path, **settings: Any) -> AsyncIterator[ShardedPool]:
+    """A pool of two shards, which have looked at the files that an earlier one left."""
+    data = {"file_tier_dir": folder / "files", "file_tier_bytes": 2**20, **settings}
+    async with ShardedPool(folder, by_heads(2), LAYOUT, data=data) as pool:
+        tiers = [plane.files.files for plane in pool.planes.values() if plane.files]
+        for tier in tiers:
+            await asyncio.to_thread(tier.scanned.wait)
+        yield pool
+        for tier in tiers:
+            tier.check_integrity()
+
+
+def nums_of_files(pool: ShardedPool) -> list[int]:
+    return [plane.files.files.num_files for plane in pool.planes.values() if plane.files]
+
+
 async def test_a_prompt_is_found_up_to_its_deepest_checkpoint(engine: Engine) -> None:
     assert engine.execution.layers == [0, 2]
     assert await engine.admit(1, PROMPT, 3 * SIZE) == 0
@@ -258,12 +279,12 @@ async def test_forks_share_a_checkpoint_and_then_have_their_own(alone: Engine) -
 
 async def test_evicted_checkpoints_come_back_from_the_host_tier(tmp_path: Path) -> None:
     data = {"num_device_blocks": 64, "num_host_blocks": 64}
-    two = by_heads(2)
-    async with ShardedPool(tmp_path, two, LAYOUT, data=data) as pool, engine_of(pool) as engine:
+    async with pool_with_files(tmp_path, **data) as pool, engine_of(pool) as engine:
         for i in range(1, 20):  # the pool has 16 checkpoints
             await engine.admit(i, [i] * (SIZE + 1), SIZE)
             await engine.run(ops.free(i))
         assert await engine.admit(1, [1] * (SIZE + 1)) == SIZE
+        await until(lambda: nums_of_files(pool) == [2, 2])  # of the block and its checkpoint
 
 
 async def test_checkpoints_out_of_place_are_refused(alone: Engine) -> None:
@@ -421,3 +442,118 @@ def _run_in_backend(session: Session, result: StepResult) -> Any:
     backend.stop()
     loop.close()
     return receipts
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pool that has ended: in files are a prompt with checkpoints after 3 blocks
+    and after 5, and one with a checkpoint after 5.
+    """
+    folder = tmp_path_factory.mktemp("written")
+
+    async def write() -> None:
+        async with pool_with_files(folder) as pool, engine_of(pool) as engine:
+            for i, (tokens, depth) in enumerate([(PROMPT, 3), (PROMPT, 5), (OTHER, 5)]):
+                await engine.admit(2 * i + 1, tokens, depth * SIZE)
+                assert await engine.admit(2 * i + 2, tokens) == depth * SIZE
+            await until(lambda: nums_of_files(pool) == [5 + 2 + 5 + 1] * 2)
+
+    asyncio.run(write())
+    return folder
+
+
+def file_of(
+    folder: Path, depth: int, shard: int = 1, tokens: list[int] = PROMPT, *, of_block: bool = False
+) -> Path:
+    """Return the file of a prompt's checkpoint after ``depth`` blocks, or of the last of these."""
+    root = scope_of(LAYOUT.fingerprint, "default", "").root
+    *_, name = block_names(root, ops.pack_tokens(tokens[: depth * SIZE]), SIZE)
+    stem = (name if of_block else checkpoint_name(name)).hex()
+    return sorted(folder.rglob(f"{stem}.block"))[shard]
+
+
+def lose(*files: tuple[int, int], of_block: bool = False) -> Callable[[Path], None]:
+    """Remove files, given by the depth and the shard."""
+    return lambda folder: [file_of(folder, *file, of_block=of_block).unlink() for file in files]
+
+
+def flip(folder: Path) -> None:
+    content = bytearray(file_of(folder, 5).read_bytes())
+    content[-1] ^= 1
+    file_of(folder, 5).write_bytes(content)
+
+
+def put(*other: Any) -> Callable[[Path], None]:
+    """Put another checkpoint's file, given as ``file_of`` takes it, in place of the deepest."""
+    return lambda folder: shutil.copy(file_of(folder, *other), file_of(folder, 5))
+
+
+FAULTS: dict[str, tuple[int, Callable[[Path], Any]]] = {
+    "none": (5, lose()),
+    "a checkpoint is lost": (3, lose((5, 1))),
+    "its block is lost": (3, lose((5, 1), of_block=True)),
+    "no checkpoint is left in both shards": (0, lose((3, 0), (5, 1))),
+    "a byte is flipped": (3, flip),
+    "of another prefix": (3, put(5, 1, OTHER)),
+    "of fewer blocks": (3, put(3)),
+    "of another shard": (3, put(5, 0)),
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before a start", "while it runs"])
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_files_give_a_prompt_up_to_its_deepest_checkpoint(
+    written: Path, tmp_path: Path, fault: str, is_late: bool
+) -> None:
+    (depth, spoil), folder = FAULTS[fault], tmp_path / "pool"
+    shutil.copytree(written, folder)
+    if not is_late:
+        spoil(folder)
+    async with pool_with_files(folder) as pool, engine_of(pool) as engine:
+        if is_late:
+            spoil(folder)
+        async with (
+            ControlClient(pool.address) as control,
+            control.open_session(POOL) as session,
+            PrefixLoader(control, session) as loader,
+        ):
+            loaded = await loader.load(PROMPT)
+            assert (loaded.num_cached_tokens, loaded.num_loaded_tokens) == (depth * SIZE,) * 2
+            assert await engine.admit(1, PROMPT) == depth * SIZE
+            # The last token is computed again, from a state before it.
+            for num in (1, 5 * SIZE):
+                assert (await loader.load(OTHER[:num])).num_cached_tokens == 0
+            assert (await loader.load(OTHER[: 5 * SIZE + 1])).num_cached_tokens == 5 * SIZE
+            assert await engine.admit(2, OTHER) == 5 * SIZE
+
+
+async def test_a_forgotten_prefix_leaves_no_checkpoint_in_files(
+    written: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(written, folder := tmp_path / "pool")
+    async with pool_with_files(folder) as pool, ControlClient(pool.address) as control:
+        await control.wait_ready(POOL, 10)
+        await control.forget_prefixes(POOL, PROMPT[: 5 * SIZE])
+        await until(lambda: nums_of_files(pool) == [4 + 1 + 5 + 1] * 2)
+        await control.forget_prefixes(POOL, OTHER[:SIZE])
+        await until(lambda: nums_of_files(pool) == [4 + 1] * 2)
+    assert len([*folder.rglob("*.block")]) == 2 * (4 + 1)
+
+
+async def test_where_no_checkpoint_has_room_nothing_is_loaded(
+    written: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(written, folder := tmp_path / "pool")
+    async with (
+        pool_with_files(folder, num_device_blocks=64, num_host_blocks=0) as pool,
+        engine_of(pool) as engine,
+        ControlClient(pool.address) as control,
+        control.open_session(POOL) as session,
+        PrefixLoader(control, session) as loader,
+    ):
+        num = {usage.group: usage.num_blocks for usage in (await engine.usage())}[1]
+        for i in range(1, num + 1):
+            await engine.admit(i, [i] * (SIZE + 1), SIZE)
+        assert (await loader.load(PROMPT)).num_cached_tokens == 0
+        await engine.run(ops.free(1))
+        assert (await loader.load(PROMPT)).num_cached_tokens == 5 * SIZE

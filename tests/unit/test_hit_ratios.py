@@ -48,7 +48,7 @@ def check(name: str, seed: int, num_requests: int | None, capacity_blocks: int) 
     assert learned >= lru - _LOSS_ALLOWED * num_blocks
 
 
-@pytest.mark.parametrize("capacity_blocks", [300, 1500])
+@pytest.mark.parametrize("capacity_blocks", [300, pytest.param(1500, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_lru_is_exact_and_reuse_rate_is_nowhere_worse(name: str, capacity_blocks: int) -> None:
     check(name, 1, 800, capacity_blocks)

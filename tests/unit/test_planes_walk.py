@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from kvplane import ops
+from kvplane import Layout, ops
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_known import HOST
 from tests.helpers.planes.planes_machine import HybridMachine, PlanesMachine, end_all
-from tests.helpers.planes.planes_values import BLOCK
+from tests.helpers.planes.planes_values import BLOCK, HYBRID, LAYOUT
 from tests.helpers.planes.planes_walks import walk
 from tests.helpers.planes.planes_world import LEASE_S, World
 
@@ -72,20 +72,29 @@ def test_the_walk_knows_what_the_line_took() -> None:
 
 
 @pytest.mark.parametrize("by_layers", [False, True])
-def test_the_walk_takes_blocks_from_files(by_layers: bool) -> None:
-    world = World(num_shards=2, by_layers=by_layers, num_device=12, num_host=0, num_uses=1)
+@pytest.mark.parametrize("layout", [LAYOUT, HYBRID], ids=["plain", "hybrid"])
+def test_the_walk_takes_blocks_from_files(by_layers: bool, layout: Layout) -> None:
+    world = World(
+        num_shards=2, by_layers=by_layers, layout=layout, num_device=12, num_host=0, num_uses=1
+    )
     engine = Engine(world, world.control, ("ann", ""))
-    engine.step(ops.admit(1, [0] * (3 * BLOCK)))
-    engine.run_all()
-    engine.step()
+    at = [0, 2 * BLOCK, 3 * BLOCK] if layout is HYBRID else [0]
+    for i, position in enumerate(at, 1):
+        tokens = [0] * (3 * BLOCK)
+        engine.step(ops.admit(i, tokens, checkpoint_position=position, skip_prefix_lookup=True))
+        engine.run_all()
+        engine.step()
     world.deliver_all()
     for process in world.processes:
         assert process.files is not None
-        while process.files.tier.files.num_files < 3:
+        while process.files.tier.files.num_files < 3 + len(at) - 1:
             process.files.write(Random(0))
-    engine.step(ops.admit(2, [0] * (2 * BLOCK), skip_prefix_lookup=True))
+    position = min(2 * BLOCK, at[-1])
+    tokens = [0] * (2 * BLOCK)
+    engine.step(ops.admit(4, tokens, checkpoint_position=position, skip_prefix_lookup=True))
     engine.run_all()
     assert world.happened["blocks loaded"] == 2 * 2
+    assert world.happened["checkpoints loaded"] == 2 * bool(position)
     end_all(world, [engine])
     world.close()
 

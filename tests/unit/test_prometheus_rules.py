@@ -59,6 +59,7 @@ def test_each_alert_fires_and_clears_in_its_own_test() -> None:
     assert tested == {*NAMES}
 
 
+@pytest.mark.nightly  # promtool once for each part of each alert
 def test_the_tests_find_each_part_of_an_alert_that_never_fires(tmp_path: Path) -> None:
     """Of an expression with "or", the first part or the second."""
     for path in RULES.glob("*.yml"):

@@ -3,7 +3,7 @@
 
 A prefix waits here until all of it is published. Blocks from the host tier are published again, in
 other blocks, with the receipt of the plan that copies them, and a session can find blocks that it
-is still computing.
+is still computing. In a pool that keeps states a prefix ends at its deepest checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvplane.wire.v1 import types_pb2 as pb
 
 MAX_NOTED = 1024
 _MOST_LOOKS = 256
-_DEVICE = tier_key_of(0, pb.TIER_DEVICE)
+_DEVICE, _HOST = tier_key_of(0, pb.TIER_DEVICE), tier_key_of(0, pb.TIER_HOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class ReusedPrefix:
     """Leading blocks of a new sequence's prompt: those that it found, or all with 1 use.
 
     ``blocks`` and ``generations``: [num_blocks]. ``token_ids``: int32 column of the tokens of all
-    of them.
+    of them. ``checkpoints``: the block and generation of each checkpoint of states, by the place in
+    ``blocks`` of the one at whose end it is.
     """
 
     tenant: str
@@ -41,6 +42,7 @@ class ReusedPrefix:
     blocks: NDArray[np.int32]
     generations: NDArray[np.int64]
     token_ids: bytes
+    checkpoints: dict[int, tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -51,8 +53,8 @@ class _Noted:
 
 
 class ReusedBlocks:
-    """Records which prefixes new sequences find, for an executor of one layer group. Not
-    thread-safe: the executor's lock guards it.
+    """Records which prefixes new sequences find, for an executor of one layer group and perhaps one
+    of states. Not thread-safe: the executor's lock guards it.
     """
 
     def __init__(self, tables: BlockTables, on_reuse: Callable[[], None], num_uses: int) -> None:
@@ -75,6 +77,8 @@ class ReusedBlocks:
             return
         kinds = np.frombuffer(changes.kinds, np.uint8)
         is_new = (kinds == SET) & (np.frombuffer(changes.first_blocks, "<i4") == 0)
+        if changes.groups:
+            is_new &= np.frombuffer(changes.groups, np.uint8) == 0
         if not is_new.any():
             return
         # Entries of one change follow those of another; only SET and REPLACE have entries.
@@ -105,15 +109,19 @@ class ReusedBlocks:
         for each in noted:
             is_present = self._tables.generations[_DEVICE][each.blocks] == each.generations
             is_whole = is_present & self._tables.publications[0].published[each.blocks]
-            num = _num_leading(is_whole)
-            each.num_looks += 1
+            num = num_whole = _num_leading(is_whole)
+            checkpoints = self._checkpoints(each.blocks[:num], each.generations[:num])
+            if self._tables.state_group is not None:
+                num = max(checkpoints, default=-1) + 1
             # The last block of a prompt may be filled later, or never.
-            is_enough = self._is_eager and num >= max(1, len(is_present) - 1)
-            is_awaited = num < len(is_present) and is_present[num] and not is_enough
+            enough = max(1, len(is_present) - self._is_eager)
+            # A checkpoint is published right after its block, if it ever is.
+            each.num_looks += _MOST_LOOKS // 8 if num < enough <= num_whole else 1
+            is_awaited = num < enough and is_present[num]
             if is_awaited and each.num_looks < _MOST_LOOKS:
                 self._noted.append(each)
             elif num:
-                taken.append(self._prefix(each.blocks[:num], each.generations[:num]))
+                taken.append(self._prefix(each.blocks[:num], each.generations[:num], checkpoints))
         return taken
 
     def drop(self, tenant: str | None) -> None:
@@ -129,15 +137,31 @@ class ReusedBlocks:
         self._noted.append(noted)
         self._on_reuse()
 
-    def _prefix(self, blocks: NDArray[np.int32], generations: NDArray[np.int64]) -> ReusedPrefix:
+    def _checkpoints(
+        self, blocks: NDArray[np.int32], generations: NDArray[np.int64]
+    ) -> dict[int, tuple[int, int]]:
+        """Return the published checkpoints at the ends of blocks, as ``ReusedPrefix`` has them."""
+        group = self._tables.state_group
+        if group is None:
+            return {}
+        present = self._tables.generations[tier_key_of(group, pb.TIER_DEVICE)]
+        found = self._tables.publications[group].children(blocks, generations)
+        return {place: (block, int(present[block])) for place, block in found.items()}
+
+    def _prefix(
+        self,
+        blocks: NDArray[np.int32],
+        generations: NDArray[np.int64],
+        checkpoints: dict[int, tuple[int, int]],
+    ) -> ReusedPrefix:
         (tenant, namespace, _), token_ids = self._tables.publications[0].contents(blocks)
         column = token_ids.astype("<i4").tobytes()
-        return ReusedPrefix(tenant, namespace, blocks, generations, column)
+        return ReusedPrefix(tenant, namespace, blocks, generations, column, checkpoints)
 
 
 def _from_host(transfers: Transfers) -> NDArray[np.int64]:
     """Return the device blocks that transfers fill from the host tier."""
-    is_up: Mask = transfers.sources.tiers == pb.TIER_HOST
+    is_up: Mask = transfers.sources.tier_keys == _HOST
     return transfers.destinations.blocks[is_up]
 
 

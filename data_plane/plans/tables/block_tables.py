@@ -190,6 +190,21 @@ class Publications:
         scope = next(scope for scope, n in self._scopes.items() if n == number)
         return scope, self._token_ids[blocks]
 
+    def children(
+        self, parents: NDArray[np.int32], generations: NDArray[np.int64]
+    ) -> dict[int, int]:
+        """Return a published block of each parent that has one, by the parent's place in the
+        arrays.
+        """
+        found = np.flatnonzero(self.published)
+        found = found[np.isin(self._parents[found], parents)]
+        keys = zip(
+            self._parents[found].tolist(), self._parent_generations[found].tolist(), strict=True
+        )
+        block_of = dict(zip(keys, found.tolist(), strict=True))
+        wanted = enumerate(zip(parents.tolist(), generations.tolist(), strict=True))
+        return {place: block_of[key] for place, key in wanted if key in block_of}
+
     def report(
         self, generations: NDArray[np.int64], blocks_per_message: int
     ) -> Iterator[plan_pb2.Publications]:

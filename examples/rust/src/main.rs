@@ -37,7 +37,7 @@ async fn main() -> Result<()> {
     let pool_id = String::from("default");
     let pool_request = pb::GetPoolRequest { pool_id: pool_id.clone() };
     let pool = PoolServiceClient::new(plane).get_pool(pool_request).await?.into_inner();
-    let pb::Layout { fingerprint, groups, .. } = pool.layout.ok_or("the pool has no layout")?;
+    let pb::Layout { fingerprint, dtype, groups, .. } = pool.layout.ok_or("the pool has no layout")?;
     let layout = Some(pb::Layout { fingerprint, ..Default::default() });
     let request = pb::OpenSessionRequest { pool_id, layout, ..Default::default() };
     let opened = control.open_session(request).await?.into_inner();
@@ -62,9 +62,9 @@ async fn main() -> Result<()> {
     ask(Request::Plan(pb::StartPlanRequest { plan: planned.plan, ..Default::default() })).await?;
     let started = next!(answers, Started);
     let shape = [started.num_tokens, groups[0].num_kv_heads, groups[0].head_size].map(i64::from);
-    let zeros = vec![0; 4 * shape.iter().product::<i64>() as usize];
+    let item_bytes = if dtype == pb::ElementType::Float32 as i32 { 4 } else { 2 };
+    let zeros = vec![0; item_bytes * shape.iter().product::<i64>() as usize];
     let storage = Some(pb::tensor::Storage::Data(zeros));
-    let dtype = pb::ElementType::Float32.into();
     let qkv = Some(pb::Tensor { dtype, shape: shape.into(), storage });
     let mut receipt = None; // comes with the last layer
     for layer in layers {

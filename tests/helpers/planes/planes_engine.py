@@ -529,8 +529,11 @@ class Engine:
             if first % BLOCK or num % BLOCK:
                 continue
             token_ids = ops.pack_tokens(made.tokens[i][: first + num])
+            before = files.num_loaded
             loaded = files.load(self.id, made.number, i, token_ids)
             self.world.happened["blocks loaded"] += loaded.num_blocks
+            num_checkpoints = files.num_loaded - before - loaded.num_blocks
+            self.world.happened["checkpoints loaded"] += num_checkpoints
             if loaded.HasField("receipt"):
                 self._finish(made, index, run, loaded.receipt)
 

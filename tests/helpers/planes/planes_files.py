@@ -43,6 +43,11 @@ class ProcessFiles:
         executor.blocks.watch_reuse(lambda: None, num_uses)
         self._noted: list[ReusedPrefix] = []
 
+    @property
+    def num_loaded(self) -> int:
+        """How many files were ever loaded, of blocks and of checkpoints."""
+        return self.tier.counts.num_blocks["loaded"]
+
     def write(self, rng: Random) -> int:
         """Write some of the prefixes that were reused, perhaps long ago; return how many blocks."""
         self._noted += self._executor.blocks.take_reused()

@@ -68,7 +68,7 @@ class PlanesMachine(PrefixCalls):
         """
         self.rng = rng = Random(seed)
         layout = rng.choice(self.LAYOUTS)
-        num_uses = rng.choice([0, 1, 2]) if layout is LAYOUT else 0
+        num_uses = rng.choice([0, 1, 2]) if layout is not TWO_GROUPS else 0
         self.world = World(
             num_shards=num_shards,
             by_layers=layout is LAYOUT and rng.random() < 0.4,
@@ -508,12 +508,17 @@ class PlanesMachine(PrefixCalls):
         if kind == "unpin":
             return ops.unpin(rng.sample(range(1, 4), rng.randint(1, 3)))
         if kind == "admit" and self.has_states:
-            tokens = [rng.choice([0, 1])] * rng.choice([1, 8, 9, 17, 24, 32]) + [2] * rng.randint(
-                0, 9
+            is_whole = self.has_files and rng.random() < 0.7  # what files can give
+            lengths = [8, 16, 24] if is_whole else [1, 8, 9, 17, 24, 32]
+            tokens = [rng.choice([0, 1])] * rng.choice(lengths)
+            tokens += [2] * (0 if is_whole else rng.randint(0, 9))
+            last = len(tokens) // BLOCK
+            return ops.admit(
+                rng.choice((unused or [9]) * 3 + live[:1]),
+                tokens,
+                checkpoint_position=BLOCK * (last if is_whole else rng.randint(0, last)),
+                skip_prefix_lookup=rng.random() < (0.4 if self.has_files else 0),
             )
-            position = BLOCK * rng.randint(0, len(tokens) // BLOCK)
-            i = rng.choice((unused or [9]) * 3 + live[:1])
-            return ops.admit(i, tokens, checkpoint_position=position)
         if kind == "admit":
             return ops.admit(
                 rng.choice((unused or [9]) * 3 + live[:1]),

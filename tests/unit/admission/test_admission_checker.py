@@ -76,6 +76,7 @@ CASES = {
 }
 # How often a turn may double: the fewer, the fewer states, but all sequences must have time to end.
 SLOW = {
+    "honest and hostile": 2,
     "three": 2,
     "three that yield": 2,
     "yielding and hostile": 2,

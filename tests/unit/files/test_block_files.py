@@ -44,7 +44,7 @@ def data_of(key: BlockKey) -> bytes:
 
 def opened(folder: Path, num_files: int = 8, disk: Disk | None = None) -> BlockFiles:
     files = BlockFiles(
-        folder, PART, LENGTH, max_bytes=num_files * (HEADER_BYTES + LENGTH), disk=disk
+        folder, (PART, LENGTH), max_bytes=num_files * (HEADER_BYTES + LENGTH), disk=disk
     )
     files.scan()
     return files
@@ -250,7 +250,7 @@ def test_files_of_another_part_or_size_are_not_used(tmp_path: Path) -> None:
     files = opened(tmp_path)
     write(files, *keys(1))
     files.close()
-    other = BlockFiles(tmp_path, bytes(32), LENGTH, max_bytes=2**20)
+    other = BlockFiles(tmp_path, (bytes(32), LENGTH), max_bytes=2**20)
     other.scan()
     assert (other.num_files, other.num_torn) == (0, 1)
 
@@ -396,6 +396,32 @@ def test_what_could_not_be_removed_is_not_forgotten_until_it_is(tmp_path: Path) 
     assert blocks_in(tmp_path) == []
 
 
+def test_a_checkpoint_counts_by_its_size_and_goes_before_its_block(tmp_path: Path) -> None:
+    states = part_name(b"layout", Shard(0, 1, 0, 2, 0, 2), of_states=True)
+    most = 3 * (HEADER_BYTES + LENGTH) + HEADER_BYTES + 2 * LENGTH
+    files = BlockFiles(tmp_path, (PART, LENGTH), (states, 2 * LENGTH), max_bytes=most)
+    files.scan()
+    prompt, (other,) = keys(3), keys(1, OTHER)
+    checkpoint = files.checkpoint_of(prompt[1])
+    write(files, *prompt[:2])
+    assert files.write(checkpoint, bytes(2 * LENGTH))
+    write(files, prompt[2])
+    assert files.num_bytes == most
+    assert files.find(key.name for key in prompt) == 2
+    files.close()
+    files = BlockFiles(tmp_path, (PART, LENGTH), (states, 2 * LENGTH), max_bytes=most)
+    files.scan()
+    assert (files.num_files, files.num_bytes, files.num_torn) == (4, most, 0)
+    assert files.find(key.name for key in prompt[:2]) == 2
+    write(files, other)  # in place of the last block, which has no checkpoint
+    assert files.find(key.name for key in prompt) == 2
+    assert files.write(files.checkpoint_of(other), bytes(2 * LENGTH))
+    files.check_integrity()
+    assert files.find(key.name for key in prompt) == 0
+    assert not files.write(files.checkpoint_of(prompt[2]), bytes(2 * LENGTH))  # it has no parent
+    assert files.find([other.name]) == 1
+
+
 def test_a_folder_is_used_by_one_process_and_has_room_for_a_file(tmp_path: Path) -> None:
     files = opened(tmp_path)
     with pytest.raises(InvalidRequestError, match="another process"):
@@ -403,7 +429,7 @@ def test_a_folder_is_used_by_one_process_and_has_room_for_a_file(tmp_path: Path)
     files.close()
     opened(tmp_path).close()
     with pytest.raises(InvalidRequestError, match="file_tier_bytes"):
-        BlockFiles(tmp_path, PART, LENGTH, max_bytes=LENGTH)
+        BlockFiles(tmp_path, (PART, LENGTH), max_bytes=LENGTH)
     with pytest.raises(InvalidRequestError, match="file_tier_dir"):
         opened(tmp_path / "lock" / "below")
 

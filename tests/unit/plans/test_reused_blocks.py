@@ -8,6 +8,7 @@ from data_plane.plans.batches.transfers import Transfers
 from data_plane.plans.contents import reused_blocks
 from data_plane.plans.contents.reused_blocks import ReusedBlocks
 from data_plane.plans.tables.block_tables import BlockTables
+from data_plane.tier_keys import tier_key_of
 from kvplane.wire import columns
 from kvplane.wire.plane.v1 import plan_pb2
 from tests.helpers.data.plan_author import (
@@ -32,11 +33,17 @@ A, B, C, D = (1, 1), (2, 1), (3, 1), (4, 1)
 class Rig:
     """Blocks 1 to 4 of the device tier have generation 1."""
 
-    def __init__(self, *published: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        *published: tuple[int, int],
+        num_blocks: dict[int, int] = NUM_BLOCKS,
+        state_group: int | None = None,
+        num_uses: int = 2,
+    ) -> None:
         self.num_calls = 0
-        self.tables = BlockTables(NUM_BLOCKS, BLOCK_SIZE)
+        self.tables = BlockTables(num_blocks, BLOCK_SIZE, state_group)
         self.tables.generations[DEVICE][1:5] = 1
-        self.reused = ReusedBlocks(self.tables, self._call, num_uses=2)
+        self.reused = ReusedBlocks(self.tables, self._call, num_uses)
         self.publish(*published)
 
     def publish(self, *blocks: tuple[int, int]) -> None:
@@ -128,6 +135,39 @@ def test_what_a_tenant_forgets_drops_what_it_reused_alone() -> None:
         rig.note(found(3, A))
         rig.reused.drop(tenant)
         assert rig.take() == []
+
+
+@pytest.mark.parametrize("num_uses", [1, 2])
+def test_where_states_are_kept_a_prefix_ends_at_its_deepest_checkpoint(num_uses: int) -> None:
+    device = tier_key_of(1, DEVICE)
+    rig = Rig(A, B, C, num_blocks={**NUM_BLOCKS, device: 8}, state_group=1, num_uses=num_uses)
+    present = rig.tables.generations[device]
+    present[:] = 6
+
+    def keep(block: int, *parent: int) -> None:
+        """Publish a checkpoint in a block."""
+        message = publications((block, 6))
+        message.group = 1
+        message.parent_indices = columns.pack(columns.INT32, parent[:1])
+        message.parent_generations = columns.pack(columns.INT64, parent[1:])
+        rig.tables.publications[1].keep(message, present, "publications")
+
+    def note() -> None:
+        states = set_blocks(1, [(0, 0), (5, 6)], allocated=False, group=1)
+        rig.note(found(1, A, B, C), states)
+
+    note()
+    keep(7, 3, 2)  # of a block that was there before C
+    assert rig.reused.take() == []
+    keep(4, *B)
+    note()
+    taken = [each for _ in range(8) for each in rig.reused.take()]
+    assert [each.blocks.tolist() for each in taken] == [[1, 2]] * 2
+    assert [each.checkpoints for each in taken] == [{1: (4, 6)}] * 2
+    keep(5, *C)
+    note()
+    (whole,) = rig.reused.take()
+    assert (whole.blocks.tolist(), whole.checkpoints) == ([1, 2, 3], {1: (4, 6), 2: (5, 6)})
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
