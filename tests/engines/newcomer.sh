@@ -38,7 +38,7 @@ PYTHON
 
 ask_after_a_restart() {
   until started=$(grep -om1 "kvplane data --layout .*" vllm.log); do
-    kill -0 "$vllm_pid"
+    kill -0 "$vllm_pid" || { tail -n 30 vllm.log; exit 1; }
     sleep 1
   done
   eval "$started --memory 256MiB &"
