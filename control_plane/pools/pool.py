@@ -154,7 +154,12 @@ class Pool:
     # Builds
 
     def close(self) -> None:
-        """Drop all metadata until the pool is built again. Its sessions have ended."""
+        """Drop all metadata until the pool is built again. Its sessions have ended. A report of
+        what was forgotten does not count then: its blocks get other generations.
+        """
+        if self.built:
+            for core in self.groups:
+                core.outdate(self.is_forgetting)
         self.built = self.is_building = False
         self._earlier_revision += 1
         self.set_tiers(*(dict.fromkeys(TIERS, 0) for _ in self.layout.groups))
@@ -313,11 +318,11 @@ class Pool:
         for group, core in enumerate(self.groups):
             if published := core.take_publications(MAX_PUBLICATIONS):
                 self.shards.send([publish_message(run, group) for run in published])
-            while core.has_withdrawn:
+            if core.has_withdrawn:
                 indices, generations = core.take_withdrawn(_MAX_WITHDRAWN)
                 self.shards.send([withdraw_message(indices, generations, group)])
         self._has_forgotten = False
-        if not self.is_forgetting:
+        if not self.is_forgetting and not any(core.has_withdrawn for core in self.groups):
             self.shards.withdrawn()
 
     def forget_some(self) -> None:

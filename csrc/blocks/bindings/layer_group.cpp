@@ -195,6 +195,8 @@ void bind_prefixes(GroupClass& group) {
     return names;
   });
   group.def(
+      "outdate", [](LayerGroup& self, bool all) { self.stores[kDevice].outdate(all); }, "all"_a);
+  group.def(
       "forget_some",
       [](LayerGroup& self, int64_t max_entries) { return self.forgetter.forget_some(max_entries); },
       "max_entries"_a);

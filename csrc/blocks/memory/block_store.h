@@ -135,6 +135,11 @@ class BlockStore {
   // lower priority and those of this one so far; 0: it is not retained.
   void set_priority(Block b, uint8_t priority);
   uint8_t priority(Block b) const { return infos_[b].priority; }
+  // Gives each block that is not published, or each block, another generation: a report of what it
+  // held does not count in the store that follows.
+  void outdate(bool all) {
+    for (Info& info : infos_) info.generation += all || !info.published;
+  }
   // While a pool is rebuilt: `restored` for each block that was entered in the index; then
   // `restored_idle` for each, in the order of eviction; then `restored_rest` for every block of the
   // tier, the last first.

@@ -182,7 +182,7 @@ void Rebuild::do_one(int64_t i) {
       if (row + kAhead < restored_.size()) prefetch(restored_[restored_.size() - 1 - row - kAhead]);
       return group_->stores[kDevice].restored_idle(restored_[restored_.size() - 1 - row]);
     case Phase::kRest:
-      return group_->stores[kDevice].restored_rest(group_->stores[kDevice].num_blocks - 1 - row);
+      return rest(group_->stores[kDevice].num_blocks - 1 - row);
     case Phase::kClose:
       if (roots_[row].entry != kNoEntry) group_->index.close_root(roots_[row].entry);
       return;
@@ -270,6 +270,16 @@ void Rebuild::enter_next() {
   restored_.push_back(row.block);
   for (uint32_t child = first_child_[r]; child != kNoRow; child = next_[child])
     stack_.push_back(child);
+}
+
+// What was not restored is withdrawn: the next control plane must not learn it either.
+void Rebuild::rest(Block b) {
+  BlockStore& device = group_->stores[kDevice];
+  device.restored_rest(b);
+  const bool is_reported = std::any_of(shards_.begin(), shards_.end(),
+                                       [b](const Shard& it) { return it.row_of(b) != kNoRow; });
+  if (is_reported && !group_->index.is_published(kDevice, b))
+    group_->forgetter.withdrawn().emplace_back(b, device.generation(b));
 }
 
 EntryId Rebuild::root_of(const Row& row) {

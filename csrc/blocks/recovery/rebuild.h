@@ -103,6 +103,7 @@ class Rebuild {
   void prefetch(uint32_t block) const;
   void learn(int64_t i);
   void link(uint32_t row);
+  void rest(Block b);
 
   uint32_t block_size_;
   const Rebuild* whole_;

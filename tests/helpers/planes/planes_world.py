@@ -145,9 +145,6 @@ class ControlProcess:
         assert not must_refuse, "a data plane came in that must be refused"
         if not welcome.resumed:
             self.num_restarts += 1
-            # The pool is built from reports, as after a restart: what was forgotten and withdrawn
-            # from no data plane yet is back.
-            self.forgotten.clear()
         return welcome
 
     def open(self, process: DataProcess, hello: rpb.Hello) -> Stream:

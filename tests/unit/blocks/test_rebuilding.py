@@ -144,7 +144,9 @@ CHANGES: dict[str, Change] = {
 def test_a_block_that_was_allocated_again_since_is_left_out() -> None:
     reports = [chain(b"r", [1, 2], [5, 9]) for _ in range(2)]
     reports[1].generations[DEVICE][9] = 2
-    assert num_found(built(reports), [1, 2]) == 1
+    pool = built(reports)
+    assert num_found(pool, [1, 2]) == 1
+    assert pool.take_withdrawn(9) == (i32([9]), i64([2]))
     reports = [chain(b"r", [1, 2], [5, 9])]
     assert num_found(built(reports, known=([0] * 9 + [3], [])), [1, 2]) == 1
     del reports[0].generations[DEVICE][9]
@@ -157,7 +159,9 @@ def test_blocks_beyond_the_smallest_shard_are_left_out() -> None:
     for block in (9, 2):  # what follows cannot name its parent
         del reports[1].published[block]
     del reports[1].generations[DEVICE][9]
-    assert num_found(built(reports), [1, 2, 3]) == 1
+    pool = built(reports)
+    assert num_found(pool, [1, 2, 3]) == 1
+    assert pool.take_withdrawn(9) == (i32([2]), i64([1]))
 
 
 def test_of_blocks_with_one_prefix_one_is_restored_and_cycles_are_not() -> None:
@@ -166,6 +170,7 @@ def test_of_blocks_with_one_prefix_one_is_restored_and_cycles_are_not() -> None:
     report.generations[DEVICE] |= twin.generations[DEVICE]
     pool = built([report])
     assert sorted([num_found(pool, [1, 2]), num_found(pool, [1, 3])]) == [1, 2]
+    assert len(ints(pool.take_withdrawn(9)[0], "i")) == 2
     looped = chain(b"r", [1, 2], [5, 9])
     looped.published[5] = replace(looped.published[5], parent=9, parent_generation=1)
     assert built([looped]).usage(DEVICE)[2] == 0

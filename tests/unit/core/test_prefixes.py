@@ -13,6 +13,7 @@ from kvplane.errors import PoolNotReadyError, QuotaExceededError
 from kvplane.prefixes import ForgetScope
 from kvplane.slices import run_to_end
 from kvplane.wire.error_messages import duration_of
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import prefix_pb2 as pb
 from tests.helpers.core.core_messages import BLOCK, POOL
 from tests.helpers.core.core_model import World, only
@@ -225,6 +226,40 @@ def test_a_data_plane_that_was_away_withdraws_when_it_resumes() -> None:
     world.restart_control_plane()
     assert world.engine().lookup(range(17)) == 0
     assert world.engine().lookup(range(100, 117)) == 16
+
+
+@pytest.mark.parametrize(("num_shards", "is_forgetting"), [(1, False), (2, False), (1, True)])
+def test_a_data_plane_that_is_not_resumed_does_not_bring_back_what_was_forgotten(
+    num_shards: int, is_forgetting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left without the withdrawal, and a late copy of its first Hello registers it anew. If that
+    comes while much is still being forgotten, nothing is kept.
+    """
+    kept = 0 if is_forgetting else 16
+    world = World(num_shards)
+    engine, shard = world.engine(), world.shards[0]
+    first = rpb.Hello.FromString(shard.hello.SerializeToString())
+    first.ClearField("key_id")
+    engine.cache(range(17))
+    engine.admit(1, range(100, 117))
+    engine.settle()
+    world.pump()
+    monkeypatch.setattr(pool, "_SLICE_ENTRIES", 1 if is_forgetting else 10_000)
+    engine.forget(range(8))
+    for each in world.shards:
+        each.leave()
+    world.core.register(first)
+    world.core.disconnect(*shard.key)
+    assert not shard.come(), "it is resumed"
+    assert all(each.come() for each in world.shards[1:])
+    world.pump()
+    assert world.engine().lookup(range(17)) == 0
+    assert world.engine().lookup(range(100, 117)) == kept
+    world.pump()
+    assert [len(shard.published) for shard in world.shards] == [kept // 8] * num_shards
+    world.restart_control_plane()
+    assert world.engine().lookup(range(17)) == 0
+    assert world.engine().lookup(range(100, 117)) == kept
 
 
 def test_blocks_in_use_are_withdrawn_when_they_are_forgotten_by_force() -> None:

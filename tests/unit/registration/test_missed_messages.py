@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
+
+from control_plane.pools import pool
 from control_plane.pools.publications import publish_message, root_of
 from kvplane import ops
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
@@ -142,6 +145,21 @@ def test_files_are_forgotten_behind_blocks_that_were_withdrawn_while_it_was_away
     numbered = [i for i, message in enumerate(told) if message.forget_files.forget_id]
     assert [told[i].forget_files.namespace for i in numbered] == ["", "late"]
     assert max(i for i, message in enumerate(told) if message.HasField("withdraw")) < numbered[0]
+
+
+def test_files_are_forgotten_when_the_last_block_was_withdrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call sends one message of withdrawals, so that no call takes long."""
+    monkeypatch.setattr(pool, "_MAX_WITHDRAWN", 500)
+    world = World(0)
+    plane = come_back(world, 2500, has_file_tier=True)
+    plane.pump()
+    forget(world, first_token=0)
+    world.pool.shards.forget_files(rpb.ForgetFiles(tenant="default"))
+    told = list(itertools.chain.from_iterable(iter(plane.take, [])))
+    kinds = ["forget" if x.forget_files.forget_id else x.WhichOneof("message") for x in told]
+    assert kinds == ["forget_files", *["withdraw"] * 3, "forget"]
 
 
 def forget(world: World, first_token: int) -> None:
