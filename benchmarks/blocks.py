@@ -6,7 +6,7 @@ Both planes are processes. A prompt of 12 blocks is stored and loaded through sh
 turns: by a step with ``ends_with_plan`` and ``write_pages``, and by pins and ``read_pages``; beside
 "memcpy", a copy of the same bytes in this process. Medians of the turns.
 
-``--remote``: loads over gRPC instead, by 1, 4 and 8 channels at one time, beside as many TCP
+``--remote``: loads over gRPC instead, by 1 and 4 channels at one time, beside as many TCP
 connections on which another process sends the same number of bytes to the same buffers.
 """
 
@@ -16,17 +16,15 @@ import argparse
 import asyncio
 import itertools
 import multiprocessing
-import selectors
 import socket
 import statistics
 import tempfile
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from benchmarks.common.report import machine, markdown, said, save
 from kvplane import ControlClient, Execution, Session, ops
@@ -35,7 +33,7 @@ from scripts.planes import run_planes
 NUM_CHUNKS = 12
 BLOCK_TOKENS = 16
 SIZES = (64 << 10, 2 << 20)
-CHANNELS = (1, 4, 8)
+CHANNELS = (1, 4)
 POOL = "default"
 
 
@@ -124,6 +122,7 @@ async def remote(address: str, page_bytes: int, num_turns: int) -> dict[str, lis
     times: dict[str, list[float]] = {}
     async with AsyncExitStack() as stack:
         peers = stack.enter_context(senders(NUM_CHUNKS * page_bytes))
+        threads = stack.enter_context(ThreadPoolExecutor(max(CHANNELS)))
         client = ControlClient(address, timeout_s=60, shared_memory=False)
         control = await stack.enter_async_context(client)
         await control.wait_ready(POOL, timeout_s=60)
@@ -135,7 +134,9 @@ async def remote(address: str, page_bytes: int, num_turns: int) -> dict[str, lis
                 began = time.perf_counter()
                 await asyncio.gather(*(side.load(1) for side in sides[:num]))
                 spent_s = time.perf_counter() - began
-                raw_s = receive([*zip(peers, (side.into for side in sides[:num]), strict=False)])
+                began = time.perf_counter()
+                list(threads.map(receive, peers[:num], (side.into for side in sides)))
+                raw_s = time.perf_counter() - began
                 for name, seconds in ((f"load by {num}", spent_s), (f"TCP by {num}", raw_s)):
                     if turn:
                         times.setdefault(name, []).append(seconds / num)
@@ -147,7 +148,7 @@ def senders(num_bytes: int) -> Iterator[list[socket.socket]]:
     """Yield connections on each of which another process sends so many bytes when it is asked."""
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        arguments = server.getsockname()[1], max(CHANNELS), num_bytes
+        arguments = server.getsockname()[1], num_bytes
         # Not forked: that would make each page of this process cost a fault when it is written.
         sender = multiprocessing.get_context("spawn").Process(target=send, args=arguments)
         sender.start()
@@ -155,42 +156,25 @@ def senders(num_bytes: int) -> Iterator[list[socket.socket]]:
         yield [stack.enter_context(server.accept()[0]) for _ in range(max(CHANNELS))]
 
 
-def receive(peers: list[tuple[socket.socket, list[memoryview]]]) -> float:
-    """Ask for the bytes of each connection, put them into its buffers, and return the seconds."""
-    began = time.perf_counter()
-    for peer, _ in peers:
-        peer.send(b"g")
-    rooms = {peer: deque(into) for peer, into in peers}
-    while rooms:
-        for peer, left in [*rooms.items()]:
-            num = peer.recv_into(left[0])
-            left[0] = left[0][num:]
-            if not left[0]:
-                left.popleft()
-            if not left:
-                del rooms[peer]
-    return time.perf_counter() - began
+def receive(peer: socket.socket, into: list[memoryview]) -> None:
+    """Ask a connection for its bytes, and put them into these buffers."""
+    peer.send(b"g")
+    for room in into:
+        if peer.recv_into(room, flags=socket.MSG_WAITALL) != len(room):
+            raise RuntimeError("the sender ended")
 
 
-def send(port: int, num_connections: int, num_bytes: int) -> None:
-    """Connect so often. Whenever bytes are asked for on a connection, send them; until all end."""
-    data = memoryview(bytearray(num_bytes))
-    with selectors.DefaultSelector() as waiting:
-        for _ in range(num_connections):
-            waiting.register(socket.create_connection(("127.0.0.1", port)), selectors.EVENT_READ)
-        left: dict[socket.socket, memoryview] = {}
-        while waiting.get_map():
-            for key, _ in waiting.select(0 if left else None):
-                peer = cast(socket.socket, key.fileobj)
-                if peer.recv(1):
-                    left[peer] = data
-                else:
-                    waiting.unregister(peer)
-            for peer, rest in [*left.items()]:
-                peer.sendall(rest[: 1 << 20])
-                left[peer] = rest[1 << 20 :]
-                if not left[peer]:
-                    del left[peer]
+def send(port: int, num_bytes: int) -> None:
+    """Connect, and send on each connection whenever it asks, until it ends."""
+    data = bytearray(num_bytes)
+
+    def answer(_: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as peer:
+            while peer.recv(1):
+                peer.sendall(data)
+
+    with ThreadPoolExecutor(max(CHANNELS)) as threads:
+        list(threads.map(answer, range(max(CHANNELS))))
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 import grpc.aio
 
-from benchmarks.common.report import machine, said, save
+from benchmarks.common.report import machine, markdown, said, save
 from benchmarks.common.timing import quantile
 from kvplane import ControlClient, LayerGroup, Layout
 from kvplane.clients.control_client import CONTROL_PLANE_SERVICE
@@ -42,6 +42,7 @@ from scripts.planes import start
 
 KILL_GOAL_S = 0.05  # for the p95; after "stop" it is the lease and STOP_GOAL_S
 STOP_GOAL_S = 0.5
+HEADS = ("how", "takeover, min", "p50", "p95", "goal", "ready, p50", "max", "is met")
 QUIET = ("--metrics-port", "-1", "--log-level", "error")
 LAYOUT = Layout("takeover", 16, "float32", "float32", (LayerGroup("full", (0,), 1, 8),))
 
@@ -143,15 +144,13 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"how": how, "goal_p95_s": goal_s, "takeover_s": took, "ready_s": ready}
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """Return a line of the table."""
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a line of the table, in seconds."""
     took, ready = row["takeover_s"], row["ready_s"]
     p95_s, goal_s = quantile(took, 0.95), row["goal_p95_s"]
-    return (
-        f"{row['how']:<5} {min(took):>9.3f} {quantile(took, 0.5):>7.3f} {p95_s:>7.3f} "
-        f"{goal_s:>6.2f} {'met' if p95_s <= goal_s else 'missed':>7} "
-        f"{quantile(ready, 0.5):>10.3f} {max(ready):>7.3f}"
-    )
+    figures = (min(took), quantile(took, 0.5), p95_s, goal_s, quantile(ready, 0.5), max(ready))
+    is_met = "met" if p95_s <= goal_s else "missed"
+    return [row["how"], *(f"{figure:.3f}" for figure in figures), is_met]
 
 
 def main() -> None:
@@ -165,12 +164,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     record = {"machine": machine(), "election": options.election or "file", "rows": rows}
     print(f"{said(machine())}; {options.rounds} rounds each, lease {options.ttl_s} s; seconds")
-    print("       takeover                              ready")
-    print("how         min     p50     p95   goal                p50     max")
     for row in measure(options):
-        print(line_of(row), flush=True)
         rows.append(row)
         save(options.json, record)  # after each row: the next may take minutes
+    print(*markdown(HEADS, map(cells, rows)), sep="\n")
 
 
 if __name__ == "__main__":

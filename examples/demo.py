@@ -100,8 +100,8 @@ def report_answers(
     return failures
 
 
-def main(argv: Sequence[str], data_plane: Sequence[str] = ("data_plane",)) -> int:
-    """Run the demonstration; return the exit code. ``data_plane``: see ``run_planes``."""
+def main(argv: Sequence[str]) -> int:
+    """Run the demonstration; return the exit code."""
     parser = argparse.ArgumentParser("demo", description="Check a model on both planes.")
     parser.add_argument("--quick", action="store_true", help="fewer prompts in a smaller pool")
     parser.add_argument("--run-folder", type=Path, default=ROOT / ".run", help="of their logs")
@@ -111,7 +111,7 @@ def main(argv: Sequence[str], data_plane: Sequence[str] = ("data_plane",)) -> in
     flags = ["--model", str(MODEL), "--dtype", DTYPE]
     flags += POOL_FLAGS_QUICK if args.quick else POOL_FLAGS
     print(f"{len(asked)} prompts for both planes (logs in {args.run_folder}) ...")
-    with run_planes(args.run_folder, flags, data_plane) as planes:
+    with run_planes(args.run_folder, flags) as planes:
         address = planes.control.address
         with LLM(MODEL, control_plane=address, max_batch_tokens=512, timeout_s=30.0) as llm:
             device = llm.device

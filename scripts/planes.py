@@ -71,12 +71,9 @@ class Planes(NamedTuple):
 def run_planes(
     run_folder: Path,
     data_arguments: Sequence[str],
-    data_plane: Sequence[str] = ("data_plane",),
     python: Sequence[str] = (sys.executable,),
 ) -> Iterator[Planes]:
-    """Run a control plane and a data plane on free ports, with logs in ``run_folder``.
-
-    ``data_plane``: the module that runs a data plane, and arguments of its own. Raises
+    """Run a control plane and a data plane on free ports, with logs in ``run_folder``. Raises
     PlaneUnavailableError naming the folder when one does not come up, InvalidRequestError when the
     logs can't be written.
     """
@@ -84,14 +81,14 @@ def run_planes(
 
         def run(program: str, *arguments: str) -> Plane:
             flags = (*arguments, "--metrics-port", "-1")
-            log = stack.enter_context((run_folder / f"{program.split('.')[-1]}.log").open("wb"))
+            log = stack.enter_context((run_folder / f"{program}.log").open("wb"))
             return start(stack, program, *flags, python=python, output=log)
 
         try:
             run_folder.mkdir(parents=True, exist_ok=True)
             control = run("control_plane")
             address = ("--control-plane", control.address)
-            data = run(*data_plane, *data_arguments, *address)
+            data = run("data_plane", *data_arguments, *address)
         except PlaneUnavailableError as error:
             raise PlaneUnavailableError(f"{error}; see {run_folder}") from error
         except OSError as error:

@@ -3,9 +3,8 @@
     python -m benchmarks.attention_cpu [PART] [--quick] [--rounds N] [--runs N]
                                        [--threads N] [--json OUT]
 
-    kernels   every kernel against the speed of memory, torch's attention, and bare loops (default)
+    kernels   every kernel against the speed of memory and torch's attention (default)
     shared    decode over a common prefix, against decode that does not share reads or blocks
-    sparse    attention over fewer and fewer blocks, against attention over all of them
 
 All measurements of a part take turns in rounds, so that noise from elsewhere affects them alike:
 compare rows of one run, not of two. ``--runs``: the number of passes over all rounds; the figures
@@ -14,8 +13,7 @@ memory is read so that no cache holds the call's data.
 
 A decode of ``kernels`` is a step of four layers. ``GB/s`` count each byte once: the keys and values
 that decode reads, and the bytes that a copy copies, not both its read and its write.
-``read_bandwidth`` and ``read_pages`` read and do nothing else, on the kernels' own threads: memory
-in order, and pages in the order of decode, which is the limit of any kernel over them;
+``read_bandwidth`` reads memory in order and does nothing else, on the kernels' own threads;
 ``fused_products`` multiplies and adds in registers.
 """
 
@@ -30,7 +28,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.attention_cpu import kernels, parts
+from benchmarks.attention_cpu import kernels, shared
 from benchmarks.attention_cpu.kernels import QUICK, Sizes, kernel_rows
 from benchmarks.common.memory import cold_caches
 from benchmarks.common.report import machine, said, save
@@ -50,9 +48,7 @@ SETTINGS: Final = {
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the flags."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_cpu")
-    parser.add_argument(
-        "part", nargs="?", default="kernels", choices=("kernels", *parts.PARTS), metavar="PART"
-    )
+    parser.add_argument("part", nargs="?", default="kernels", choices=("kernels", "shared"))
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--runs", type=int, default=1, help="passes over all rounds")
@@ -76,12 +72,12 @@ def main(words: Sequence[str] | None = None) -> None:
         call_in_rounds(groups[0], empty, **times)
         print(*kernels.table(groups[0], cpu_isa()), sep="\n")
     else:
-        for group in parts.PARTS[given.part](sizes, given.threads):
+        for group in shared.shared(sizes, given.threads):
             call_in_rounds(group, empty, **times)
             groups.append(group)
-        print(*parts.table(groups), sep="\n")
+        print(*shared.table(groups), sep="\n")
     rows = [
-        {"name": row.name, "unit": row.unit, "amount": row.amount, "p50": row.rate().middle}
+        {"name": row.name, "unit": row.unit, "amount": row.amount, "p50": row.rate()}
         | {"seconds": row.seconds, "least_cpu_s": row.least_cpu_s}
         for group in groups
         for row in group

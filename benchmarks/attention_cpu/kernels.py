@@ -10,9 +10,9 @@ import kvplane_kernels
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common.memory import Memory, page_offsets, read_runs
+from benchmarks.common.memory import Memory
 from benchmarks.common.report import markdown
-from benchmarks.common.timing import Calls, Spread
+from benchmarks.common.timing import Calls
 from data_plane.kernels.arguments import AttentionArguments, WriteArguments
 from data_plane.kernels.backends.cpu import CpuKernels
 from data_plane.memory import huge_pages
@@ -30,10 +30,7 @@ SHARES_OF_READ: Final = {
 }
 SHARES_OF_COPY: Final = {"copy_blocks": 0.80, "swap_out": 0.80, "swap_in": 0.80}
 TIMES_TORCH: Final = {"decode/bf16": 2.0, "decode/fp32": 1.3, "prefill": 1.5}
-HEADS: Final = (
-    *("", "rate", "lowest to highest", "a core", "of memory", "goal", "× torch", "goal"),
-    *("of read_pages", "of fused_products"),
-)
+HEADS: Final = ("", "rate", "of memory", "goal", "× torch", "goal")
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,7 @@ def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Call
     shape = (NUM_LAYERS, BATCH, NUM_KV_HEADS, context_tokens, HEAD_SIZE)
     query_dtype = query_dtype_of(dtype)
     keys, values = torch.randn(shape).to(query_dtype), torch.randn(shape).to(query_dtype)
-    runs, run_bytes = page_offsets(pool, tables), pool[0, 0, 0, 0].nbytes
-
-    def read() -> object:
-        return read_runs(pool, runs, run_bytes, KERNELS.num_threads or torch.get_num_threads())
-
-    rows = [Calls(f"read_pages/{name}", "GB/s", pool.nbytes, read)]
+    rows = []
     for group in GROUPS:
         query = torch.randn(BATCH, NUM_KV_HEADS * group, HEAD_SIZE).to(query_dtype)
         packed = query.view(BATCH, NUM_KV_HEADS, group, HEAD_SIZE)
@@ -103,7 +95,7 @@ def decode_rows(name: str, dtype: torch.dtype, context_tokens: int) -> list[Call
 
         rows.append(Calls(f"decode/{name}/g{group}", "GB/s", pool.nbytes, ours))
         if query_dtype == dtype:
-            rows.append(Calls(f"torch/{name}/g{group}", "GB/s", pool.nbytes, torchs))
+            rows.append(Calls(f"torch/decode/{name}/g{group}", "GB/s", pool.nbytes, torchs))
     return rows
 
 
@@ -130,7 +122,7 @@ def prefill_rows(num_tokens: int) -> list[Calls]:
 
     return [
         Calls("prefill", "tokens/s", num_tokens, ours),
-        Calls("torch_prefill", "tokens/s", num_tokens, torchs),
+        Calls("torch/prefill", "tokens/s", num_tokens, torchs),
     ]
 
 
@@ -159,12 +151,6 @@ def block_rows(num_blocks: int) -> list[Calls]:
     ]
 
 
-def products_of_prefill(num_tokens: float) -> float:
-    """Count products of queries with keys and weights with values, where queries see keys."""
-    num_seen = num_tokens * (num_tokens + 1) / 2
-    return num_seen * NUM_KV_HEADS * PREFILL_GROUP * 2 * HEAD_SIZE
-
-
 def bare_rows(num_threads: int, num_rounds: int = BARE_ROUNDS) -> list[Calls]:
     """Return the bare loop of products; no row where the instruction set has no fused products."""
 
@@ -186,68 +172,39 @@ def kernel_rows(sizes: Sizes, num_threads: int) -> list[Calls]:
 
 
 def table(rows: Sequence[Calls], isa: str) -> Iterator[str]:
-    """Yield the table, by wall time but for the column "a core", which is per second of CPU time.
-    ``isa``: the instruction set, which has goals of its own.
-    """
+    """Yield the table, by wall time. ``isa``: the instruction set, which has goals of its own."""
     rates = {row.name: row.rate() for row in rows}
     ours = [row for row in rows if not row.name.startswith("torch")]
     return markdown(HEADS, (_cells(row, isa, rates) for row in ours))
 
 
-def _cells(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
-    rate = rates[row.name]
+def _cells(row: Calls, isa: str, rates: dict[str, float]) -> list[str]:
     return [
         row.name if row.unit == "GB/s" else f"{row.name}, {row.unit}",
-        _figure(rate.middle),
-        f"{_figure(rate.lowest)} to {_figure(rate.highest)}",
-        _figure(row.best_rate_of_core().middle),
+        f"{rates[row.name]:,.1f}",
         *_of_memory(row, isa, rates),
         *_of_torch(row, rates),
-        *_of_bare_loops(row, rates),
     ]
 
 
-def _of_memory(row: Calls, isa: str, rates: dict[str, Spread]) -> list[str]:
+def _of_memory(row: Calls, isa: str, rates: dict[str, float]) -> list[str]:
     """Return the share of the memory's rate in the same passes, and the goal."""
     if row.unit != "GB/s" or row.name in ("read_bandwidth", "memcpy"):
         return ["", ""]
-    whole = "read_bandwidth" if row.name.startswith(("decode", "read")) else "memcpy"
-    share = rates[row.name].middle / rates[whole].middle
+    whole = "read_bandwidth" if row.name.startswith("decode") else "memcpy"
+    share = rates[row.name] / rates[whole]
     goal = (SHARES_OF_READ.get(isa, {}) | SHARES_OF_COPY).get(row.name)
     return [f"{share:.1%} of {whole.partition('_')[0]}", _goal(share, goal)]
 
 
-def _of_torch(row: Calls, rates: dict[str, Spread]) -> list[str]:
+def _of_torch(row: Calls, rates: dict[str, float]) -> list[str]:
     """Return our figure divided by torch's, and the goal."""
-    torchs = rates.get(f"torch_{row.name}" if row.name == "prefill" else _torchs(row.name))
+    torchs = rates.get(f"torch/{row.name}")
     if torchs is None:
         return ["", ""]
-    times = rates[row.name].middle / torchs.middle
+    times = rates[row.name] / torchs
     return [f"{times:.2f}", _goal(times, TIMES_TORCH.get(row.name.rpartition("/")[0] or row.name))]
-
-
-def _of_bare_loops(row: Calls, rates: dict[str, Spread]) -> list[str]:
-    """Return the shares of what bare loops reach, over pages whose products are fused."""
-    kind, _, which = row.name.partition("/")
-    name, _, group = which.partition("/g")
-    products, rate = rates.get("fused_products"), rates[row.name].middle
-    if products is None or kind not in ("decode", "prefill") or name == "fp32":
-        return ["", ""]
-    if kind == "prefill":
-        limit = products.middle * 1e9 * row.amount / products_of_prefill(row.amount)
-        return ["", f"{rate / limit:.0%}"]
-    limit = products.middle * DTYPES[name].itemsize / int(group)
-    return [f"{rate / rates[f'read_pages/{name}'].middle:.0%}", f"{rate / limit:.0%}"]
-
-
-def _torchs(name: str) -> str:
-    kind, _, which = name.partition("/")
-    return f"torch/{which}" if kind == "decode" else ""
 
 
 def _goal(reached: float, goal: float | None) -> str:
     return "" if goal is None else f"{goal:g}: {'met' if reached >= goal else 'missed'}"
-
-
-def _figure(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}"

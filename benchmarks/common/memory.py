@@ -34,7 +34,14 @@ class Memory:
 
     def read(self) -> None:
         """Read everything in address order."""
-        read_runs(self._source, self._in_order, RUN_BYTES, self._num_threads)
+        kvplane_kernels.read_runs(
+            memory=self._source.data_ptr(),
+            offsets=self._in_order.data_ptr(),
+            num_runs=len(self._in_order),
+            run_bytes=RUN_BYTES,
+            runs_of_item=_RUNS_OF_ITEM,
+            num_threads=self._num_threads,
+        )
 
     def read_calls(self) -> Calls:
         return Calls("read_bandwidth", "GB/s", self._source.nbytes, self.read)
@@ -50,35 +57,6 @@ class Memory:
 
         num_bytes = self._share * len(offsets)
         return Calls("memcpy", "GB/s", num_bytes, lambda: list(threads.map(copy, offsets)))
-
-
-def read_runs(memory: torch.Tensor, offsets: torch.Tensor, run_bytes: int, num_threads: int) -> int:
-    """Read runs of memory in this order, 64 of them by one thread. offsets: int64 [num_runs], bytes
-    from the memory's first. Return the exclusive or of all words of 8 bytes.
-    """
-    return kvplane_kernels.read_runs(
-        memory=memory.data_ptr(),
-        offsets=offsets.data_ptr(),
-        num_runs=offsets.shape[0],
-        run_bytes=run_bytes,
-        runs_of_item=_RUNS_OF_ITEM,
-        num_threads=num_threads,
-    )
-
-
-def page_offsets(pool: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-    """Return the addresses that a decode step reads in a pool [num_blocks, num_layers, 2,
-    num_kv_heads, block_size, head_size], in its order: layer by layer, two blocks at a time, of
-    each KV head the keys and then the values. int64 [num_runs], bytes.
-    """
-    _, num_layers, _, num_kv_heads, _, _ = pool.shape
-    blocks = tables.reshape(1, -1, 1, 1, 2)  # [layer, pair, KV head, K or V, block of the pair]
-    layers = torch.arange(num_layers).view(-1, 1, 1, 1, 1)
-    heads = torch.arange(num_kv_heads).view(1, 1, -1, 1, 1)
-    kinds = torch.arange(2).view(1, 1, 1, -1, 1)
-    of_block, of_layer, of_kind, of_head, _, _ = pool.stride()
-    elements = blocks * of_block + layers * of_layer + kinds * of_kind + heads * of_head
-    return (elements * pool.element_size()).flatten().contiguous()
 
 
 def last_level_cache_bytes(caches: Path = CACHES) -> int:

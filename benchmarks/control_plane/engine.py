@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks.control_plane import messages
 from kvplane.wire.v1 import session_pb2 as cpb
@@ -31,7 +31,7 @@ class Engine:
         self, wire: Wire, session: tpb.SessionRef, key: bytes, *, first_id: int = 1
     ) -> None:
         self._wire = wire
-        self._session = session
+        self.session = session
         self._key = key
         self._numbers = itertools.count(1)
         self._ids = itertools.count(first_id)
@@ -50,7 +50,7 @@ class Engine:
         number = next(self._numbers)
         receipts, self._receipts = self._receipts, []
         request = cpb.StepRequest(
-            session=self._session, number=number, operations=operations, receipts=receipts
+            session=self.session, number=number, operations=operations, receipts=receipts
         )
         response, seconds = await self._wire.step(request)
         for operation in response.results:
@@ -60,7 +60,7 @@ class Engine:
             self._last_plan = number
             if is_receipted:
                 plan = response.plan
-                self._receipts.append(messages.receipt(self._key, self._session, number, plan))
+                self._receipts.append(messages.receipt(self._key, self.session, number, plan))
         return seconds
 
     async def settle(self) -> float:
@@ -69,9 +69,15 @@ class Engine:
 
     async def abort(self) -> float:
         """Abort the last plan, which has no receipt; return the seconds."""
-        request = cpb.AbortPlansRequest(
-            session=self._session, number=next(self._numbers), plan_number=self._last_plan
-        )
+        return await self._abort(plan_number=self._last_plan)
+
+    async def resync(self) -> float:
+        """Have all tables sent whole; return the seconds."""
+        return await self._abort(whole_tables=True)
+
+    async def _abort(self, **fields: Any) -> float:
+        number = next(self._numbers)
+        request = cpb.AbortPlansRequest(session=self.session, number=number, **fields)
         return await self._wire.abort(request)
 
 

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from benchmarks.control_plane import messages
-from benchmarks.control_plane.engine import Engine
+from benchmarks.control_plane.engine import Engine, Wire
 from benchmarks.control_plane.messages import EPOCH, POOL
 from control_plane.config import CoreConfig
 from control_plane.core import ControlPlane
@@ -52,11 +52,12 @@ class CorePool:
         self.core.work()
         return time.thread_time() - began
 
-    async def engine(self) -> Engine:
+    async def engine(self, wire: Wire | None = None) -> Engine:
+        """Open a session, whose requests ``wire`` carries; None: this pool."""
         session = self.core.open_session(messages.open_session(), TENANT).session
         first_id = 1 + 1_000_000 * self._num_engines
         self._num_engines += 1
-        return Engine(self, session, self.key, first_id=first_id)
+        return Engine(wire or self, session, self.key, first_id=first_id)
 
     async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
         data = request.SerializeToString()

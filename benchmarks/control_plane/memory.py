@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import gc
 import multiprocessing
 import os
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.timing import drop_leftovers
 from benchmarks.control_plane.engine import Engine, World
 from benchmarks.control_plane.in_process import InProcess
 from benchmarks.control_plane.messages import prompt
@@ -19,13 +17,15 @@ from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
 from kvplane import ops
 
+Measure = Callable[[Sizes], Coroutine[Any, Any, tuple[float, ...]]]
+
 
 async def memory(world: World, sizes: Sizes) -> list[Row]:
     """Measure the bytes of a block, the additional ones of its publication and tokens, and those of
     a session that has admitted a cached prompt which others have too.
     """
-    per_block, per_entry = await _in_fresh_process(_fill, sizes)
-    (per_session,) = await _in_fresh_process(_share, sizes)
+    per_block, per_entry = _in_fresh_process(_fill, sizes)
+    (per_session,) = _in_fresh_process(_share, sizes)
     return [
         Row.of_one("memory_per_block", "bytes", per_block),
         Row.of_one("memory_per_entry", "bytes", per_entry),
@@ -33,14 +33,9 @@ async def memory(world: World, sizes: Sizes) -> list[Row]:
     ]
 
 
-Measure = Callable[[Sizes], Coroutine[Any, Any, tuple[float, ...]]]
-
-
-async def _in_fresh_process(measure: Measure, sizes: Sizes) -> tuple[float, ...]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(process, _run, measure, sizes)
+def _in_fresh_process(measure: Measure, sizes: Sizes) -> tuple[float, ...]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_run, (measure, sizes))
 
 
 def _run(measure: Measure, sizes: Sizes) -> tuple[float, ...]:
@@ -92,7 +87,6 @@ async def _share(sizes: Sizes) -> tuple[float, ...]:
 
 def _resident_bytes() -> int:
     """Return this process's memory, without the part that it could return to the system."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    drop_leftovers()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -14,6 +14,7 @@ from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
+from tests.helpers.planning import registration_messages
 
 BLOCK_SIZE_TOKENS: Final = 16
 POOL: Final = "benchmark"
@@ -49,10 +50,7 @@ def hello(num_device_blocks: int, num_host_blocks: int, num_checkpoints: int = 0
     for some.
     """
     sizes = [(num_device_blocks, num_host_blocks), (num_checkpoints, 0)]
-    return rpb.Hello(
-        version="test",
-        oldest_payload_version=protocol.OLDEST_PAYLOAD_VERSION,
-        newest_payload_version=protocol.NEWEST_PAYLOAD_VERSION,
+    return registration_messages.hello(
         pool_id=POOL,
         shard=tpb.Shard(num_shards=1, num_layers=1, num_kv_heads=1),
         epoch=EPOCH,
@@ -63,7 +61,6 @@ def hello(num_device_blocks: int, num_host_blocks: int, num_checkpoints: int = 0
             rpb.GroupBlocks(num_device_blocks=device, num_host_blocks=host)
             for device, host in (sizes if num_checkpoints else [])
         ],
-        address="127.0.0.1:1",
     )
 
 
@@ -84,8 +81,7 @@ def receipt(
         plan_number=number,
         plan_digest=signing.digest(plan.payload),
     ).SerializeToString()
-    signature = signing.sign(key, signing.RECEIPT, payload)
-    return tpb.SignedPayload(type=signing.RECEIPT, payload=payload, signature=signature)
+    return registration_messages.signed(key, payload)
 
 
 def report_part(publications: plan_pb2.Publications) -> rpb.BlockReport:

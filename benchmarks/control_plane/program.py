@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -84,13 +84,16 @@ def main() -> None:
         parser.error(f"--only {arguments.only}: no case has such a name")
     print(said(described))
     print(*table(rows), sep="\n")
-    save(arguments.json, {"machine": described, "quick": arguments.quick, "rows": rows})
+    save(
+        arguments.json,
+        {"machine": described, "quick": arguments.quick, "rows": [*map(as_json, rows)]},
+    )
     print(f"saved to {arguments.json}")
 
 
-async def measure(only: str, *, quick: bool) -> list[dict[str, object]]:
+async def measure(only: str, *, quick: bool) -> list[Row]:
     """Measure the cases whose names ``only`` matches. Return their rows."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     sizes = QUICK if quick else FULL
     for world in (InProcess(), OverGrpc()):
         for case in CASES:
@@ -99,5 +102,6 @@ async def measure(only: str, *, quick: bool) -> list[dict[str, object]]:
                 continue
             print(name, flush=True)
             drop_leftovers()
-            rows += as_json(world.name, await case.measure(world, sizes))
+            of_case = await case.measure(world, sizes)
+            rows += [replace(row, name=f"{world.name}/{row.name}") for row in of_case]
     return rows

@@ -85,9 +85,7 @@ async def swap_2048_blocks(world: World, sizes: Sizes) -> list[Row]:
             out_s.append(await engine.step(ops.swap([sequence_id], "host")))
             in_s.append(await engine.step(ops.swap([sequence_id], "device")))
             await engine.step(ops.free([sequence_id]))
-    both_s = [sum(pair) for pair in zip(out_s, in_s, strict=True)]
     return [
-        Row.of_seconds("swap_2048_blocks", both_s),
         Row.of_seconds("swap_2048_blocks/out", out_s),
         Row.of_seconds("swap_2048_blocks/in", in_s),
     ]
@@ -119,9 +117,7 @@ async def abort_256x2048(world: World, sizes: Sizes) -> list[Row]:
             abort_s.append(await engine.abort())
             next_s.append(await engine.step(append))
             position += 1
-    both_s = [sum(pair) for pair in zip(abort_s, next_s, strict=True)]
     return [
-        Row.of_seconds(name, both_s),
         Row.of_seconds(f"{name}/abort", abort_s),
         Row.of_seconds(f"{name}/next_step", next_s),
     ]

@@ -49,11 +49,7 @@ async def _in_process(
         seconds.append(slice_s)
     _check(pool.description(), num_entries)
     resumed = resumed_in_process(pool, num_blocks, num_entries)
-    return [
-        Row.of_one(_NAME, MICROSECONDS, 1e6 * sum(seconds)),
-        Row.of_one(f"{_NAME}/longest_call", MICROSECONDS, 1e6 * max(seconds)),
-        *resumed,
-    ]
+    return [*_rows(_NAME, sum(seconds), "longest_call", max(seconds)), *resumed]
 
 
 async def _over_grpc(
@@ -72,11 +68,7 @@ async def _over_grpc(
                 seconds = time.perf_counter() - began
             _check(description, num_entries)
             resumed = await resumed_over_grpc(connection, data_plane, num_blocks, num_entries)
-    return [
-        Row.of_one(_NAME, MICROSECONDS, 1e6 * seconds),
-        Row.of_one(f"{_NAME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),
-        *resumed,
-    ]
+    return [*_rows(_NAME, seconds, "longest_wait", max(waits_s)), *resumed]
 
 
 def _check(description: pool_pb2.GetPoolResponse, num_entries: int) -> None:
@@ -128,10 +120,7 @@ def resumed_in_process(pool: CorePool, num_blocks: int, num_entries: int) -> lis
         if missed is None:
             break
     _check_sent(num_sent, num_entries)
-    return [
-        Row.of_one(_RESUME, MICROSECONDS, 1e6 * sum(seconds)),
-        Row.of_one(f"{_RESUME}/longest_call", MICROSECONDS, 1e6 * max(seconds)),
-    ]
+    return _rows(_RESUME, sum(seconds), "longest_call", max(seconds))
 
 
 async def resumed_over_grpc(
@@ -150,10 +139,7 @@ async def resumed_over_grpc(
             num_sent += _num_publications(await again.read())
         seconds = time.perf_counter() - began
     _check_sent(num_sent, num_entries)
-    return [
-        Row.of_one(_RESUME, MICROSECONDS, 1e6 * seconds),
-        Row.of_one(f"{_RESUME}/longest_wait", MICROSECONDS, 1e6 * max(waits_s)),
-    ]
+    return _rows(_RESUME, seconds, "longest_wait", max(waits_s))
 
 
 @asynccontextmanager
@@ -192,3 +178,10 @@ def _num_publications(packed: bytes) -> int:
 def _check_sent(num_sent: int, num_entries: int) -> None:
     if num_sent != num_entries:
         raise RuntimeError(f"{num_sent} publications were sent instead of {num_entries}")
+
+
+def _rows(name: str, seconds: float, of_longest: str, longest_s: float) -> list[Row]:
+    return [
+        Row.of_one(name, MICROSECONDS, 1e6 * seconds),
+        Row.of_one(f"{name}/{of_longest}", MICROSECONDS, 1e6 * longest_s),
+    ]

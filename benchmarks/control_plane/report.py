@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from benchmarks.common.report import markdown
@@ -58,19 +58,20 @@ GOALS_P99: Final = {
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. ``p99``: 99 % of the samples are as good. ``name`` is without the world's."""
+    """One figure. ``p99``: 99 % of the samples are as good. ``median_p50``: of all rounds."""
 
     name: str
     unit: str
     p50: float
     p99: float
     num_samples: int
+    median_p50: float | None = None
 
     @classmethod
-    def of_seconds(cls, name: str, seconds: Sequence[float], unit: str = MICROSECONDS) -> Row:
+    def of_seconds(cls, name: str, seconds: Sequence[float]) -> Row:
         """Return a row of latencies, in microseconds."""
         p50, p99 = (1e6 * quantile(seconds, q) for q in (0.5, 0.99))
-        return cls(name, unit, p50, p99, len(seconds))
+        return cls(name, MICROSECONDS, p50, p99, len(seconds))
 
     @classmethod
     def of_one(cls, name: str, unit: str, value: float) -> Row:
@@ -78,24 +79,11 @@ class Row:
         return cls(name, unit, value, value, 1)
 
 
-def as_json(world: str, rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Return the rows of one case in one world, for programs."""
-    entries = []
-    for row in rows:
-        name = f"{world}/{row.name}"
-        entry: dict[str, object] = {
-            "name": name,
-            "unit": row.unit,
-            "p50": round(row.p50, 2),
-            "p99": round(row.p99, 2),
-            "num_samples": row.num_samples,
-        }
-        if (goal := goal_of(name)) is not None:
-            entry["goal"] = goal
-        if name in GOALS_P99:
-            entry["goal_p99"] = GOALS_P99[name]
-        entries.append(entry)
-    return entries
+def as_json(row: Row) -> dict[str, object]:
+    """Return a row for programs, with its goals."""
+    goals = {"goal": goal_of(row.name), "goal_p99": GOALS_P99.get(row.name)}
+    entry = {**asdict(row), "p50": round(row.p50, 2), "p99": round(row.p99, 2), **goals}
+    return {name: value for name, value in entry.items() if value is not None}
 
 
 def goal_of(name: str) -> float | None:
@@ -105,53 +93,47 @@ def goal_of(name: str) -> float | None:
     return GOALS.get(name, _SLICE_US if name.startswith(_SLICES) else None)
 
 
-def best_of(rounds: Sequence[Sequence[dict[str, object]]]) -> list[dict[str, object]]:
-    """Return for each name the row, of ``as_json``'s, of the round with the best ``p50``.
-    With several rounds it also has ``median_p50``, the median of all of them.
+def best_of(rounds: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return for each name the row of the round with the best ``p50``, and, with several rounds,
+    with the median of all rounds' in it.
     """
-    by_name: dict[str, list[dict[str, object]]] = {}
+    by_name: dict[str, list[Row]] = {}
     for row in (row for rows in rounds for row in rows):
-        by_name.setdefault(str(row["name"]), []).append(row)
+        by_name.setdefault(row.name, []).append(row)
     best = []
     for rows in by_name.values():
-        rows.sort(key=lambda row: float(str(row["p50"])), reverse=rows[0]["unit"] in _RATES)
-        best.append(rows[0])
-        if len(rounds) > 1:
-            median = statistics.median(float(str(row["p50"])) for row in rows)
-            best[-1] = {**rows[0], "num_rounds": len(rows), "median_p50": round(median, 2)}
+        rows.sort(key=lambda row: row.p50, reverse=rows[0].unit in _RATES)
+        median = statistics.median(row.p50 for row in rows)
+        best.append(replace(rows[0], median_p50=median) if len(rounds) > 1 else rows[0])
     return best
 
 
-def table(rows: Sequence[dict[str, object]]) -> Iterator[str]:
-    """Yield rows of ``as_json`` as lines, with goals beside the figures."""
-    heads = ["", "unit", "p50", "goal", "p99", "goal"]
-    if any("median_p50" in row for row in rows):
-        heads.append("median of rounds")
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield rows as lines, with goals beside the figures."""
+    heads = ("", "unit", "p50", "goal", "p99", "goal", "median of rounds")
 
-    def cells(row: dict[str, object]) -> list[str]:
+    def cells(row: Row) -> list[str]:
         return [
-            str(row["name"]),
-            str(row["unit"]),
-            _number(row["p50"]),
-            _goal(row, "p50", "goal"),
-            _number(row["p99"]),
-            _goal(row, "p99", "goal_p99"),
-            *([_number(row["median_p50"])] if "median_p50" in row else []),
+            row.name,
+            row.unit,
+            _number(row.p50),
+            _goal(row, row.p50, goal_of(row.name)),
+            _number(row.p99),
+            _goal(row, row.p99, GOALS_P99.get(row.name)),
+            "" if row.median_p50 is None else _number(row.median_p50),
         ]
 
     return markdown(heads, map(cells, rows))
 
 
-def _goal(row: dict[str, object], figure: str, goal: str) -> str:
-    if goal not in row:
+def _goal(row: Row, value: float, wanted: float | None) -> str:
+    if wanted is None:
         return ""
-    is_rate = row["unit"] in _RATES
-    value, wanted = float(str(row[figure])), float(str(row[goal]))
+    is_rate = row.unit in _RATES
     is_met = value >= wanted if is_rate else value <= wanted
     sign = "≥" if is_rate else "≤"
     return f"{sign} {_number(wanted)} {'met' if is_met else 'missed'}"
 
 
-def _number(value: object) -> str:
-    number = float(str(value))
+def _number(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:,.1f}"

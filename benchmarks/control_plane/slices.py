@@ -6,20 +6,18 @@ Seconds are processor time of the thread, so that other work on the machine does
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-from benchmarks.control_plane import messages
-from benchmarks.control_plane.engine import World
+from benchmarks.control_plane.engine import Engine, World
 from benchmarks.control_plane.in_process import TENANT, CorePool
 from benchmarks.control_plane.messages import prompt
 from benchmarks.control_plane.report import Row
 from benchmarks.control_plane.sizes import Sizes
-from control_plane.steps.answers import StepAnswer
-from control_plane.steps.requests import Request
 from kvplane import ops
 from kvplane.slices import Slices
 from kvplane.wire.v1 import session_pb2 as cpb
-from kvplane.wire.v1 import types_pb2 as tpb
 from kvplane.wire.v1.prefix_pb2 import FindPrefixRequest
 
 _PROMPT_TOKENS = 485
@@ -62,10 +60,35 @@ async def slices(world: World, sizes: Sizes) -> list[Row]:
     return rows
 
 
-async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
-    async with world.pool(sizes.num_forks // 8 + 1_000) as pool:
+class LongestSlice:
+    """A wire to a pool's core whose seconds are those of a request's longest slice."""
+
+    def __init__(self, pool: CorePool) -> None:
+        self._core = pool.core
+
+    async def step(self, request: cpb.StepRequest) -> tuple[cpb.StepResponse, float]:
+        answer, longest_s = _longest_of(self._core.run(request, TENANT))
+        began_s = time.thread_time()
+        answer.settle()  # by itself, once the answer is sent
+        longest_s = max(longest_s, time.thread_time() - began_s)
+        return cpb.StepResponse.FromString(answer.step), longest_s
+
+    async def abort(self, request: cpb.AbortPlansRequest) -> float:
+        return _longest_of(self._core.run(request, TENANT))[1]
+
+
+@asynccontextmanager
+async def _timed(
+    world: World, num_device_blocks: int, num_host_blocks: int = 0
+) -> AsyncIterator[tuple[CorePool, Engine]]:
+    """Yield a pool, and its only engine, which measures slices."""
+    async with world.pool(num_device_blocks, num_host_blocks) as pool:
         assert isinstance(pool, CorePool), "measured in process only"
-        engine = await pool.engine()
+        yield pool, await pool.engine(LongestSlice(pool))
+
+
+async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
+    async with _timed(world, sizes.num_forks // 8 + 1_000) as (pool, engine):
         (parent,) = engine.new_ids(1)
         await engine.step(ops.admit(parent, prompt(parent, _PROMPT_TOKENS)))
         ids = engine.new_ids(sizes.num_forks)
@@ -73,85 +96,55 @@ async def _of_forks(world: World, sizes: Sizes, name: str) -> float:
             await engine.step(ops.fork(parent, ids[i : i + _FORKS_A_STEP]))
         append = ops.append(parent, [1], 1, first_positions=_PROMPT_TOKENS)
         await engine.step(append, is_receipted=False)
-        ref, number = _numbered(pool)
         if name == "close":
-            return _closed(pool, ref)
-        if name == "resync":
-            return _longest(
-                pool, cpb.AbortPlansRequest(whole_tables=True, session=ref, number=number)
-            )[1]
-        abort = cpb.AbortPlansRequest(session=ref, number=number, plan_number=number - 1)
-        return _longest(pool, abort)[1]
+            return _closed(pool, engine)
+        return await (engine.resync() if name == "resync" else engine.abort())
 
 
 async def _of_prompts(world: World, sizes: Sizes, num: int) -> tuple[float, float, float, float]:
     """Compute, publish, send and free ``num`` prompts; one message holds 64 of 32,768 tokens or
     more.
     """
-    async with world.pool(num * (sizes.prompt_blocks + 1) * 17 // 16) as pool:
-        assert isinstance(pool, CorePool), "measured in process only"
-        engine = await pool.engine()
+    async with _timed(world, num * (sizes.prompt_blocks + 1) * 17 // 16) as (_, engine):
         ids = engine.new_ids(num)
         prompts = [prompt(i, sizes.prompt_tokens) for i in ids]
         admits = [ops.admit(i, tokens) for i, tokens in zip(ids, prompts, strict=True)]
         await engine.step(*admits, is_receipted=False)
         await engine.abort()
-        ref, number = _numbered(pool)
         length = sizes.prompt_tokens
         again = ops.append(ids, b"".join(prompts), length, first_positions=0, num_tokens=length)
-        request = cpb.StepRequest(session=ref, number=number, operations=[again])
-        answer, compute_s = _longest(pool, request)
-        receipt = messages.receipt(pool.key, ref, number, answer.plan)
-        request = cpb.StepRequest(session=ref, number=number + 1, receipts=[receipt])
-        _, publish_s = _longest(pool, request)
+        compute_s = await engine.step(again)
+        publish_s = await engine.settle()
         append = ops.append(ids, [1] * num, 1, first_positions=length, num_tokens=1)
-        request = cpb.StepRequest(session=ref, number=number + 2, operations=[append])
-        pool.core.step(request, TENANT)
-        _, tables_s = _longest(
-            pool, cpb.AbortPlansRequest(whole_tables=True, session=ref, number=number + 3)
-        )
-        request = cpb.StepRequest(session=ref, number=number + 4, operations=[ops.free(ids)])
-        _, free_s = _longest(pool, request)
+        await engine.step(append, is_receipted=False)
+        tables_s = await engine.resync()
+        free_s = await engine.step(ops.free(ids))
         return compute_s, publish_s, tables_s, free_s
 
 
 async def _of_swaps(world: World, sizes: Sizes) -> dict[str, float]:
     num = sizes.num_swapped_sequences
     num_blocks = num * (sizes.prompt_blocks + 1) * 17 // 16
-    async with world.pool(num_blocks, num_host_blocks=num_blocks) as pool:
-        assert isinstance(pool, CorePool), "measured in process only"
-        engine = await pool.engine()
+    async with _timed(world, num_blocks, num_blocks) as (pool, engine):
         ids = engine.new_ids(num)
         for i in ids:
             await engine.step(ops.admit(i, prompt(i, sizes.prompt_tokens)))
-        ref, number = _numbered(pool)
-        out = ops.swap(ids, "host")
-        longest_s = {}
-        request = cpb.StepRequest(session=ref, number=number, operations=[out])
-        _, longest_s["out"] = _longest(pool, request)
-        abort = cpb.AbortPlansRequest(session=ref, number=number + 1, plan_number=number)
-        _, longest_s["abort"] = _longest(pool, abort)
-        request = cpb.StepRequest(session=ref, number=number + 2, operations=[out])
-        answer, longest_s["out_after_abort"] = _longest(pool, request)
-        receipt = messages.receipt(pool.key, ref, number + 2, answer.plan)
-        request = cpb.StepRequest(session=ref, number=number + 3, receipts=[receipt])
-        _, longest_s["receipt"] = _longest(pool, request)
-        back = [ops.swap(ids, "device")]
-        request = cpb.StepRequest(session=ref, number=number + 4, operations=back)
-        _, longest_s["in"] = _longest(pool, request)
-        abort = cpb.AbortPlansRequest(session=ref, number=number + 5, plan_number=number + 4)
-        pool.core.abort_plans(abort, TENANT)
+        await engine.settle()
+        out, longest_s = ops.swap(ids, "host"), {}
+        longest_s["out"] = await engine.step(out, is_receipted=False)
+        longest_s["abort"] = await engine.abort()
+        longest_s["out_after_abort"] = await engine.step(out)
+        longest_s["receipt"] = await engine.settle()
+        longest_s["in"] = await engine.step(ops.swap(ids, "device"), is_receipted=False)
+        await engine.abort()
         one_by_one = [ops.swap([i], "device") for i in ids]
-        request = cpb.StepRequest(session=ref, number=number + 6, operations=one_by_one)
-        _, longest_s["in_one_by_one"] = _longest(pool, request)
-        longest_s["close"] = _closed(pool, ref)
+        longest_s["in_one_by_one"] = await engine.step(*one_by_one, is_receipted=False)
+        longest_s["close"] = _closed(pool, engine)
         return longest_s
 
 
 async def _of_search(world: World, sizes: Sizes, num_blocks: int) -> float:
-    async with world.pool(num_blocks + 1_000) as pool:
-        assert isinstance(pool, CorePool), "measured in process only"
-        engine = await pool.engine()
+    async with _timed(world, num_blocks + 1_000) as (pool, engine):
         (sequence_id,) = engine.new_ids(1)
         num_parts = num_blocks // sizes.prompt_blocks
         tokens = b"".join(prompt(i, sizes.prompt_tokens) for i in range(num_parts))
@@ -163,17 +156,6 @@ async def _of_search(world: World, sizes: Sizes, num_blocks: int) -> float:
         return longest_s
 
 
-def _numbered(pool: CorePool) -> tuple[tpb.SessionRef, int]:
-    """Return the only session of the pool, and its next number."""
-    (session,) = pool.core.sessions.by_id.values()
-    return session.ref, session.numbers.last + 1
-
-
-def _longest(pool: CorePool, request: Request) -> tuple[Any, float]:
-    """Return a request's answer, and the seconds of the longest slice."""
-    return _longest_of(pool.core.run(request, TENANT))
-
-
 def _longest_of(left: Slices[Any]) -> tuple[Any, float]:
     """Return what the slices return, and the seconds of the longest."""
     longest_s = 0.0
@@ -182,25 +164,15 @@ def _longest_of(left: Slices[Any]) -> tuple[Any, float]:
         try:
             next(left)
         except StopIteration as end:
-            longest_s = max(longest_s, time.thread_time() - began_s)
-            answer = end.value
-            if isinstance(answer, StepAnswer):
-                began_s = time.thread_time()
-                answer.settle()  # by itself, once the answer is sent
-                longest_s = max(longest_s, time.thread_time() - began_s)
-                answer = cpb.StepResponse.FromString(answer.step)
-            return answer, longest_s
+            return end.value, max(longest_s, time.thread_time() - began_s)
         longest_s = max(longest_s, time.thread_time() - began_s)
 
 
-def _closed(pool: CorePool, ref: tpb.SessionRef) -> float:
+def _closed(pool: CorePool, engine: Engine) -> float:
     began_s = time.thread_time()
-    pool.core.close_session(ref, TENANT)
+    pool.core.close_session(engine.session, TENANT)
     pool.core.take_notified()
     longest_s = time.thread_time() - began_s
-    while pool.core.has_work():
-        began_s = time.thread_time()
-        pool.core.work()
-        pool.core.take_notified()
-        longest_s = max(longest_s, time.thread_time() - began_s)
+    while (slice_s := pool.work()) is not None:
+        longest_s = max(longest_s, slice_s)
     return longest_s

@@ -18,23 +18,11 @@ from pathlib import Path
 
 from benchmarks.common.report import save
 from benchmarks.replay.cache import Cache
-from benchmarks.replay.traces import Request, TraceError, read_trace
+from benchmarks.replay.traces import Request, TraceError, read_trace, reused
 from control_plane.config import EVICTION_POLICIES
 
 HALVES = ("first", "second", "all")
 SIZES_BLOCKS = (500, 1000, 2000, 3000, 4000, 6000, 10_000, 30_000)
-
-
-def num_reused(requests: Sequence[Request]) -> int:
-    """Return the number of blocks that an unlimited cache would find."""
-    known: dict[tuple[int, int], int] = {}  # (number of the prefix before, id) -> its own number
-    num = 0
-    for request in requests:
-        prefix = 0
-        for trace_id in request.ids:
-            num += (prefix, trace_id) in known
-            prefix = known.setdefault((prefix, trace_id), len(known) + 1)
-    return num
 
 
 def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> dict[str, object]:
@@ -44,7 +32,7 @@ def replay(requests: Sequence[Request], policy: str, capacity_blocks: int) -> di
     num_blocks = sum(len(request.ids) for request in requests)
     return {
         "hit_ratio": round(num_hits / max(1, num_blocks), 6),
-        "hit_ratio_unlimited": round(num_reused(requests) / max(1, num_blocks), 6),
+        "hit_ratio_unlimited": round(sum(reused(requests)) / max(1, num_blocks), 6),
         "num_requests": len(requests),
         "num_blocks": num_blocks,
         "num_hit_blocks": num_hits,

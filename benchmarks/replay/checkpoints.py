@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.replay.cache import Cache
-from benchmarks.replay.traces import BLOCK_TOKENS, Request, read_trace
+from benchmarks.replay.traces import BLOCK_TOKENS, Request, read_trace, reused
 
 RULES: Final = ("ends", "ends and forks", 64, 16, 4, 1)
 SHARES: Final = (0.05, 0.1, 0.25, 0.5)
@@ -33,13 +33,8 @@ def replay(
 ) -> tuple[float, int]:
     """Return the hit ratio, and how many checkpoints were written."""
     cache = Cache(num_blocks, "lru", num_checkpoints=num_checkpoints)
-    known: dict[tuple[int, int], int] = {}  # (number of the prefix before, id) -> its own number
     num_hits = num_written = 0
-    for request in requests:
-        prefix = fork = 0
-        for trace_id in request.ids:
-            fork += (prefix, trace_id) in known
-            prefix = known.setdefault((prefix, trace_id), len(known) + 1)
+    for request, fork in zip(requests, reused(requests), strict=True):
 
         def places(num_cached: int, num: int, fork: int = fork) -> Iterable[int]:
             if isinstance(rule, int):

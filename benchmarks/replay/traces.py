@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +36,17 @@ def read_trace(path: Path) -> list[Request]:
     if not requests:
         raise TraceError(f"{path}: has no requests")
     return requests
+
+
+def reused(requests: Iterable[Request]) -> Iterator[int]:
+    """Yield for each request the number of blocks that an unlimited cache would find."""
+    known: dict[tuple[int, int], int] = {}  # (number of the prefix before, id) -> its own number
+    for request in requests:
+        prefix = num = 0
+        for trace_id in request.ids:
+            num += (prefix, trace_id) in known
+            prefix = known.setdefault((prefix, trace_id), len(known) + 1)
+        yield num
 
 
 def _requests(path: Path) -> Iterator[Request]:

@@ -5,9 +5,9 @@ memory and over gRPC.
 
 Both planes are processes, except with "embedded". Each side has a session of its own and the same
 decode steps, by turns: a plan, then eight layers of 8 heads of 64, whose tensors are made up. The
-layer's time is the whole call, attention over 64 tokens and more included; "kernel" is the part
-that writing and attending take, in the embedded data plane. "between" is how long the engine
-computes between two layers, as it does in its model: the data plane may have gone to sleep.
+layer's time is the whole call, attention over 64 tokens and more included. "between" is how long
+the engine computes between two layers, as it does in its model: the data plane may have gone to
+sleep.
 
 "empty" layers have one head of 16 over a few tokens, so that there is next to nothing to copy and
 to compute.
@@ -19,7 +19,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -32,7 +32,7 @@ from benchmarks.common.timing import quantile
 from kvplane import LayerGroup, Layout, ops
 from kvplane.attention_options import AttentionOptions
 from kvplane.runtime.backend import DataBackend, RemoteBackend
-from kvplane.runtime.embedded import EmbeddedBackend, start_planes
+from kvplane.runtime.embedded import start_planes
 from kvplane.runtime.link import ControlLink
 from kvplane.sync.loop_thread import LoopThread
 from scripts.planes import run_planes
@@ -76,12 +76,9 @@ USUAL = Shape(num_heads=8, num_kv_heads=4, head_size=64, prompt_tokens=64)
 class Times:
     """Times of one side in one case, in seconds."""
 
-    plan_s: list[float] = field(default_factory=list)
     layer_s: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     """From the plan's start to the receipt, without the pauses between layers."""
-    kernel_s: list[float] = field(default_factory=list)
-    """Kernel time of each layer; empty where the data plane is another process."""
 
 
 class Side:
@@ -125,24 +122,15 @@ class Side:
         key, value = (torch.randn(num_tokens, of.num_kv_heads, of.head_size) for _ in range(2))
         began_s = time.perf_counter()
         self._backend.start(plan, num_tokens)
-        times.plan_s.append(time.perf_counter() - began_s)
-        layers_s = []
+        plan_s, layers_s = time.perf_counter() - began_s, []
         for layer in range(NUM_LAYERS):
             compute(between_s)
-            kernel_s = self._kernel_s()
             began_s = time.perf_counter()
             self._backend.layer(layer, query, key, value, options=OPTIONS)
             layers_s.append(time.perf_counter() - began_s)
-            times.kernel_s.append(self._kernel_s() - kernel_s)
         times.layer_s += layers_s
-        times.step_s.append(times.plan_s[-1] + sum(layers_s))
+        times.step_s.append(plan_s + sum(layers_s))
         self._link.add_receipts(self._backend.finish())
-
-    def _kernel_s(self) -> float:
-        """Return the kernels' seconds so far; 0 where they run in another process."""
-        if not isinstance(self._backend, EmbeddedBackend):
-            return 0.0
-        return sum(self._backend._executor.counters.kernel_s.values())
 
 
 def compute(seconds: float) -> None:
@@ -199,24 +187,16 @@ def measure(of: Sequence[Side], batch: int, between_s: float, num_steps: int) ->
     return times
 
 
-def quantile_us(seconds: Sequence[float], q: float) -> float | None:
-    """Return a quantile in microseconds; None where nothing was measured."""
-    return 1e6 * quantile(seconds, q) if any(seconds) else None
-
-
-def row_of(times: Times) -> dict[str, float | None]:
+def row_of(times: Times) -> dict[str, float]:
     """Return a line's figures, in microseconds."""
     return {
-        "layer_p10": quantile_us(times.layer_s, 0.1),
-        "layer_p50": quantile_us(times.layer_s, 0.5),
-        "layer_p99": quantile_us(times.layer_s, 0.99),
-        "kernel_p50": quantile_us(times.kernel_s, 0.5),
-        "plan_p50": quantile_us(times.plan_s, 0.5),
-        "step_p50": quantile_us(times.step_s, 0.5),
+        "layer_p50": 1e6 * quantile(times.layer_s, 0.5),
+        "layer_p99": 1e6 * quantile(times.layer_s, 0.99),
+        "step_p50": 1e6 * quantile(times.step_s, 0.5),
     }
 
 
-def cells(texts: Sequence[str]) -> str:
+def cells(texts: Iterable[str]) -> str:
     """Return the columns of figures."""
     return "".join(f"{text:>11}" for text in texts)
 
@@ -231,8 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows = []
-    heads = ("layer p10", "p50", "p99", "kernel p50", "plan p50", "step p50")
-    print(f"{'microseconds':58}{cells(heads)}")
+    print(f"{'microseconds':58}{cells(('layer p50', 'p99', 'step p50'))}")
     batches = [int(batch) for batch in arguments.batches.split(",")]
     for kind, shape, sizes in (("empty", EMPTY, [1]), ("usual", USUAL, batches)):
         with sides(shape, arguments.threads) as of:
@@ -240,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 name = f"{kind}, batch {batch}, {1000 * between_s:g} ms between"
                 for side, times in measure(of, batch, between_s, arguments.steps).items():
                     row = row_of(times)
-                    texts = ["" if each is None else f"{each:,.0f}" for each in row.values()]
-                    print(f"{name:36}{side:22}{cells(texts)}", flush=True)
+                    figures = cells(f"{each:,.0f}" for each in row.values())
+                    print(f"{name:36}{side:22}{figures}", flush=True)
                     rows.append({"case": name, "side": side, "unit": "us", **row})
     save(arguments.json, {"machine": machine(), "rows": rows})
 

@@ -10,7 +10,6 @@ some seconds; then the next call opens another session. An engine waits for noth
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
@@ -85,7 +84,7 @@ class _Lane:
     session: Session
     execution: Execution
     loader: PrefixLoader | None
-    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    num_ids: int = 0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     stores: asyncio.Lock = field(default_factory=asyncio.Lock)
     unpins: list[int] = field(default_factory=list)
@@ -93,9 +92,7 @@ class _Lane:
 
     def take(self, num: int) -> range:
         """Return so many ids that were never used, side by side."""
-        first = next(self.ids)
-        for _ in range(num - 1):
-            next(self.ids)
+        first, self.num_ids = self.num_ids + 1, self.num_ids + num
         return range(first, first + num)
 
     async def step(
@@ -211,28 +208,17 @@ class ChunkCache:
     def load(
         self,
         found: Found,
-        item: int,
-        blocks: Sequence[int],
+        places: Sequence[tuple[int, int]],
         into: Sequence[memoryview],
         keys: Sequence[bytes] = (),
     ) -> Future[list[int]]:
-        """Load blocks of a prompt that was found into buffers of ``page_bytes``. ``item``: the
-        prompt's index in the look-up. ``keys``: for each block, or none.
+        """Load blocks that were found into buffers of ``page_bytes``. ``places``: of each, the
+        prompt's index in the look-up and the block's in the prompt, which is 0 for a name.
+        ``keys``: for each block, or none.
 
         The result is how many bytes each has: 0 is a miss, also of one with another key.
         """
-        entries = found._pinned.entries(item)
-        return self._begin(self._load(found, [entries[block] for block in blocks], into, keys))
-
-    def load_named(
-        self,
-        found: Found,
-        items: Sequence[int],
-        into: Sequence[memoryview],
-        keys: Sequence[bytes] = (),
-    ) -> Future[list[int]]:
-        """Load the first block of each of these prompts, as ``load`` does blocks of one."""
-        entries = [found._pinned.entries(item)[0] for item in items]
+        entries = [found._pinned.entries(item)[block] for item, block in places]
         return self._begin(self._load(found, entries, into, keys))
 
     def release(self, found: Found) -> None:
@@ -610,9 +596,10 @@ def load_whole(
     keys: Sequence[bytes] = (),
 ) -> Future[list[bool]]:
     """Load chunks that were found by name into memory of just their size, where the pages of the
-    pool may be larger. ``items``, ``keys``: as of ``ChunkCache.load_named``.
-    ``into``: of at most a page each, writable until the future has its result: whether each chunk
-    came whole and has the size of its memory. What a chunk that did not come leaves is undefined.
+    pool may be larger. ``items``: their indices in the look-up. ``keys``: as of
+    ``ChunkCache.load``. ``into``: of at most a page each, writable until the future has its result:
+    whether each chunk came whole and has the size of its memory. What a chunk that did not come
+    leaves is undefined.
     """
     page_bytes = cache.layout.groups[0].page_bytes
     rooms = [
@@ -627,5 +614,6 @@ def load_whole(
                 chunk[:] = room[: len(chunk)]
         whole.set_result(done)
 
-    cache.load_named(found, items, rooms, keys).add_done_callback(finish)
+    places = [(item, 0) for item in items]
+    cache.load(found, places, rooms, keys).add_done_callback(finish)
     return whole

@@ -245,13 +245,9 @@ class KvplaneTier(SecondaryTierManager):
         for look_up, keys in by_look_up.items():
             if (found := look_up.result()) is None:
                 continue
-            into, compared = [pages[key] for key in keys], self._compared(keys)
-            if asked.heard is not None:
-                blocks = [asked.places[key][2] for key in keys]
-                part = self._cache.load(found, 0, blocks, into, compared)
-            else:
-                items = [asked.places[key][1] for key in keys]
-                part = self._cache.load_named(found, items, into, compared)
+            places = [asked.places[key][1:] for key in keys]
+            into = [pages[key] for key in keys]
+            part = self._cache.load(found, places, into, self._compared(keys))
             parts.append((part, keys))
         return parts
 

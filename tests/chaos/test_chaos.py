@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -18,7 +16,8 @@ from kvplane import ControlClient, ops
 from tests.chaos import fleet as fleets
 from tests.chaos.fleet import Fleet
 from tests.chaos.run import phase
-from tests.e2e.engine_planes import ROOT, save_byte_model
+from tests.e2e.engine_planes import save_byte_model
+from tests.helpers.programs import printed
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +49,7 @@ def test_a_minute_of_chaos_ends_clean(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [sys.executable, "-m", "tests.chaos", "--seconds", "60", "--seed", "1"]
     command += ["--logs", str(tmp_path / "logs"), "--json", str(out)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed(*command, env={"PYTHONPATH": None})
     result = json.loads(out.read_text())
     assert result["num_phases"] > 0
     assert result["num_answers"] > 3 * result["num_phases"]

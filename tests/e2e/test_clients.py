@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.e2e.engine_planes import Pair
 from tests.helpers import json_caller
 from tests.helpers.documents import blocks
 from tests.helpers.go_stubs import go, write_stubs
+from tests.helpers.programs import printed
 from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -45,13 +45,6 @@ def planes(running: Pair) -> Iterator[Pair]:
     assert left == (0, 0), "a client left something behind"
 
 
-def run(*command: str, cwd: Path = ROOT, timeout_s: float = 100) -> str:
-    """Return what a program prints; it must end without an error."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="session")
 def node_folder() -> Path:
     """The example with what npm installs, kept under build/ for as long as it asks for the same."""
@@ -62,7 +55,7 @@ def node_folder() -> Path:
     if not (folder / "installed").exists() or (folder / "installed").read_text() != wanted:
         for name in ("package.json", "package-lock.json"):
             shutil.copy(example / name, folder)
-        run("npm", "install", "--no-audit", "--no-fund", "--silent", cwd=folder)
+        printed("npm", "install", "--no-audit", "--no-fund", "--silent", cwd=folder)
         (folder / "installed").write_text(wanted)
     for file in example.glob("*.js"):
         shutil.copy(file, folder)
@@ -71,7 +64,7 @@ def node_folder() -> Path:
 
 
 def test_node_attends(planes: Pair, node_folder: Path) -> None:
-    said = run("node", "session.js", planes.control.address, cwd=node_folder)
+    said = printed("node", "session.js", planes.control.address, cwd=node_folder)
     assert said == ATTENDED.format(",")
 
 
@@ -82,7 +75,7 @@ def test_go_attends(planes: Pair, tmp_path: Path) -> None:
     program = tmp_path / "session"
     source = ROOT / "examples" / "go" / "main.go"
     go("build", "-o", str(program), str(source), path=tmp_path, cache=cache)
-    assert run(str(program), planes.control.address) == ATTENDED.format(" ")
+    assert printed(str(program), planes.control.address) == ATTENDED.format(" ")
 
 
 @pytest.mark.nightly
@@ -94,13 +87,13 @@ def test_rust_attends(planes: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "examples" / "rust", folder, ignore=built, dirs_exist_ok=True)
     shutil.copytree(ROOT / "protos", folder.parents[1] / "protos", dirs_exist_ok=True)
     try:
-        run("cargo", "fetch", cwd=folder)
+        printed("cargo", "fetch", cwd=folder)
     except AssertionError as refused:
         lacks = "needs crates, from crates.io or from a source that cargo's configuration names"
         raise AssertionError(lacks) from refused
     monkeypatch.setenv("PROTOC", str(ROOT / "scripts" / "protos.sh"))
     build = ("cargo", "run", "--quiet", "--jobs", "2", "--", planes.control.address)
-    assert run(*build, cwd=folder, timeout_s=300) == ATTENDED.format(", ")
+    assert printed(*build, cwd=folder, timeout_s=300) == ATTENDED.format(", ")
 
 
 def filled(value: Any, seen: dict[str, Any], name: str = "") -> Any:

@@ -23,6 +23,7 @@ import pytest
 from kvplane.release import release
 from scripts.planes import run_planes
 from tests.helpers.planes_in_process import control_plane, data_plane, settings_of
+from tests.helpers.programs import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Compilers and pip share the machine with other tests.
@@ -119,10 +120,7 @@ def test_a_source_distribution_holds_what_everything_is_built_from(
     for name in (*PROJECT, "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tree)
     build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-    command = [sys.executable, "-c", build, str(tmp_path)]
-    subprocess.run(
-        command, cwd=tree, env=os.environ | COMMIT, check=True, timeout=100, capture_output=True
-    )
+    printed(sys.executable, "-c", build, tmp_path, cwd=tree, env=COMMIT, timeout_s=100)
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as unpacked:
         names = {name.partition("/")[2] for name in unpacked.getnames()}
@@ -273,12 +271,8 @@ def test_both_planes_and_the_engine_run_from_wheels_in_a_bare_environment(
     for name in ("csrc", "csrc/blocks"):
         sources = tmp_path / "sources" / name
         sources.mkdir(parents=True)
-        subprocess.run(
-            [*build, "--wheel-dir", str(tmp_path), str(source_distribution(ROOT / name, sources))],
-            env=os.environ | {"PATH": path, "KVPLANE_CUDA": "OFF"},
-            check=True,
-            timeout=1800,
-        )
+        given = ("--wheel-dir", tmp_path, source_distribution(ROOT / name, sources))
+        printed(*build, *given, env={"PATH": path, "KVPLANE_CUDA": "OFF"}, timeout_s=1800)
     (blocks,) = tmp_path.glob("kvplane_blocks-*.whl")
     package = {n for n in zipfile.ZipFile(blocks).namelist() if ".dist-info/" not in n}
     assert sorted(Path(name).suffix for name in package) == [".py", ".pyi", ".so", ".typed"]
@@ -311,9 +305,7 @@ def test_both_planes_and_the_engine_run_from_wheels_in_a_bare_environment(
         ["--model", model, "--num-device-blocks", "64"],
         python=(python, "-I"),
     ) as planes:
-        answered = subprocess.run(
-            [python, "-I", "-m", "kvplane.engine", "generate", "--model", model, "--control-plane",
-             planes.control.address, "--prompt", "abc=xyz;?abc=", "--max-tokens", "4"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-    assert (answered.returncode, answered.stdout.strip()) == (0, "xyz;"), answered
+        command = [python, "-I", "-m", "kvplane.engine", "generate", "--model", model]
+        command += ["--control-plane", planes.control.address, "--prompt", "abc=xyz;?abc="]
+        answer = printed(*command, "--max-tokens", "4", cwd=tmp_path, timeout_s=300)
+    assert answer.strip() == "xyz;"

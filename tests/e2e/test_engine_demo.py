@@ -4,16 +4,14 @@ comparison finds is tested in ``tests/unit/engine/test_engine_reference.py``.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.programs import ROOT, Program, run
+from tests.helpers.programs import Program, called, run
 from tests.helpers.waiting import wait_until
 
 TIMEOUT_S = 280
@@ -77,14 +75,8 @@ def test_without_the_native_kernels_it_fails(tmp_path: Path) -> None:
     package = tmp_path / "packages" / "kvplane_kernels"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('there are no kernels here')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.demo", *FLAGS, str(tmp_path / "run")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(package.parent)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    command = [sys.executable, "-m", "examples.demo", *FLAGS, str(tmp_path / "run")]
+    done = called(*command, env={"PYTHONPATH": str(package.parent)}, timeout_s=TIMEOUT_S)
     assert done.returncode != 0
     assert "data_plane did not start" in done.stderr
     assert "kernels" in (tmp_path / "run" / "data_plane.log").read_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from engine.commands.main import main
 from engine.request import Delta
 from kvplane.errors import PlaneUnavailableError
 from kvplane.models.hf import layout_from_hf
-from tests.helpers.programs import ROOT, run
+from tests.helpers.programs import ROOT, called, run
 from tests.models.tiny_models import save_tiny
 
 MODEL = ROOT / "models" / "recall"
@@ -129,9 +128,7 @@ def test_a_printed_layout_is_taken_by_a_data_plane_without_transformers(
         f"print(load_layout(DataPlaneSettings(layout=Path({str(layout)!r}))).num_layers)\n"
         f"load_layout(DataPlaneSettings(model=Path({str(MODEL)!r})))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = called(sys.executable, "-c", code, timeout_s=120)
     assert done.stdout == "2\n"
     assert "or give --layout a file" in done.stderr
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import called
+
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NAMES_IT = ("csrc/blocks/pyproject.toml", ".env", "deploy/kubernetes/fleet/kustomization.yaml")
@@ -33,9 +35,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def release(tree: Path, tag: str = f"v{VERSION}") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["scripts/release.sh", tag], cwd=tree, capture_output=True, text=True, timeout=60
-    )
+    return called("scripts/release.sh", tag, cwd=tree, timeout_s=60)
 
 
 def test_it_prints_files_with_checksums_and_the_section_of_the_changelog(tree: Path) -> None:

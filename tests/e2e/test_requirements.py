@@ -18,6 +18,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.helpers.programs import called, printed
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 RANGES = (
@@ -64,8 +66,8 @@ def install(folder: Path, *packages: str) -> None:
 
 
 def beside(folder: Path) -> dict[str, str]:
-    """Of a process that imports ``folder``'s packages before those of this environment."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
+    """For a process that imports ``folder``'s packages before those of this environment."""
+    return {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
 
 
 VERSIONS = """
@@ -89,7 +91,7 @@ def test_both_ends_of_the_ranges_work(end: str, tmp_path: Path) -> None:
     install(folder, "--no-deps", *packages)
     asked = [sys.executable, "-c", VERSIONS, str(folder), *RANGES]
     env = beside(folder)
-    versions = json.loads(subprocess.run(asked, env=env, check=True, stdout=-1).stdout)
+    versions = json.loads(printed(*asked, env=env))
     for name, version in versions.items():
         if end == "floors":
             assert Version(version) == Version(str(floors[name]))
@@ -97,14 +99,7 @@ def test_both_ends_of_the_ranges_work(end: str, tmp_path: Path) -> None:
             assert Version(version) >= Version(locked()[name])
     files = [str(path) for pattern in TESTS for path in sorted(ROOT.glob(pattern))]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-m", "not nightly", *files],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = called(*command, "-m", "not nightly", *files, env=env)
     assert done.returncode == 0, f"{versions}\n{done.stdout}\n{done.stderr}"
 
 
@@ -127,14 +122,8 @@ def test_no_release_that_is_asked_for_is_known_to_be_vulnerable(of: str, tmp_pat
         listed.write_text("".join(sorted(floors)))
     install(tmp_path / "tools", "pip-audit>=2.10")
     command = [sys.executable, "-m", "pip_audit", "--no-deps", "--disable-pip", "--format", "json"]
-    done = subprocess.run(
-        [*command, "--vulnerability-service", "osv", "--requirement", str(listed)],
-        env=beside(tmp_path / "tools"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    command += ["--vulnerability-service", "osv", "--requirement", str(listed)]
+    done = called(*command, env=beside(tmp_path / "tools"), timeout_s=600)
     if not done.stdout and "ConnectionError" in done.stderr:
         why = done.stderr.splitlines()[-1]
         raise SkipTest(f"the database of advisories cannot be reached: {why}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-import subprocess
 import textwrap
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,7 +50,7 @@ def run(folder: Path, command: str) -> str:
 @pytest.mark.nightly  # makes certificates and starts four programs
 def test_the_page_works_as_written(tmp_path: Path) -> None:
     certificates, planes, engine, tokens = blocks("sh")
-    subprocess.run(["sh", "-euc", certificates], cwd=tmp_path, check=True, capture_output=True)
+    programs.printed("sh", "-euc", certificates, cwd=tmp_path)
     asyncio.run(an_engine_passes_as_no_plane(tmp_path))
     save_byte_model(tmp_path / "MODEL")
     control_command, data_command = planes.replace("\\\n", " ").splitlines()
@@ -70,9 +69,7 @@ def test_the_page_works_as_written(tmp_path: Path) -> None:
         )
         done = programs.run("-c", program, cwd=tmp_path)
         assert (done.returncode, done.stdout) == (0, "['default']\n"), done.stderr
-    digest = subprocess.run(
-        ["sh", "-euc", tokens], cwd=tmp_path, check=True, capture_output=True, text=True
-    ).stdout.split()[0]
+    digest = programs.printed("sh", "-euc", tokens, cwd=tmp_path).split()[0]
     assert re.fullmatch("[0-9a-f]{64}", digest)
 
 

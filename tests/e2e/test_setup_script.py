@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import called
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 COREUTILS = (
     *("bash", "cat", "cut", "dirname", "env", "find", "grep", "id", "sh", "sha256sum", "sort"),
@@ -26,14 +28,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def setup(tree: Path, **environ: str) -> tuple[int, list[str]]:
-    done = subprocess.run(
-        ["scripts/setup.sh"],
-        cwd=tree,
-        env={**os.environ, "KVPLANE_APT": "off", **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = called("scripts/setup.sh", cwd=tree, env={"KVPLANE_APT": "off", **environ}, timeout_s=60)
     assert not (tree / ".venv").exists()
     return done.returncode, (done.stdout + done.stderr).splitlines()
 

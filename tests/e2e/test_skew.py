@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import venv
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from engine_planes import ROOT, Process
 from transformers import AutoTokenizer
 
 from kvplane.release import release
+from tests.helpers.programs import called, printed
 from tests.helpers.waiting import wait_until
 
 # The native parts may have to be compiled, which takes minutes.
@@ -42,16 +42,7 @@ class Release:
 
     def run(self, *arguments: str) -> str:
         """Return what a program prints. Fails unless it ends well."""
-        done = subprocess.run(
-            [str(self.python), "-m", *arguments],
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, f"{self.version} {arguments}\n{done.stdout}{done.stderr}"
-        return done.stdout
+        return printed(self.python, "-m", *arguments, cwd=self.folder, timeout_s=300)
 
     def serve(self, program: str, log: Path, *arguments: str) -> Process:
         return Process(program, log, *arguments, python=self.python, folder=self.folder)
@@ -61,10 +52,7 @@ HERE = Release(Path(sys.executable), ROOT, "engine", release())
 
 
 def git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"git {arguments}: {done.stderr}"
-    return done.stdout.strip()
+    return printed("git", *arguments).strip()
 
 
 def base_commit() -> str:
@@ -88,7 +76,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Release:
     tree.mkdir()
     archive = folder / "tree.tar"
     git("archive", "--output", str(archive), commit)
-    subprocess.run(["tar", "-xf", str(archive), "-C", str(tree)], check=True)
+    printed("tar", "-xf", archive, "-C", tree)
     venv.create(environment)
     python = environment / "bin" / "python"
     [packages] = (environment / "lib").glob("python*/site-packages")
@@ -96,21 +84,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Release:
     (here,) = (Path(path) for path in sys.path if (Path(path) / "grpc").is_dir())
     (packages / "rest.pth").write_text(f"{here}\n")
     parts = [part for part, paths in NATIVE_PARTS.items() if git("diff", commit, "--", *paths)]
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"),
-            *("--no-deps", "--no-build-isolation", "--ignore-installed"),
-            *(f"./{part}" for part in [*parts, "."]),
-        ],
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    printed(
+        *(sys.executable, "-m", "pip", "--python", python, "install", "--quiet"),
+        *("--no-deps", "--no-build-isolation", "--ignore-installed"),
+        *(f"./{part}" for part in [*parts, "."]),
         cwd=tree,
-        env=os.environ
-        | {"KVPLANE_COMMIT": commit[:12]}
-        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-        check=True,
+        env={"KVPLANE_COMMIT": commit[:12], "PATH": path},
     )
     program = "import kvplane.release as r; print(r.__file__, r.release())"
-    command = [str(python), "-c", program]
-    said = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+    said = printed(python, "-c", program, cwd=folder)
     file, version = said.split()
     assert file.startswith(str(packages)) and version.endswith(f"+g{commit[:12]}"), said
     return Release(python, folder, "kvplane.engine", version)
@@ -157,13 +140,9 @@ def wait_ready(engine: Release, at: tuple[str, str], logs: dict[str, Path]) -> N
     """Wait until the pool can be used."""
 
     def is_ready() -> bool:
-        done = subprocess.run(
-            [str(engine.python), "-m", "kvplane", *at, "--timeout-s", "2", "status"],
-            cwd=engine.folder,
-            capture_output=True,
-            check=False,
-        )
-        return done.returncode == 0 and b"yes" in done.stdout
+        command = (engine.python, "-m", "kvplane", *at, "--timeout-s", "2", "status")
+        done = called(*command, cwd=engine.folder)
+        return done.returncode == 0 and "yes" in done.stdout
 
     wait_until(is_ready, 120, lambda: [log.read_text()[-2000:] for log in logs.values()])
 

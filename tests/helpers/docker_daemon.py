@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from unittest import SkipTest
 
 from packaging.requirements import Requirement
 
+from tests.helpers.programs import called, printed
 from tests.helpers.tools import needs
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -102,10 +103,7 @@ class DockerDaemon:
         self._process.wait()
 
     def _answers(self) -> bool:
-        asked = subprocess.run(
-            ["docker", "version"], env=self.environment, capture_output=True, check=False
-        )
-        return asked.returncode == 0
+        return called("docker", "version", env=self.environment).returncode == 0
 
     @property
     def main_pid(self) -> int:
@@ -120,11 +118,13 @@ class DockerDaemon:
 
     def enter(self, *command: str, timeout_s: float = 120) -> str:
         """Run a command in the daemon's network; return its output."""
-        return _output(["nsenter", f"--target={self.main_pid}", "--net", *command], {}, timeout_s)
+        return printed(
+            "nsenter", f"--target={self.main_pid}", "--net", *command, timeout_s=timeout_s
+        )
 
     def docker(self, *arguments: str, timeout_s: float = 300) -> str:
         """Run ``docker``; return its output."""
-        return _output(["docker", *arguments], self.environment, timeout_s)
+        return printed("docker", *arguments, env=self.environment, timeout_s=timeout_s)
 
     def logs(self, container: str) -> str:
         """Return a container's output, of both streams."""
@@ -136,7 +136,7 @@ class DockerDaemon:
         """Run ``docker-compose`` on the project's file and on ``files``; return its output."""
         named = [f"--file={path}" for path in (ROOT / "docker-compose.yml", *files)]
         command = ["docker-compose", f"--project-directory={ROOT}", *named, *arguments]
-        return _output(command, self.environment, timeout_s)
+        return printed(*command, env=self.environment, timeout_s=timeout_s)
 
     def container(self, service: str) -> dict[str, Any]:
         """Return the daemon's description of a service's container."""
@@ -150,13 +150,13 @@ class DockerDaemon:
         """
         pid = self.container(service)["State"]["Pid"]
         here = ["nsenter", f"--target={self.main_pid}", "--pid"]
-        _output([*here, "kill", "-9", str(pid)], {}, 10)
+        printed(*here, "kill", "-9", str(pid), timeout_s=10)
 
     def import_python(self, find_links: str) -> None:
         """Make ``PYTHON_IMAGE``, whose pip looks for packages at ``find_links`` alone."""
         tree = self.folder / "python"
         included = "--include=ca-certificates,python3,python3-dev,python3-venv"
-        _output(["debootstrap", "--variant=minbase", included, "bookworm", str(tree)], {}, 900)
+        printed("debootstrap", "--variant=minbase", included, "bookworm", tree, timeout_s=900)
         (tree / "usr/local/bin/python").symlink_to("/usr/bin/python3")
         pip = f"[global]\nno-index = true\nfind-links = {find_links}\n"
         (tree / "etc/pip.conf").write_text(pip)
@@ -189,7 +189,7 @@ def download_wheels(folder: Path, extras: Sequence[str]) -> None:
         wanted |= {*_toml(ROOT / path)["build-system"]["requires"]}
     command = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={folder}"]
     command += ["--only-binary=:all:", "--constraint", str(ROOT / "requirements/lock.txt")]
-    _output([*command, *sorted(wanted)], {}, 1200)
+    printed(*command, *sorted(wanted), timeout_s=1200)
 
 
 @contextmanager
@@ -213,17 +213,3 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 def _toml(path: Path) -> dict[str, Any]:
     return tomllib.loads(path.read_text())
-
-
-def _output(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
-    done = subprocess.run(
-        command,
-        env=os.environ | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout

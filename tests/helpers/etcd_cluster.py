@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import urllib.request
 from pathlib import Path
 
+from tests.helpers.programs import printed
 from tests.helpers.tools import needs
 from tests.helpers.waiting import wait_until
 
@@ -69,14 +69,8 @@ class EtcdCluster:
     def kill_raft_leader(self) -> None:
         for member, port in zip(self.members, self.clients, strict=True):
             command = ["etcdctl", "--endpoints", f"127.0.0.1:{port}", "endpoint", "status", "-w"]
-            status = json.loads(
-                subprocess.run(
-                    [*command, "json"],
-                    check=True,
-                    capture_output=True,
-                    env=os.environ | {"ETCDCTL_API": "3"},
-                ).stdout
-            )[0]["Status"]
+            said = printed(*command, "json", env={"ETCDCTL_API": "3"})
+            status = json.loads(said)[0]["Status"]
             if status["leader"] == status["header"]["member_id"]:
                 member.kill()
                 member.wait()

@@ -11,6 +11,8 @@ from unittest import SkipTest
 
 import torch
 
+from tests.helpers.programs import called
+
 ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = (
     "tests/gpu_sim",
@@ -30,19 +32,12 @@ def run_on_simulated_gpu(
     """Run ``python -m words`` in the tree ``root``; ``out`` is the folder for what it saves."""
     if torch.version.cuda is not None:
         raise SkipTest("the simulated GPU is for torch's CPU build")
-    env = os.environ | {
+    env = {
         "KVPLANE_SIMULATED_GPU": "1",
         "KVPLANE_DEVICE_BACKEND": "cuda",
         "PYTHONPATH": os.pathsep.join(str(root / folder) for folder in FOLDERS),
         "OUT": str(out),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=root,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = called(sys.executable, "-m", *words, cwd=root, env=env)
     assert "Error in sitecustomize" not in done.stderr, done.stderr[-4000:]  # it ran without it
     return done

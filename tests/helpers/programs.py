@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 _IMPORTED: Final = ("torch", "transformers.models.llama.modeling_llama")
@@ -94,6 +94,35 @@ def run(
             program.kill()
         printed = out.read_text(), err.read_text()
         return subprocess.CompletedProcess((module, *arguments), code, *printed)
+
+
+def called(
+    *command: str | Path,
+    cwd: Path = ROOT,
+    env: Mapping[str, str | None] | None = None,
+    timeout_s: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run any command to its end and capture what it prints. ``env`` is added to this process's
+    environment; a variable that is None there is left out.
+    """
+    variables = dict(os.environ) | (env or {})
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={name: value for name, value in variables.items() if value is not None},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+
+
+def printed(*command: str | Path, **how: Any) -> str:
+    """Return what a command prints that ends well. ``how``: as of ``called``."""
+    done = called(*command, **how)
+    said = f"{command}\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+    assert done.returncode == 0, said
+    return done.stdout
 
 
 def _run(

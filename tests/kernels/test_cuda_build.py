@@ -18,6 +18,8 @@ import pytest
 from emulated_build import emulated_module
 from pybind11 import get_cmake_dir
 
+from tests.helpers.programs import called, printed
+
 ROOT = Path(__file__).parents[2]
 _SAY = """
 import kvplane_kernels
@@ -40,8 +42,7 @@ def has_new_nvcc() -> bool:
     """Whether there is an nvcc that csrc/CMakeLists.txt takes."""
     if NVCC is None:
         return False
-    said = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+)\.(\d+)", said)
+    found = re.search(r"release (\d+)\.(\d+)", printed(NVCC, "--version"))
     return found is not None and (int(found[1]), int(found[2])) >= (12, 1)
 
 
@@ -70,16 +71,9 @@ def test_an_nvcc_that_is_too_old_is_left_out_or_refused_by_name(
     nvcc.write_text(OLD_NVCC.format(nvcc=NVCC or "false"))
     nvcc.chmod(0o755)
     path = os.pathsep.join((str(nvcc.parent), str(Path(sys.executable).parent), os.environ["PATH"]))
-    env = {name: value for name, value in os.environ.items() if name != "CUDACXX"}
     command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(tmp_path / "build")]
     command += [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={get_cmake_dir()}"]
-    done = subprocess.run(
-        command,
-        env=env | {"PATH": path, "KVPLANE_CUDA": wanted},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = called(*command, env={"PATH": path, "KVPLANE_CUDA": wanted, "CUDACXX": None})
     said = done.stdout + done.stderr
     assert "kvplane: CUDA 11.5 is older than 12.1" in said, said
     assert (done.returncode != 0) == fails, said
@@ -90,14 +84,8 @@ def built(folder: Path, **settings: str) -> tuple[Path, str]:
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation"]
     command += ["-w", str(folder), f"--config-settings=build-dir={folder / 'build'}"]
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    env = {n: value for n, value in os.environ.items() if n not in ("KVPLANE_CUDA", "CUDAARCHS")}
-    done = subprocess.run(
-        [*command, str(ROOT / "csrc")],
-        env=env | {"PATH": path} | settings,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {"PATH": path, "KVPLANE_CUDA": None, "CUDAARCHS": None, **settings}
+    done = called(*command, ROOT / "csrc", env=env)
     assert done.returncode == 0, done.stdout[-4000:]
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
@@ -106,14 +94,7 @@ def built(folder: Path, **settings: str) -> tuple[Path, str]:
 
 def what_it_says(site: Path) -> list[str]:
     """Of the package in ``site``: whether it has CUDA kernels, and that it counts devices."""
-    return subprocess.run(
-        [sys.executable, "-c", _SAY],
-        env=os.environ | {"PYTHONPATH": str(site)},
-        cwd=site,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    return printed(sys.executable, "-c", _SAY, cwd=site, env={"PYTHONPATH": str(site)}).split()
 
 
 @pytest.mark.nightly

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 from emulated_build import ROOT
 from emulated_build import build as build_program
 from kernel_cases import Case, assert_same_bits, build
+
+from tests.helpers.programs import called, printed
 
 IN_A_CHILD = """
 import os
@@ -48,11 +49,8 @@ def test_callers_at_once_get_the_bits_of_a_caller_alone() -> None:
 
 
 def test_a_child_of_fork_computes_the_same() -> None:
-    command = [sys.executable, "-c", IN_A_CHILD]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        command, env=env, capture_output=True, text=True, check=False, timeout=20
-    )
+    env = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = called(sys.executable, "-c", IN_A_CHILD, env=env, timeout_s=20)
     assert result.stdout.strip() == "0", result.stdout + result.stderr
 
 
@@ -65,7 +63,4 @@ def test_many_callers_on_few_cpus_wait_for_their_own_items(flags: tuple[str, ...
     csrc = ROOT / "csrc"
     sources = (Path(__file__).parent / "thread_pool_callers.cpp", csrc / "cpu" / "thread_pool.cpp")
     program = build_program(csrc, sources, flags=flags, link_flags=("-pthread",))
-    result = subprocess.run(
-        [str(program), "2", "16"], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed(program, "2", "16", timeout_s=60)

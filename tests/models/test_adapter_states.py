@@ -5,7 +5,6 @@ adapter_states.py runs beside it in processes of its own.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.e2e.engine_planes import ROOT, Process
 from tests.helpers.plane_cache_checks import ATOL
+from tests.helpers.programs import printed
 from tests.models import model_states as states
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -34,13 +34,9 @@ def peft() -> Path:
 
 
 def run(peft: Path, *arguments: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.adapter_states", *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{peft}:{ROOT}"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    command = (sys.executable, "-m", "tests.models.adapter_states", *arguments)
+    said = printed(*command, env={"PYTHONPATH": f"{peft}:{ROOT}"}, timeout_s=600)
+    return json.loads(said.splitlines()[-1])
 
 
 def test_one_model_finds_under_its_adapters_what_it_left_under_them(peft: Path) -> None:

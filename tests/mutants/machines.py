@@ -19,6 +19,7 @@ from typing import Final
 
 from tests.helpers.gpu_programs import PYTEST, run_on_simulated_gpu
 from tests.helpers.native.native_programs import cmake
+from tests.helpers.programs import printed
 from tests.helpers.warm_pytest import TESTS_FAILED, run_pytest
 from tests.kernels.emulated_build import build, kernel_sources
 
@@ -114,10 +115,7 @@ class CpuModule:
         command += ["--no-build-isolation", "--target", str(site)]
         command += [f"--config-settings=build-dir={tree / 'build-kernels'}", str(tree / "csrc")]
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-        made = subprocess.run(
-            command, env=os.environ | {"PATH": path, "KVPLANE_CUDA": "OFF"}, check=False
-        )
-        assert made.returncode == 0
+        printed(*command, env={"PATH": path, "KVPLANE_CUDA": "OFF"})
         return _tests_fail(site, *self.tests, "-k", self.only)
 
 
@@ -147,14 +145,12 @@ def _core_build(tree: Path) -> Path:
     sources, built = tree / "csrc" / "blocks", tree / "build-blocks"
     lists = sources / "CMakeLists.txt"
     lists.write_text(lists.read_text().replace("-O3", "-O0"))
-    folder = subprocess.run(
-        [sys.executable, "-m", "pybind11", "--cmakedir"], capture_output=True, text=True, check=True
-    )
+    folder = printed(sys.executable, "-m", "pybind11", "--cmakedir").strip()
     done = cmake(
         *("-S", str(sources), "-B", str(built), "-G", "Ninja"),
         *("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_INTERPROCEDURAL_OPTIMIZATION=OFF"),
         f"-DPython_EXECUTABLE={sys.executable}",
-        f"-Dpybind11_DIR={folder.stdout.strip()}",
+        f"-Dpybind11_DIR={folder}",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return built

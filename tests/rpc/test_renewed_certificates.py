@@ -31,6 +31,7 @@ from kvplane.serving.observability.metrics import PlaneMetrics
 from kvplane.transport.tls import credentials_of
 from tests.helpers.data.data_server import config_of
 from tests.helpers.planes_in_process import control_plane
+from tests.helpers.programs import printed
 from tests.helpers.refusals import refused
 from tests.helpers.sdk_peers import WhoAmI, serving
 from tests.helpers.waiting import until
@@ -53,22 +54,13 @@ class Authority:
         self._run("req", "-subj", f"/CN={name}", "-keyout", "one.key", "-out", "one.csr")
         (self.folder / "one.ext").write_text(f"subjectAltName=DNS:{NAME}\n")
         signed = "x509 -req -in one.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 9"
-        subprocess.run(
-            ["openssl", *signed.split(), "-extfile", "one.ext", "-out", "one.pem"],
-            cwd=self.folder,
-            check=True,
-            capture_output=True,
-        )
+        signed += " -extfile one.ext -out one.pem"
+        printed("openssl", *signed.split(), cwd=self.folder)
         return (self.folder / "one.pem").read_bytes(), (self.folder / "one.key").read_bytes()
 
     def _run(self, command: str, *arguments: str) -> None:
         key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-        subprocess.run(
-            ["openssl", command, *key, *arguments],
-            cwd=self.folder,
-            check=True,
-            capture_output=True,
-        )
+        printed("openssl", command, *key, *arguments, cwd=self.folder)
 
 
 class Files:

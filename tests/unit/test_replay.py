@@ -14,6 +14,7 @@ import pytest
 from benchmarks.replay.cache import Cache
 from benchmarks.replay.traces import Request, TraceError, read_trace
 from control_plane.config import EVICTION_POLICIES
+from tests.helpers.programs import called
 
 
 def write_lines(path: Path, *rows: Mapping[str, object]) -> Path:
@@ -86,8 +87,7 @@ def test_of_a_prompt_larger_than_the_cache_the_head_is_cached() -> None:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.replay", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
+    return called(sys.executable, "-m", "benchmarks.replay", *words)
 
 
 def test_the_program_counts_hits_of_the_half_that_it_is_asked_for(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest import SkipTest
 
 import pytest
 
+from tests.helpers.programs import called
 from tests.helpers.tools import needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,19 +35,10 @@ def test_the_last_lines_count_what_was_skipped(tmp_path: Path, is_strict: bool) 
     test = "from tests.helpers.tools import needs\n"
     test += "def test_a(): needs('chromium', 'go')\ndef test_b(): pass\n"
     (tmp_path / "test_few.py").write_text(test)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        cwd=tmp_path,
-        env=os.environ
-        | {
-            "PATH": str(tmp_path),
-            "PYTHONPATH": str(ROOT),
-            "KVPLANE_TESTS": "strict" if is_strict else "",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env["KVPLANE_TESTS"] = "strict" if is_strict else ""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = called(*command, cwd=tmp_path, env=env, timeout_s=120)
     assert done.returncode == is_strict, done.stdout + done.stderr
     if is_strict:
         assert "1 failed, 1 passed" in done.stdout

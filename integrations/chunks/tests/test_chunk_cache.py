@@ -76,7 +76,7 @@ def test_chunks_of_a_prompt_come_back_as_they_were_and_by_their_own_key(planes: 
         found = look_up(cache, TOKENS, TOKENS[: 4 * BLOCK], ops.pack_tokens(range(1, 17)))
         assert found.num_blocks == [3, 1, 0]
         into = rooms(2)
-        sizes = cache.load(found, 0, [2, 0], into, [b"c", b"other"]).result(PATIENCE_S)
+        sizes = cache.load(found, [(0, 2), (0, 0)], into, [b"c", b"other"]).result(PATIENCE_S)
         assert (sizes, into[0]) == ([PAGE_BYTES, 0], PAGES[2])
         cache.release(found)
         cache.release(found)
@@ -106,7 +106,8 @@ def test_named_chunks_are_stored_twice_and_found_once_for_each_name(planes: Plan
         assert found is not None
         assert found.num_blocks == [1, 1, 0]
         into = rooms(2)
-        sizes = cache.load_named(found, [1, 0], into, [names[1][:64], names[0]]).result(PATIENCE_S)
+        keys = [names[1][:64], names[0]]
+        sizes = cache.load(found, [(1, 0), (0, 0)], into, keys).result(PATIENCE_S)
         assert (sizes, into) == ([PAGE_BYTES] * 2, [PAGES[1], PAGES[0]])
 
 
@@ -154,7 +155,7 @@ def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_ti
         found = cache.look_up("", [TOKENS]).result(PATIENCE_S)
         if found is not None:
             assert found.num_blocks == [3]
-            assert cache.load(found, 0, [0], rooms(1)).result(PATIENCE_S) == [PAGE_BYTES]
+            assert cache.load(found, [(0, 0)], rooms(1)).result(PATIENCE_S) == [PAGE_BYTES]
             cache.release(found)
         return found is not None
 
@@ -203,7 +204,7 @@ def test_a_plane_that_hangs_is_a_miss_in_time_and_is_used_again(plane: str) -> N
         found = look_up(cache, TOKENS)
         with stopped(getattr(planes, plane).process.pid):
             began_s = time.monotonic()
-            loaded = cache.load(found, 0, [0], rooms(1)).result(PATIENCE_S)
+            loaded = cache.load(found, [(0, 0)], rooms(1)).result(PATIENCE_S)
             looked = cache.look_up("", [TOKENS]).result(PATIENCE_S)
             assert time.monotonic() - began_s < 1.5
             assert loaded == [0] if plane == "data" else looked is None

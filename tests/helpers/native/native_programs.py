@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.programs import called
+
 ROOT = Path(__file__).parents[3]
 SOURCES = ROOT / "csrc" / "blocks"
 PROGRAMS = ROOT / "tests" / "cpp"
@@ -15,13 +17,7 @@ PROGRAMS = ROOT / "tests" / "cpp"
 def cmake(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the cmake that is installed beside this interpreter, or else the system's."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    return subprocess.run(
-        ["cmake", *arguments],
-        env=os.environ | {"PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return called("cmake", *arguments, env={"PATH": path})
 
 
 def built(name: str, folder: Path, sources: Path = SOURCES) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
 from tests.e2e.engine_planes import ROOT
+from tests.helpers.programs import printed
 from tests.models.tiny_models import VOCABULARY, tiny_model
 
 NUM_NEW = 10
@@ -127,10 +127,5 @@ def test_an_int8_checkpoint_of_torchao_is_answered_by_the_command(
 
 def run(path: Path, *arguments: str) -> str:
     """What Python prints, with ``path`` on its path."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{path}:{ROOT}"},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    env = {"PYTHONPATH": f"{path}:{ROOT}"}
+    return printed(sys.executable, *arguments, env=env, timeout_s=100)
