@@ -6,7 +6,7 @@ Both planes are processes. A prompt of 12 blocks is stored and loaded through sh
 turns: by a step with ``ends_with_plan`` and ``write_pages``, and by pins and ``read_pages``; beside
 "memcpy", a copy of the same bytes in this process. Medians of the turns.
 
-``--remote``: loads over gRPC instead, by 1 and 4 channels at one time, beside as many TCP
+``--remote``: loads over gRPC instead, by 1, 4 and 8 channels at one time, beside as many TCP
 connections on which another process sends the same number of bytes to the same buffers.
 """
 
@@ -33,7 +33,7 @@ from scripts.planes import run_planes
 NUM_CHUNKS = 12
 BLOCK_TOKENS = 16
 SIZES = (64 << 10, 2 << 20)
-CHANNELS = (1, 4)
+CHANNELS = (1, 4, 8)
 POOL = "default"
 
 

@@ -5,6 +5,7 @@
 
     kernels   every kernel against the speed of memory and torch's attention (default)
     shared    decode over a common prefix, against decode that does not share reads or blocks
+    sparse    attention over fewer and fewer blocks, against attention over all of them
 
 All measurements of a part take turns in rounds, so that noise from elsewhere affects them alike:
 compare rows of one run, not of two. ``--runs``: the number of passes over all rounds; the figures
@@ -28,7 +29,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.attention_cpu import kernels, shared
+from benchmarks.attention_cpu import kernels, parts
 from benchmarks.attention_cpu.kernels import QUICK, Sizes, kernel_rows
 from benchmarks.common.memory import cold_caches
 from benchmarks.common.report import machine, said, save
@@ -48,7 +49,7 @@ SETTINGS: Final = {
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the flags."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_cpu")
-    parser.add_argument("part", nargs="?", default="kernels", choices=("kernels", "shared"))
+    parser.add_argument("part", nargs="?", default="kernels", choices=("kernels", *parts.PARTS))
     parser.add_argument("--quick", action="store_true", help="an eighth of the tokens")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--runs", type=int, default=1, help="passes over all rounds")
@@ -72,10 +73,10 @@ def main(words: Sequence[str] | None = None) -> None:
         call_in_rounds(groups[0], empty, **times)
         print(*kernels.table(groups[0], cpu_isa()), sep="\n")
     else:
-        for group in shared.shared(sizes, given.threads):
+        for group in parts.PARTS[given.part](sizes, given.threads):
             call_in_rounds(group, empty, **times)
             groups.append(group)
-        print(*shared.table(groups), sep="\n")
+        print(*parts.table(groups), sep="\n")
     rows = [
         {"name": row.name, "unit": row.unit, "amount": row.amount, "p50": row.rate()}
         | {"seconds": row.seconds, "least_cpu_s": row.least_cpu_s}

@@ -72,7 +72,7 @@ find "$scratch/made/emulated" '(' -name 'linked-*' -o -name '*.lock' ')' -delete
 strip --strip-debug "$scratch"/made/emulated/*.o
 mv "$scratch/made" "$TAKEN"
 
-num_bytes=$({ git ls-files -z; find "$TAKEN" -type f -print0; } \
+num_bytes=$({ git ls-files -z; find "$TAKEN" .peers -type f -print0 2>/dev/null || true; } \
   | du -cb --files0-from=- | tail -n 1 | cut -f 1)
-say "$TAKEN is ready ($SECONDS s): with the tree $((num_bytes >> 20)) of $MAX_MIB MiB"
+say "$TAKEN is ready ($SECONDS s): with the tree and .peers $((num_bytes >> 20)) of $MAX_MIB MiB"
 [ "$num_bytes" -le $((MAX_MIB << 20)) ] || die "more than can travel"

@@ -36,6 +36,7 @@ class Walk {
     policy_ = make_policy(name, num_blocks_);
     num_references_.resize(num_blocks_);
     prefix_of_.resize(num_blocks_, kNone);
+    waits_.resize(num_blocks_);
     for (Block b = 0; b < num_blocks_; ++b) free_.push_back(b);
   }
 
@@ -113,6 +114,7 @@ class Walk {
       (prefix_of_[block] == kNone ? free_ : idle).push_back(block);
     }
     policy_->add_idle(idle.data(), idle.size());
+    for (const Block b : idle) waits_[b] = false;
     idle_.insert(idle_.end(), idle.begin(), idle.end());
   }
 
@@ -140,7 +142,7 @@ class Walk {
     policy_->pop(evicted.data(), evicted.size());
     for (const Block b : evicted) {
       CHECK(is_idle(b) && !has_idle_below(prefix_of_[b]));
-      if (is_lru_) CHECK(b == least_recent());
+      if (is_lru_) CHECK(is_next(b));
       idle_.remove(b);
       prefixes_[prefix_of_[b]].block = kNoBlock;
       prefix_of_[b] = kNone;
@@ -149,11 +151,14 @@ class Walk {
     return taken;
   }
 
-  // One that has idle blocks below it is as recent as they are.
-  Block least_recent() {
-    while (has_idle_below(prefix_of_[idle_.front()]))
-      idle_.splice(idle_.end(), idle_, idle_.begin());
-    return idle_.front();
+  // The least recent one is, but one with idle blocks below it waits, and is next without them.
+  bool is_next(Block block) {
+    bool some_waited = false;
+    for (const Block b : idle_) some_waited |= waits_[b] && !has_idle_below(prefix_of_[b]);
+    if (some_waited) return waits_[block];
+    auto at = idle_.begin();
+    for (; has_idle_below(prefix_of_[*at]); ++at) waits_[*at] = true;
+    return block == *at;
   }
 
   // Whether blocks lead from the prefix to an idle one that continues it.
@@ -185,6 +190,7 @@ class Walk {
   std::vector<int> prefix_of_;
   std::vector<Block> free_;
   std::list<Block> idle_;  // the least recent first
+  std::vector<bool> waits_;
   std::vector<Sequence> sequences_;
 };
 

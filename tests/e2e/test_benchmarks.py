@@ -117,7 +117,7 @@ def test_each_transport_has_a_row_in_each_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("flags", "rows"), [((), 6), (("--remote",), 8)])
+@pytest.mark.parametrize(("flags", "rows"), [((), 6), (("--remote",), 12)])
 def test_chunks_are_stored_and_loaded(flags: tuple[str, ...], rows: int, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.blocks", "--turns", "1", "--json", str(out)]

@@ -35,7 +35,7 @@ void LeastRecentlyUsed::remove_idle(const uint32_t* blocks, size_t num_blocks) {
   // Tails first, for the same reason.
   for (size_t i = num_blocks; i-- > 0;) {
     if (i >= kAhead) prefetch(blocks[i - kAhead]);
-    tree_.remove_idle(blocks[i]);
+    come_next(tree_.remove_idle(blocks[i]));
     remove(blocks[i]);
   }
 }
@@ -44,11 +44,11 @@ void LeastRecentlyUsed::pop(uint32_t* blocks, size_t num_blocks) {
   const uint32_t end = links_.size() - 1;
   for (size_t i = 0; i < num_blocks; ++i) {
     // An idle block is newer than those below it, unless they were in use without it, by a sequence
-    // that had computed a copy of it. Then it was needed as recently as they were.
+    // that had computed a copy of it. Then it comes next once none is idle below it.
     while (!tree_.can_evict(links_[end].newer)) {
       const uint32_t block = links_[end].newer;
       remove(block);
-      push(block);
+      links_[block] = {block, block};
     }
     const uint32_t block = links_[end].newer;
     blocks[i] = block;
@@ -57,12 +57,12 @@ void LeastRecentlyUsed::pop(uint32_t* blocks, size_t num_blocks) {
     if ((step == 1 || step == uint32_t(-1)) && later < end) prefetch(later);
     last_popped_ = block;
     remove(block);
-    tree_.remove_idle(block);
+    come_next(tree_.remove_idle(block));
     tree_.unpublish(block);
   }
 }
 
-void LeastRecentlyUsed::unpublish(uint32_t block) { tree_.unpublish(block); }
+void LeastRecentlyUsed::unpublish(uint32_t block) { come_next(tree_.unpublish(block)); }
 
 void LeastRecentlyUsed::prefetch(uint32_t block) const {
   tree_.prefetch(block);
@@ -75,6 +75,15 @@ void LeastRecentlyUsed::push(uint32_t block) {
   links_[block] = {end, newest};
   links_[newest].newer = block;
   links_[end].older = block;
+}
+
+// The idle block is evicted next if it waited until none is idle below it.
+void LeastRecentlyUsed::come_next(uint32_t block) {
+  if (block == kNoBlock || links_[block].newer != block) return;
+  const uint32_t end = links_.size() - 1, oldest = links_[end].newer;
+  links_[block] = {oldest, end};
+  links_[oldest].older = block;
+  links_[end].newer = block;
 }
 
 void LeastRecentlyUsed::remove(uint32_t block) {

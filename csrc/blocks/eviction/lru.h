@@ -32,10 +32,13 @@ class LeastRecentlyUsed final : public EvictionPolicy {
 
   void prefetch(uint32_t block) const;
   void push(uint32_t block);
+  void come_next(uint32_t block);
   void remove(uint32_t block);
 
   IdleTree tree_;
-  std::vector<Link> links_;  // a circle of the idle blocks, closed by one link that is no block
+  // A circle of the idle blocks, closed by one link that is no block. Those that wait for idle
+  // blocks below them link to themselves.
+  std::vector<Link> links_;
   uint32_t last_popped_ = 0;
 };
 

@@ -88,6 +88,13 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
         ),
         (
             "test_eviction",
+            "eviction/lru.cpp",
+            "links_[block] = {block, block};",
+            "push(block);",
+            "is_next",
+        ),
+        (
+            "test_eviction",
             "eviction/idle_tree.h",
             "nodes_[block].counts == 1;",
             "nodes_[block].idle();",
@@ -106,6 +113,7 @@ def test_protobuf_reads_what_the_writer_writes(tmp_path: Path) -> None:
         "slot-out-of-range",
         "column-read-past-its-end",
         "head-evicted-before-its-tail",
+        "head-evicted-after-all-others",
         "idle-blocks-below-are-not-looked-at",
         "joined-group-loses-its-blocks",
     ],

@@ -1,4 +1,6 @@
-"""Decode on the CPU over a common prefix, with which decodes that share less are compared."""
+"""Comparisons of calls on the CPU: each yields groups of calls whose first one the others are
+compared with.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Final
 import torch
 
 from benchmarks.attention_cpu.kernels import (
+    BATCH,
     BLOCK_SIZE,
     DTYPES,
     GROUPS,
@@ -22,12 +25,17 @@ from benchmarks.common.report import markdown
 from benchmarks.common.timing import Calls, quantile
 from data_plane.kernels.arguments import AttentionArguments
 from data_plane.kernels.backends.cpu import CpuKernels
+from kvplane.attention_options import AttentionOptions
+from kvplane.block_pattern import BlockPattern
+
+Groups = Iterator[list[Calls]]
 
 NUM_SHARING: Final = 16
+STRIDES: Final = (2, 4, 8, 16)
 OWN_TOKENS: Final = 256
 
 
-def shared(sizes: Sizes, num_threads: int) -> Iterator[list[Calls]]:
+def shared(sizes: Sizes, num_threads: int) -> Groups:
     """Yield decodes of sequences with a common prefix: reading it once for all of them, reading it
     for each of them (``apart``), and with blocks of its own for each (``copies``).
     """
@@ -53,6 +61,31 @@ def shared(sizes: Sizes, num_threads: int) -> Iterator[list[Calls]]:
                 run = partial(ours.paged_attention, arguments)
                 calls.append(Calls(f"{name}/g{group}, {side}", "tokens/s", NUM_SHARING, run))
             yield calls
+
+
+def sparse(sizes: Sizes, num_threads: int) -> Groups:
+    """Yield decodes and a prefill whose heads see all blocks, and then fewer and fewer: blocks of
+    64 tokens, of which two are local and one in ``stride`` is seen from everywhere.
+    """
+    kernels, tokens, num_heads = CpuKernels(num_threads), sizes.context_tokens, 4 * NUM_KV_HEADS
+    pages = random_pool(BATCH * (tokens // BLOCK_SIZE), torch.bfloat16)[:, 0]
+    tables = torch.randperm(len(pages)).view(BATCH, -1)
+    for what, num_sequences, query_len in (("decode", BATCH, 1), ("prefill", 1, tokens)):
+        lens = torch.full((num_sequences,), tokens)
+        starts = torch.arange(num_sequences + 1) * query_len
+        query = torch.randn(num_sequences * query_len, num_heads, HEAD_SIZE).to(torch.bfloat16)
+        calls = []
+        for stride in (1, *STRIDES):
+            pattern = None if stride == 1 else BlockPattern(64, 2, stride)
+            options = AttentionOptions(block_pattern=pattern)
+            batch = tables[:num_sequences]
+            arguments = AttentionArguments(query, pages, batch, starts, lens, options)
+            run = partial(kernels.paged_attention, arguments)
+            calls.append(Calls(f"{what}, 1 block in {stride}", "tokens/s", len(query), run))
+        yield calls
+
+
+PARTS: Final = {"shared": shared, "sparse": sparse}
 
 
 def table(groups: Sequence[Sequence[Calls]]) -> Iterator[str]:
