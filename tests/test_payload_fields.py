@@ -68,6 +68,7 @@ FIELDS: dict[int, dict[str, str]] = {
         ),
         "WithdrawBlocks": "1:sfixed32[] 2:sfixed64[] 3:int32",
     },
+    2: {"Plan": "14:bool"},
 }
 SIGNED = [
     getattr(plan_pb2, name).DESCRIPTOR for name in ("Plan", "SessionGrant", "Receipt", "PinGrant")

@@ -166,6 +166,10 @@ class FileForgets:
         """Says whether messages wait to be sent again, once their blocks are withdrawn."""
         return bool(self._early)
 
+    def is_due(self, tenant: str) -> bool:
+        """Return whether a shard may still have files of the tenant that were forgotten."""
+        return tenant in self._sizes
+
     def add(self, message: rpb.ForgetFiles) -> list[rpb.RegisterResponse]:
         """Add a request to delete files; returns what to send at once to shards that keep files."""
         tenant = message.tenant

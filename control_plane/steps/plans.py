@@ -28,6 +28,8 @@ def finish_plan(session: Session, number: int, traceparent: str = "") -> Slices[
     prefix = session.plan_prefix
     if tracing.checked(traceparent):
         prefix += plan_pb2.Plan(traceparent=traceparent).SerializeToString()
+    if session.payload_version >= 2 and session.pool.shards.file_forgets.is_due(session.tenant):
+        prefix += plan_pb2.Plan(skips_files=True).SerializeToString()
     session.is_drafted = False
     payload = session.native.finish(session.handle, prefix)
     if payload is None:

@@ -189,6 +189,7 @@ class PlanRunner:
             of_sources=of_sources,
             to_write=self._written.to_write(writes),
             checkpoints=checkpoints,
+            skips_files=plan.skips_files,
             progress=Progress(len(self._layers), np.diff(on_host[0].starts)),
             checked_version=tables.num_messages_published,
             checked_taken=tables.num_taken,

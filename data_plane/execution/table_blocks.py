@@ -356,6 +356,13 @@ class TableBlocks:
         last = first + int(batch.starts[span + 1] - batch.starts[span]) - 1
         return range(first // size, last // size + 1)
 
+    def may_load(self, session_id: int, plan_number: int) -> bool:
+        """Return whether the latest plan may be loaded from files. Raises as
+        ``PlanRunner.latest``.
+        """
+        with self._command.lock, self._command("span_blocks"):
+            return not self._plans.latest(session_id, plan_number)[1].skips_files
+
     def checkpoints_of(self, session_id: int, sequence_id: int, plan_number: int) -> list[int]:
         """Return the table entries at whose ends the latest plan keeps a checkpoint of a sequence.
         Raises as ``PlanRunner.latest``.

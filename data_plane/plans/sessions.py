@@ -74,6 +74,8 @@ class RunningPlan:
     """The tables' ``num_taken`` when none of the spans' entries was last found stale."""
     checkpoints: Checkpoints | None = None
     """The checkpoints that the plan keeps; None in a pool without states."""
+    skips_files: bool = False
+    """True if nothing may be loaded from files."""
     pass_index: int | None = None
     """The present pass; None where all tokens are computed at once."""
     cleared: bool = False

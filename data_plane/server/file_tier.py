@@ -297,6 +297,8 @@ class FileTier:
         size = self._executor.layout.block_size_tokens
         columns.read(columns.INT32, request.token_ids, "token_ids", length=span.stop * size)
         scope = await self._scope(session_id)
+        if not await self._worker.run(partial(blocks.may_load, session_id, plan_number), lane):
+            return pb.LoadFileBlocksResponse()
         num_loaded, receipt = 0, None
         async with self._loads.taken(lane.caller):
             keys = await self._off_loop(partial(self._keys, scope, request.token_ids))

@@ -369,10 +369,9 @@ class BlockServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadFileBlocks(self, request, context):
-        """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block of the span and each checkpoint kept in it. A
-        missing or faulty file is no error: the answer then has no receipt, and the caller has to abort the plan. Without a plan it only counts the blocks
-        for which there are files, up to the last checkpoint where states are kept, and changes nothing. Safe to repeat. INVALID_ARGUMENT where there is no
-        file tier (--file-tier-dir).
+        """Writes one span of a plan from files: starts the plan, and reads and checks a file for each block and kept checkpoint of it. A missing or faulty
+        file is no error: the answer then has no receipt, and the caller has to abort the plan. Without a plan it only counts the blocks with files, up to
+        the last checkpoint where states are kept. Safe to repeat. INVALID_ARGUMENT where there is no file tier (--file-tier-dir).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

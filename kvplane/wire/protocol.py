@@ -8,7 +8,7 @@ from typing import Final
 # plans, grants, receipts and the messages of registration streams. NEWEST rises with each field. A
 # release still knows all versions of the release before it: OLDEST may rise in the next one.
 OLDEST_PAYLOAD_VERSION: Final = 1
-NEWEST_PAYLOAD_VERSION: Final = 1
+NEWEST_PAYLOAD_VERSION: Final = 2
 
 # The tensors of one layer, or an opaque page, which travel in one message.
 MAX_LAYER_BYTES: Final = 64 * 1024 * 1024

@@ -9,13 +9,14 @@ from random import Random
 import pytest
 
 from kvplane import Layout, ops
+from kvplane.wire.v1 import prefix_pb2
 from kvplane.wire.v1 import session_pb2 as cpb
 from tests.helpers.planes.planes_engine import Engine
 from tests.helpers.planes.planes_known import HOST
 from tests.helpers.planes.planes_machine import HybridMachine, PlanesMachine, end_all
 from tests.helpers.planes.planes_values import BLOCK, HYBRID, LAYOUT
 from tests.helpers.planes.planes_walks import walk
-from tests.helpers.planes.planes_world import LEASE_S, World
+from tests.helpers.planes.planes_world import LEASE_S, POOL, World
 
 NUM_WALKS = 16
 COMES_BACK = 400302  # a data plane leaves before it hears of a Forget, and registers anew
@@ -30,6 +31,49 @@ def test_no_engine_sees_what_is_not_its_own() -> None:
 
 def test_no_engine_reads_a_state_of_another_prefix() -> None:
     assert walk(HybridMachine, range(NUM_WALKS // 2))["checkpoints read"]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, HYBRID], ids=["attention", "states"])
+def test_what_was_forgotten_is_not_loaded_before_its_files_are_gone(layout: Layout) -> None:
+    """A plan is made after a forget, and started at data planes that have not heard of it."""
+    machine = PlanesMachine()
+    machine.rng = Random(0)
+    machine.world = world = World(
+        num_shards=2, layout=layout, num_device=12, num_host=0, num_uses=1
+    )
+    engine = Engine(world, world.control, ("ann", ""))
+    machine.engines = [engine]
+
+    def compute(i: int) -> int:
+        before = world.happened["blocks loaded"]
+        admit = ops.admit(
+            i,
+            [0] * (2 * BLOCK),
+            skip_prefix_lookup=True,
+            checkpoint_position=2 * BLOCK if layout is HYBRID else 0,
+        )
+        engine.step(admit)
+        engine.run_all()
+        engine.step()
+        return world.happened["blocks loaded"] - before
+
+    compute(1)
+    world.deliver_all()
+    while any(process.files.write(machine.rng) for process in world.processes):
+        pass
+    assert compute(2)
+    meant = set(world.findable_contents(world.control))
+    request = prefix_pb2.ForgetPrefixesRequest(
+        pool_id=POOL, scope=prefix_pb2.FORGET_SCOPE_TENANT, force=True
+    )
+    machine.ask("forget_prefixes", request, ("ann", ""))
+    world.control.forgotten |= meant
+    assert not compute(3)
+    world.check()
+    world.deliver_all()
+    assert not compute(4)
+    world.check()
+    world.close()
 
 
 def test_the_walk_knows_what_the_line_took() -> None:

@@ -80,9 +80,6 @@ class PrefixCalls(LateDuplicates):
     @rule()
     def forget(self) -> None:
         control = self.world.control
-        files = any(process.files for process in self.world.processes)
-        if files and self.world.layout.state_group is not None:
-            return  # a load may bring back what a forget on its way names, and here are many loads
         in_host = list(self.world.host_contents(control))
         cached = [*self.world.findable_contents(control), *in_host]
         if not cached:

@@ -20,8 +20,11 @@ def ids(messages: list[rpb.RegisterResponse]) -> list[int]:
 
 def test_what_is_told_again_is_repeated_until_each_shard_has_done_it() -> None:
     forgets = FileForgets()
+    assert not forgets.is_due("t")
     forget(forgets, "a")
     assert forgets.has_early
+    assert forgets.is_due("t")
+    assert not forgets.is_due("other")
     assert forgets.of_shard(0) == []
     assert ids(forgets.second_notices([0, 2])) == [1]
     assert not forgets.has_early
@@ -38,6 +41,10 @@ def test_what_is_told_again_is_repeated_until_each_shard_has_done_it() -> None:
     forgets.done(1, 2)
     forgets.done(9, 2)
     assert ids(forgets.of_shard(2)) == [2]
+    forgets.done(2, 2)
+    assert forgets.is_due("t")
+    forgets.done(2, 0)
+    assert not forgets.is_due("t")
 
 
 def test_a_shard_that_is_no_more_is_not_waited_for() -> None:

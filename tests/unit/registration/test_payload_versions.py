@@ -14,6 +14,7 @@ from data_plane.plans.verifier import Verifier
 from kvplane import ops
 from kvplane.errors import InvalidRequestError, ProtocolMismatchError
 from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.plane.v1 import registration_pb2 as rpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_data_plane import Plane
 from tests.helpers.core.core_messages import POOL
@@ -21,7 +22,7 @@ from tests.helpers.core.core_model import Engine, World
 from tests.helpers.planning.registration_messages import half, hello
 from tests.helpers.refusals import refused
 
-LATER_FIELD = b"\x70\x01"  # field 14 of a plan, a number
+LATER_FIELD = b"\x78\x01"  # field 15 of a plan, a number
 
 
 def release(monkeypatch: pytest.MonkeyPatch, oldest: int, newest: int) -> None:
@@ -103,9 +104,9 @@ def test_shards_too_far_apart_are_not_of_one_pool(monkeypatch: pytest.MonkeyPatc
 
 
 class LaterSession(Session):
-    """A session of a control plane whose release adds a field to plans, with version 2."""
+    """A session of a control plane whose release adds a field to plans, with version 3."""
 
-    first_version = 2
+    first_version = 3
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -116,7 +117,7 @@ class LaterSession(Session):
 class CarelessSession(LaterSession):
     """As LaterSession, but it writes the field to every data plane."""
 
-    first_version = 1
+    first_version = 2
 
 
 def plan_for(
@@ -125,7 +126,7 @@ def plan_for(
     """Return a plan of a later control plane, for a data plane that knows versions up to this, and
     that data plane.
     """
-    release(monkeypatch, 1, 2)
+    release(monkeypatch, 1, 3)
     monkeypatch.setattr(sessions, "Session", session_class)
     shard = Plane(World(0), **of(1, newest))
     shard.join()
@@ -138,23 +139,45 @@ def plan_for(
 def test_a_later_field_is_left_out_for_a_data_plane_that_does_not_know_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, signed, verifier = plan_for(monkeypatch, LaterSession, newest=1)
+    engine, signed, verifier = plan_for(monkeypatch, LaterSession, newest=2)
     plan, digest = verifier.plan(signed)
-    assert plan.version == 1
-    for version in (0, 2):
+    assert plan.version == 2
+    for version in (0, 3):
         receipt = verifier.receipt(plan.session, plan.number, digest, version=version)
         with refused(ProtocolMismatchError, "receipts[0].version"):
             engine.submit([receipt])
     engine.submit([verifier.receipt(plan.session, plan.number, digest, version=plan.version)])
     assert engine.session.done == plan.number
-    _, later, _ = plan_for(monkeypatch, LaterSession, newest=2)
+    _, later, _ = plan_for(monkeypatch, LaterSession, newest=3)
     assert LATER_FIELD in later.payload
-    assert plan_pb2.Plan.FromString(later.payload).version == 2
+    assert plan_pb2.Plan.FromString(later.payload).version == 3
 
 
 def test_a_later_field_that_is_written_all_the_same_is_refused_by_the_side_to_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, signed, verifier = plan_for(monkeypatch, CarelessSession, newest=1)
-    with pytest.raises(InvalidRequestError, match=r"number 14: .* update this data plane"):
+    _, signed, verifier = plan_for(monkeypatch, CarelessSession, newest=2)
+    with pytest.raises(InvalidRequestError, match=r"number 15: .* update this data plane"):
         verifier.plan(signed)
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_plans_skip_files_while_a_forget_is_due_where_data_planes_know_the_field(
+    newest: int,
+) -> None:
+    shard = Plane(World(0), has_file_tier=True, **of(1, newest))
+    shard.join()
+    world, engine, other = shard.world, shard.world.engine(), shard.world.engine("other")
+    forget = rpb.ForgetFiles(tenant=engine.session.tenant)
+
+    def skips(engine: Engine, i: int) -> bool:
+        plan = plan_pb2.Plan.FromString(engine.step(ops.admit(i, range(9))).plan.payload)
+        return plan.version == newest and plan.skips_files
+
+    assert not skips(engine, 1)
+    world.pool.shards.forget_files(forget)
+    assert (skips(engine, 2), skips(other, 1)) == (newest == 2, False)
+    world.pool.shards.withdrawn()
+    assert skips(engine, 3) == (newest == 2)
+    world.pool.shards.file_forgets.done(1, 0)
+    assert not skips(engine, 4)

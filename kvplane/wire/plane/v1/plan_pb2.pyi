@@ -50,7 +50,7 @@ class SessionGrant(_message.Message):
     def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., ordinal: _Optional[int] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., layout_fingerprint: _Optional[bytes] = ..., max_plans_in_flight: _Optional[int] = ..., namespace: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans", "allocations", "traceparent", "finished")
+    __slots__ = ("version", "session", "pool_id", "shard_epochs", "number", "previous", "resync", "changes", "transfers", "spans", "allocations", "traceparent", "finished", "skips_files")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POOL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class Plan(_message.Message):
     ALLOCATIONS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    SKIPS_FILES_FIELD_NUMBER: _ClassVar[int]
     version: int
     session: _types_pb2.SessionRef
     pool_id: str
@@ -77,7 +78,8 @@ class Plan(_message.Message):
     allocations: Allocations
     traceparent: str
     finished: int
-    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ..., allocations: _Optional[_Union[Allocations, _Mapping]] = ..., traceparent: _Optional[str] = ..., finished: _Optional[int] = ...) -> None: ...
+    skips_files: bool
+    def __init__(self, version: _Optional[int] = ..., session: _Optional[_Union[_types_pb2.SessionRef, _Mapping]] = ..., pool_id: _Optional[str] = ..., shard_epochs: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., previous: _Optional[int] = ..., resync: bool = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ..., transfers: _Optional[_Union[Transfers, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ..., allocations: _Optional[_Union[Allocations, _Mapping]] = ..., traceparent: _Optional[str] = ..., finished: _Optional[int] = ..., skips_files: bool = ...) -> None: ...
 
 class TableChanges(_message.Message):
     __slots__ = ("kinds", "sequence_ids", "groups", "tiers", "first_blocks", "num_blocks", "parent_sequence_ids", "indices", "generations", "allocated")
