@@ -148,6 +148,10 @@ def rebuilt(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -
     """One layer group of a pool; None if the shards have not reported all."""
     pool = filled(data, block_tokens, same)
     found = reported(pool)
+    known = found.generations
+    if data.ConsumeBool():  # the control plane lived on
+        pool.outdate(data.ConsumeBool())
+        known = pool.generations(DEVICE), pool.generations(HOST)
     reports = Reports(data, found, block_tokens)
     with suppress(*REFUSALS):
         reports.tell_all()
@@ -156,5 +160,5 @@ def rebuilt(data: FuzzedDataProvider, block_tokens: int, same: dict[str, Any]) -
         with suppress(*REFUSALS):
             call(reports)
     with suppress(*REFUSALS):
-        return reports.build(found.generations, same)
+        return reports.build(known, same)
     return None
