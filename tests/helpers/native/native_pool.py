@@ -382,6 +382,7 @@ class Caller(View):
         max_total: int = 0,
         skip: bool = False,
         headroom: int = 0,
+        checkpoint: int = 0,
         admitted_by: int | None = None,
     ) -> tuple[int, ...]:
         """Admit: (cached tokens, blocks, scheduled tokens), or a failure, which has five elements.
@@ -389,7 +390,8 @@ class Caller(View):
         """
         rest = (sequence_id, i32(tokens), i64(forks), num_compute, max_total, skip, headroom)
         if admitted_by is None:
-            answer: tuple[int, ...] = self.pool.admit(self.handle, *rest)
+            more = {"checkpoint": checkpoint} if checkpoint else {}
+            answer: tuple[int, ...] = self.pool.admit(self.handle, *rest, **more)
         else:
             answer = self.pool.grant(self.handle, admitted_by, *rest)
         return answer
