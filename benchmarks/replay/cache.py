@@ -15,7 +15,9 @@ from benchmarks.control_plane.messages import BLOCK_SIZE_TOKENS, EPOCH, POOL
 from control_plane.config import EVICTION_POLICIES, CoreConfig
 from control_plane.core import ControlPlane
 from kvplane import ops
+from kvplane.clients.prefix_feed import PrefixEvent, read_events
 from kvplane.wire.plane.v1 import registration_pb2 as rpb
+from kvplane.wire.v1 import prefix_pb2 as ppb
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 
@@ -26,12 +28,38 @@ _REST_OF_BLOCK = bytes(4 * (BLOCK_SIZE_TOKENS - 1))
 _LAST_TOKEN = b"\1\0\0\0"
 
 
+class Prompts:
+    """Makes up the tokens of a trace's ids."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, bytes] = {}  # of each id
+
+    def tokens(self, ids: Sequence[int]) -> bytes:
+        """Return a prompt of these blocks and one token more, as int32."""
+        return b"".join(map(self._block, ids)) + _LAST_TOKEN
+
+    def _block(self, trace_id: int) -> bytes:
+        tokens = self._blocks.get(trace_id)
+        if tokens is None:
+            tokens = len(self._blocks).to_bytes(4, "little") + _REST_OF_BLOCK
+            self._blocks[trace_id] = tokens
+        return tokens
+
+
 class Cache:
-    """A pool with room for ``capacity_blocks`` blocks of the trace, and for ``num_checkpoints`` of
-    the states of a hybrid model.
+    """A pool with room for ``capacity_blocks`` blocks of the trace.
+
+    ``prompts``: shared with others that use the same tokens. ``num_checkpoints``: of a hybrid
+    model, for how many checkpoints of its states there is room.
     """
 
-    def __init__(self, capacity_blocks: int, policy: str, num_checkpoints: int = 0) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        policy: str,
+        prompts: Prompts | None = None,
+        num_checkpoints: int = 0,
+    ) -> None:
         assert policy in EVICTION_POLICIES, policy
         self._capacity_blocks = capacity_blocks
         self._now_s = 0.0
@@ -46,7 +74,7 @@ class Cache:
         self._session = opened.session
         self._number = 0
         self._receipts: list[tpb.SignedPayload] = []
-        self._numbers: dict[int, int] = {}  # of each id, the first token of its blocks
+        self._prompts = prompts or Prompts()
 
     def run(self, time_s: float, ids: Sequence[int]) -> int:
         """Admit a prompt, compute it, free it; return how many of its leading blocks were cached.
@@ -54,7 +82,7 @@ class Cache:
         If the prompt is larger than the cache, only as many blocks are run as the cache holds.
         """
         self._now_s = time_s
-        tokens = self._tokens(ids[: self._capacity_blocks])
+        tokens = self._prompts.tokens(ids[: self._capacity_blocks])
         sequence_id = self._number + 1
         admitted = self._step(ops.admit(sequence_id, tokens))
         self._step(ops.free([sequence_id]))
@@ -70,7 +98,7 @@ class Cache:
         self._now_s = time_s
         ids = ids[: self._capacity_blocks]
         sequence_id = self._number + 1
-        admit = ops.admit(sequence_id, self._tokens(ids), num_compute_tokens=0)
+        admit = ops.admit(sequence_id, self._prompts.tokens(ids), num_compute_tokens=0)
         admitted = self._step(admit).results[0].admit
         first, num_kept = admitted.num_cached_tokens, 0
         num_cached = first // BLOCK_SIZE_TOKENS
@@ -87,10 +115,17 @@ class Cache:
         self._step(ops.free([sequence_id]))
         return num_cached, num_kept
 
-    def _tokens(self, ids: Sequence[int]) -> bytes:
-        """Return a prompt of these blocks and one token more, as int32."""
-        numbers = (self._numbers.setdefault(i, len(self._numbers)) for i in ids)
-        return b"".join(n.to_bytes(4, "little") + _REST_OF_BLOCK for n in numbers) + _LAST_TOKEN
+    def follow(self) -> None:
+        """Begin to collect the index's changes for ``changes``."""
+        request = ppb.WatchPrefixesRequest(pool_id=POOL)
+        self._watcher = self._core.watch(request, _TENANT, lambda: None)
+
+    def changes(self) -> list[PrefixEvent]:
+        """Return the changes that followers of the pool were sent since the last call."""
+        events: list[PrefixEvent] = []
+        while (message := self._watcher.take()) is not None:
+            events += read_events(message)
+        return events
 
     def _step(self, operation: cpb.Operation) -> cpb.StepResponse:
         """Take a step that carries the receipt of the last one."""

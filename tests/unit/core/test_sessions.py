@@ -27,6 +27,7 @@ from kvplane.errors import (
 from kvplane.wire import columns, signing
 from kvplane.wire.columns import INT64
 from kvplane.wire.plane.v1 import plan_pb2
+from kvplane.wire.protocol import NEWEST_PAYLOAD_VERSION
 from kvplane.wire.v1 import session_pb2 as cpb
 from kvplane.wire.v1 import types_pb2 as tpb
 from tests.helpers.core.core_messages import DEVICE, HOST, LAYOUT, POOL
@@ -120,7 +121,7 @@ def test_a_session_is_opened_with_a_signed_grant_that_says_all_it_may() -> None:
     signed = opened.grant
     signing.verify(key, signing.GRANT, signed.type, signed.payload, signed.signature, field="grant")
     assert plan_pb2.SessionGrant.FromString(signed.payload) == plan_pb2.SessionGrant(
-        version=1,
+        version=NEWEST_PAYLOAD_VERSION,
         session=second.ref,
         ordinal=2,
         pool_id=POOL,
