@@ -168,9 +168,10 @@ class PrefixLoader:
         size = self._session.layout.block_size_tokens
         while True:
             found = await all_of([each.find_files(column, self._timeout_s) for each in shards])
-            if min(found) == max(found):
-                return found[0] * size
-            column = column[: min(found) * size * _INT32_BYTES]  # all have a checkpoint there?
+            least = min(found)
+            if least in (0, max(found)):
+                return least * size
+            column = column[: least * size * _INT32_BYTES]  # all have a checkpoint there?
 
     async def _opened(self) -> Execution:
         async with self._opening:
