@@ -83,7 +83,7 @@ def test_one_process_on_several_shards_computes_the_same_bits(
 
 
 def check_parallel(engine: LLM, expected: list[CompletionOutput]) -> None:
-    """The same tokens; their logits are sums in another order."""
+    """Check the tokens, and the logits but for rounding, as their sums have another order."""
     for have, want in zip(answers(engine), expected, strict=True):
         assert have.token_ids == want.token_ids
         torch.testing.assert_close(have.logits, want.logits, rtol=1e-4, atol=1e-4)

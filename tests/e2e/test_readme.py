@@ -38,7 +38,7 @@ def test_the_session_of_an_engine_passes_a_strict_type_checker(tmp_path: Path) -
 
 
 def test_a_model_generates_what_transformers_does_and_the_second_time_from_the_cache() -> None:
-    """As a program of its own, which ends without a word of what it left open."""
+    """The program runs apart, and ends without a warning of what it left open."""
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     prompt = "abc=xyz;def=uvw;?abc="

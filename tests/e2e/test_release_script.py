@@ -20,7 +20,7 @@ CHANGES = f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-11-30\n\nNew
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """What the script reads, with wheels of which only names count."""
+    """Make a folder with what the script reads; of the wheels only the names count."""
     for path in ("pyproject.toml", "csrc/pyproject.toml", "scripts/release.sh", *NAMES_IT):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)

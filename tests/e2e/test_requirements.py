@@ -39,7 +39,7 @@ TESTS = (
 
 
 def requirements() -> list[Requirement]:
-    """What pyproject.toml asks for by name: of the base, of every extra, and to build."""
+    """Return the packages that pyproject.toml names: the base, every extra, and the build."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = document["project"]
     lines = [*document["build-system"]["requires"], *project["dependencies"]]
@@ -104,7 +104,7 @@ def test_both_ends_of_the_ranges_work(end: str, tmp_path: Path) -> None:
 
 
 def known_vulnerabilities(audit: dict[str, Any]) -> list[str]:
-    """Of pip-audit's answer, those that a release mends."""
+    """Return the findings of pip-audit that a release mends."""
     return [
         f"{package['name']} {package['version']}: {found['id']}, mended in {found['fix_versions']}"
         for package in audit["dependencies"]

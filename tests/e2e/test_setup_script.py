@@ -1,4 +1,4 @@
-"""What ``make`` says and does when the machine lacks something, before anything is made."""
+"""``make`` says what the machine lacks, before it makes anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COREUTILS = (
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """As much of a fresh clone as the script looks at before it installs."""
+    """Make as much of a fresh clone as the script looks at before it installs."""
     for name in ("scripts", "requirements"):
         shutil.copytree(ROOT / name, tmp_path / name)
     return tmp_path
@@ -137,7 +137,7 @@ main
 
 
 def call(tree: Path, functions: str, **environ: str) -> list[str]:
-    """What some of the script's functions print."""
+    """Return what some of the script's functions print."""
     script = tree / "scripts" / "setup.sh"
     command = ["bash", "-c", script.read_text().removesuffix("\nmain\n") + functions, str(script)]
     environ = {"PATH": os.environ["PATH"], **environ}
@@ -146,7 +146,7 @@ def call(tree: Path, functions: str, **environ: str) -> list[str]:
 
 
 def digests(tree: Path) -> list[str]:
-    """What the script compares to know whether the kernels, or the blocks, have changed."""
+    """Return the digests by which the script knows what has changed, kernels and then blocks."""
     return call(tree, "\nkernels_digest; blocks_digest")
 
 
