@@ -34,6 +34,7 @@ unshare --mount --pid --fork --kill-child bash -euc '
   mount -t overlay overlay -o "lowerdir=$base,upperdir=$work/upper,workdir=$work/below" "$work/root"
   mount -t proc proc "$work/root/proc"
   mount --rbind /dev "$work/root/dev"
+  mount --rbind /sys "$work/root/sys"
   for path in /etc/resolv.conf /etc/hosts /etc/ssl/certs ${PIP_FIND_LINKS:-}; do
     [ -d "$path" ] && mkdir -p "$work/root$path" || touch "$work/root$path"
     mount --bind -o ro "$path" "$work/root$path"
