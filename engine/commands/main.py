@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Final
 
+from kvplane.cli.extras import imported_for_good
 from kvplane.release import release
 from kvplane.serving.settings import EXIT_BAD_SETTINGS, parse
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
 def _generate(argv: Sequence[str]) -> int:
     config = parse(GenerateSettings, "engine generate", argv, os.environ, "kvplane generate")
     tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
-    from .generate import run
+    with imported_for_good():
+        from .generate import run
 
     return run(config)
 
@@ -52,7 +54,8 @@ def _generate(argv: Sequence[str]) -> int:
 def _serve(argv: Sequence[str]) -> int:
     config = parse(ServeSettings, "engine serve", argv, os.environ, "kvplane serve")
     tune_torch(config.num_threads, is_embedded=config.data_plane == "embedded")
-    from ..serving.server import run
+    with imported_for_good():
+        from ..serving.server import run
 
     return run(config)
 

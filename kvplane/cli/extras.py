@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Final
 
@@ -47,9 +49,26 @@ def run_server(program: str, extra: str, module: str) -> int:
     """
     end_at_signals()
     tune_grpc()
-    return run_or_explain(
-        program, extra, lambda: int(import_module(module).run(sys.argv[1:], os.environ))
-    )
+
+    def run() -> int:
+        with imported_for_good():
+            server = import_module(module)
+        return int(server.run(sys.argv[1:], os.environ))
+
+    return run_or_explain(program, extra, run)
+
+
+@contextmanager
+def imported_for_good() -> Iterator[None]:
+    """Keep modules that are imported inside out of garbage collections, which would visit torch's
+    objects many times during its import, and once more when the process exits.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _open_streams() -> None:
