@@ -7,11 +7,11 @@ SHELL_SOURCES := .ci/run $(wildcard scripts/*.sh integrations/*/tests/*.sh deplo
 BIN := .venv/bin
 # More for pytest, such as PYTEST_ARGS="-k fork -x", or PYTEST_ARGS="-n 0" for a single process.
 PYTEST_ARGS ?=
-# A worker more than there are cores: much of what tests do is to wait for processes and timers.
+# Two workers more than there are cores: much of what tests do is to wait for processes and timers.
 # Each begins with neighbouring tests, so that what they share is made once.
 # A test that fails is run once more, and listed as RERUN: hundreds of them start processes, and one
 # that a busy machine held up is no fault of the change. One that is listed often wants mending.
-PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist worksteal --reruns 1
+PYTEST := $(BIN)/python -m pytest -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 2))) --dist worksteal --reruns 1
 
 # Tests start hundreds of processes, and pytest rewrites modules of hypothesis where it finds no
 # bytecode of its own: each start would take a second longer.

@@ -7,6 +7,7 @@ hypothesis takes says how busy the machine is, so none has a deadline.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -48,6 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path in at_night and item.get_closest_marker("fleet") is None:
             item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+def pytest_collection() -> None:
+    gc.disable()  # modules are imported, of which nothing is garbage
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of garbage collections, which visit all of it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:

@@ -103,10 +103,12 @@ class Process:
 
 
 def data_plane(
-    control: str, served: Path | Layout, log: Path, *flags: str, pool_id: str = POOL
+    control: str, served: Path | Layout | None, log: Path, *flags: str, pool_id: str = POOL
 ) -> Process:
-    """A data plane of a model's folder, or of a layout. It is not started."""
-    what = ("--model", str(served))
+    """A data plane of a model's folder, or of a layout; ``flags`` say what it serves if None. It
+    is not started.
+    """
+    what = () if served is None else ("--model", str(served))
     if isinstance(served, Layout):
         what = ("--layout", str(log.with_suffix(".json")))
         log.with_suffix(".json").write_text(json.dumps(asdict(served)))
@@ -119,7 +121,7 @@ class Pair:
 
     def __init__(
         self,
-        served: Path | Layout,
+        served: Path | Layout | None,
         logs: Path,
         *,
         num_device_blocks: int = 64,
@@ -152,3 +154,13 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         self.data.stop()
         self.control.stop()
+
+
+def opaque_pair(
+    logs: Path, page_bytes: int, model_id: str, *flags: str, num_device_blocks: int
+) -> Pair:
+    """Planes of an engine's chunks, in a pool of its plug-in's default name."""
+    return Pair(
+        None, logs, num_device_blocks=num_device_blocks, num_host_blocks=0, pool_id="default",
+        arguments=("--opaque-page-bytes", str(page_bytes), "--model-id", model_id, *flags),
+    )  # fmt: skip

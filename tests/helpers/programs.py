@@ -7,6 +7,7 @@ Programs are started as users start them in tests/e2e/test_up.py, among others.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -133,6 +134,7 @@ def _run(
     variables: dict[str, str],
     cwd: Path,
 ) -> None:
+    gc.freeze()  # or each collection would visit, and so copy, what was imported before
     for stream, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(file, stream)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kvplane.errors import KvplaneError
 
@@ -38,10 +39,11 @@ def wait_until(
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stop a child of this process; at the end it goes on."""
+    """Stop a process; at the end it goes on."""
     os.kill(pid, signal.SIGSTOP)
-    os.waitpid(pid, os.WUNTRACED)  # it runs on for a moment after the call
     try:
+        # It runs on for a moment after the call.
+        wait_until(lambda: "\nState:\tT" in Path(f"/proc/{pid}/status").read_text())
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

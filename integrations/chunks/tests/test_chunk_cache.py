@@ -17,7 +17,7 @@ from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.chunks import ChunkCache, ChunkSettings, Found, namespace_of
 from kvplane.integrations.chunks import cache as cache_module
 from kvplane.prefixes import Loaded, PrefixLoader
-from scripts.planes import Planes, run_planes
+from tests.e2e.engine_planes import Pair, opaque_pair
 from tests.helpers.waiting import stopped
 
 PAGE_BYTES, BLOCK = 256, 16
@@ -29,22 +29,22 @@ KEYS = [b"a", b"b", b"c"]
 
 
 @pytest.fixture
-def planes() -> Iterator[Planes]:
+def planes() -> Iterator[Pair]:
     with running() as planes:
         yield planes
 
 
 @contextmanager
-def running(*flags: str) -> Iterator[Planes]:
-    with tempfile.TemporaryDirectory() as folder:
-        given = ("--opaque-page-bytes", str(PAGE_BYTES), "--model-id", MODEL)
-        sizes = ("--num-device-blocks", "16", "--num-host-blocks", "0", *flags)
-        with run_planes(Path(folder), (*given, *sizes)) as planes:
-            yield planes
+def running(*flags: str) -> Iterator[Pair]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opaque_pair(Path(folder), PAGE_BYTES, MODEL, *flags, num_device_blocks=16) as planes,
+    ):
+        yield planes
 
 
 @contextmanager
-def cache_of(planes: Planes, *, model_id: str = MODEL, **settings: Any) -> Iterator[ChunkCache]:
+def cache_of(planes: Pair, *, model_id: str = MODEL, **settings: Any) -> Iterator[ChunkCache]:
     usual = {"lookup_s": PATIENCE_S, "transfer_s": PATIENCE_S, "breaker_s": 0.5}
     given = ChunkSettings(control_plane=planes.control.address, **{**usual, **settings})
     cache = ChunkCache(given, model_id=model_id, page_bytes=PAGE_BYTES)
@@ -69,7 +69,7 @@ def store(cache: ChunkCache, namespace: str = "") -> list[bool]:
     return cache.store(namespace, TOKENS, 0, PAGES, KEYS).result(PATIENCE_S)
 
 
-def test_chunks_of_a_prompt_come_back_as_they_were_and_by_their_own_key(planes: Planes) -> None:
+def test_chunks_of_a_prompt_come_back_as_they_were_and_by_their_own_key(planes: Pair) -> None:
     with cache_of(planes) as cache:
         assert look_up(cache, TOKENS).num_blocks == [0]
         assert store(cache) == [True] * 3
@@ -90,13 +90,13 @@ def test_chunks_of_a_prompt_come_back_as_they_were_and_by_their_own_key(planes: 
         assert cache.counters["failures"] == 0
 
 
-def test_what_an_engine_stored_last_is_found_by_others_soon(planes: Planes) -> None:
+def test_what_an_engine_stored_last_is_found_by_others_soon(planes: Pair) -> None:
     with cache_of(planes) as cache, cache_of(planes) as other:
         assert store(cache) == [True] * 3
         until(lambda: look_up(other, TOKENS).num_blocks == [3])
 
 
-def test_named_chunks_are_stored_twice_and_found_once_for_each_name(planes: Planes) -> None:
+def test_named_chunks_are_stored_twice_and_found_once_for_each_name(planes: Pair) -> None:
     names = [b"n" * 36, b"m" * 50, b"x"]
     with cache_of(planes) as cache:
         for _ in range(2):
@@ -111,7 +111,7 @@ def test_named_chunks_are_stored_twice_and_found_once_for_each_name(planes: Plan
         assert (sizes, into) == ([PAGE_BYTES] * 2, [PAGES[1], PAGES[0]])
 
 
-def test_namespaces_share_nothing_and_the_oldest_of_many_is_opened_again(planes: Planes) -> None:
+def test_namespaces_share_nothing_and_the_oldest_of_many_is_opened_again(planes: Pair) -> None:
     with cache_of(planes) as cache:
         for i in range(20):
             assert look_up(cache, TOKENS, namespace=f"salt {i}").num_blocks == [0]
@@ -124,12 +124,12 @@ def test_namespaces_share_nothing_and_the_oldest_of_many_is_opened_again(planes:
     assert len({*spaces}) == len(parts) and max(map(len, spaces)) <= 128
 
 
-def test_a_pool_of_another_engine_is_refused_when_it_is_opened(planes: Planes) -> None:
+def test_a_pool_of_another_engine_is_refused_when_it_is_opened(planes: Pair) -> None:
     with pytest.raises(LayoutMismatchError, match="model_id"), cache_of(planes, model_id="other"):
         pass
 
 
-def test_a_full_pool_and_a_full_queue_drop_stores_and_nothing_is_shut(planes: Planes) -> None:
+def test_a_full_pool_and_a_full_queue_drop_stores_and_nothing_is_shut(planes: Pair) -> None:
     with cache_of(planes, max_queued_bytes=20 * PAGE_BYTES) as cache:
         names = [f"{i}".encode() for i in range(18)]
         pages = [PAGES[0]] * len(names)
@@ -146,7 +146,7 @@ def test_a_full_pool_and_a_full_queue_drop_stores_and_nothing_is_shut(planes: Pl
 
 
 def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_times(
-    planes: Planes, monkeypatch: pytest.MonkeyPatch
+    planes: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_module, "_PROBE_S", 4.0)
     monkeypatch.setattr(cache_module, "_PROBED_S", 2.0)
@@ -178,7 +178,7 @@ def test_loads_that_are_slower_than_computing_are_declined_and_tried_again_at_ti
 
 
 def test_a_look_up_s_plan_is_started_before_that_of_a_later_store(
-    planes: Planes, monkeypatch: pytest.MonkeyPatch
+    planes: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = Execution.start
 
@@ -202,7 +202,7 @@ def test_a_plane_that_hangs_is_a_miss_in_time_and_is_used_again(plane: str) -> N
         until(lambda: store(cache) == [True] * 3)
         until(lambda: cache.look_up("", [TOKENS]).result(PATIENCE_S) is not None)
         found = look_up(cache, TOKENS)
-        with stopped(getattr(planes, plane).process.pid):
+        with stopped(getattr(planes, plane).pid):
             began_s = time.monotonic()
             loaded = cache.load(found, [(0, 0)], rooms(1)).result(PATIENCE_S)
             looked = cache.look_up("", [TOKENS]).result(PATIENCE_S)

@@ -16,7 +16,7 @@ import pytest
 from integrations.lmcache.tests.stand_ins import MemoryObj, Meta, ObjectKey
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.lmcache.l2_adapter import KvplaneL2
-from scripts.planes import Planes, run_planes
+from tests.e2e.engine_planes import Pair, opaque_pair
 from tests.helpers.waiting import stopped, wait_until
 
 PAGE_BYTES, NUM_BLOCKS = 192, 16
@@ -24,16 +24,18 @@ PATIENCE_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def planes() -> Iterator[Planes]:
-    with tempfile.TemporaryDirectory() as folder:
-        given = ("--opaque-page-bytes", str(PAGE_BYTES), "--model-id", "lmcache/rev-1")
-        sizes = ("--num-device-blocks", str(NUM_BLOCKS), "--num-host-blocks", "0")
-        with run_planes(Path(folder), (*given, *sizes)) as planes:
-            yield planes
+def planes() -> Iterator[Pair]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opaque_pair(
+            Path(folder), PAGE_BYTES, "lmcache/rev-1", num_device_blocks=NUM_BLOCKS
+        ) as planes,
+    ):
+        yield planes
 
 
 @contextmanager
-def adapter_of(planes: Planes, **given: Any) -> Iterator[KvplaneL2]:
+def adapter_of(planes: Pair, **given: Any) -> Iterator[KvplaneL2]:
     params: dict[str, Any] = {"weights": "rev-1", "page_bytes": PAGE_BYTES}
     params |= {"lookup_s": PATIENCE_S, "transfer_s": PATIENCE_S, "breaker_s": 0.5}
     adapter = KvplaneL2(params | {"control_plane": planes.control.address} | given)
@@ -82,7 +84,7 @@ def keys_of(test: str, num: int, **parts: Any) -> list[ObjectKey]:
     return [ObjectKey(f"{test}-{i}".encode(), **parts) for i in range(num)]
 
 
-def test_objects_of_groups_and_salts_come_back_in_another_process(planes: Planes) -> None:
+def test_objects_of_groups_and_salts_come_back_in_another_process(planes: Pair) -> None:
     keys = [*keys_of("both", 2), *keys_of("both", 1, object_group_id=1, cache_salt="ann")]
     stored = objects_of(PAGE_BYTES, PAGE_BYTES, 100, fill=7)
     with adapter_of(planes) as adapter:
@@ -104,7 +106,7 @@ def test_objects_of_groups_and_salts_come_back_in_another_process(planes: Planes
         assert len(fds | {adapter.get_lookup_and_lock_event_fd()}) == 3
 
 
-def test_another_size_or_format_of_memory_is_not_loaded(planes: Planes) -> None:
+def test_another_size_or_format_of_memory_is_not_loaded(planes: Pair) -> None:
     keys = keys_of("format", 1)
     with adapter_of(planes) as adapter:
         assert store(adapter, keys, objects_of(100, fill=1)).is_successful()
@@ -123,7 +125,7 @@ def test_another_size_or_format_of_memory_is_not_loaded(planes: Planes) -> None:
 
 
 def test_a_lock_holds_an_object_until_it_is_undone_as_often_as_it_was_taken(
-    planes: Planes,
+    planes: Pair,
 ) -> None:
     keys = keys_of("locked", 2)
     with adapter_of(planes) as adapter:
@@ -153,7 +155,7 @@ def test_a_lock_holds_an_object_until_it_is_undone_as_often_as_it_was_taken(
 
 
 def test_a_store_fails_as_a_whole_and_an_object_too_large_is_named_once(
-    planes: Planes, caplog: pytest.LogCaptureFixture
+    planes: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = keys_of("large", 2, object_group_id=3)
     with adapter_of(planes) as adapter:
@@ -167,7 +169,7 @@ def test_a_store_fails_as_a_whole_and_an_object_too_large_is_named_once(
         assert (status["is_healthy"], status["stores_dropped"] > 0) == (True, True)
 
 
-def test_what_cannot_be_right_is_refused_at_the_start(planes: Planes) -> None:
+def test_what_cannot_be_right_is_refused_at_the_start(planes: Pair) -> None:
     with pytest.raises(LayoutMismatchError, match="model_id"), adapter_of(planes, weights="2"):
         pass
     for wrong in ({"weights": None}, {"page_bytes": "1"}, {"page": 1}):
@@ -175,12 +177,12 @@ def test_what_cannot_be_right_is_refused_at_the_start(planes: Planes) -> None:
             pass
 
 
-def test_a_data_plane_that_hangs_is_a_miss_in_time(planes: Planes) -> None:
+def test_a_data_plane_that_hangs_is_a_miss_in_time(planes: Pair) -> None:
     keys = keys_of("hung", 1)
     with adapter_of(planes, lookup_s=0.3, transfer_s=0.3) as adapter:
         wait_until(lambda: store(adapter, keys, objects_of(8, fill=1)).is_successful())
         wait_until(lambda: all(lock(adapter, keys)))
-        with stopped(planes.data.process.pid):
+        with stopped(planes.data.pid):
             began_s = time.monotonic()
             assert load(adapter, keys, objects_of(8)) == [False]
             assert lock(adapter, keys) == [False], "the breaker is open"

@@ -15,7 +15,7 @@ import pytest
 from integrations.sglang.tests.stand_ins import HostPool
 from kvplane.errors import LayoutMismatchError
 from kvplane.integrations.sglang.hicache import KvplaneHiCache, PoolHitPolicy, PoolName
-from scripts.planes import Planes, run_planes
+from tests.e2e.engine_planes import Pair, opaque_pair
 from tests.helpers.waiting import stopped, wait_until
 
 KINDS = ("tp", "pp", "attn_cp", "dcp")
@@ -26,15 +26,16 @@ KV, MAMBA, SWA = PoolName.KV, PoolName.MAMBA, PoolName.SWA
 
 
 @pytest.fixture(scope="module")
-def planes() -> Iterator[Planes]:
-    with tempfile.TemporaryDirectory() as folder:
-        given = ("--opaque-page-bytes", "192", "--model-id", MODEL_ID)
-        with run_planes(Path(folder), (*given, "--num-device-blocks", "256")) as planes:
-            yield planes
+def planes() -> Iterator[Pair]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opaque_pair(Path(folder), 192, MODEL_ID, num_device_blocks=256) as planes,
+    ):
+        yield planes
 
 
 def backend(
-    planes: Planes | None = None, *, settings: dict[str, Any] | None = None, **config: Any
+    planes: Pair | None = None, *, settings: dict[str, Any] | None = None, **config: Any
 ) -> KvplaneHiCache:
     """Make a backend as SGLang's factory does; it is opened when its host pools are registered."""
     given: dict[str, Any] = {"weights": "rev-1", "lookup_s": 20.0, "transfer_s": 20.0}
@@ -49,7 +50,7 @@ def backend(
 
 
 @contextmanager
-def opened(planes: Planes, pools: dict[str, HostPool], **given: Any) -> Iterator[KvplaneHiCache]:
+def opened(planes: Pair, pools: dict[str, HostPool], **given: Any) -> Iterator[KvplaneHiCache]:
     hicache = backend(planes, **given)
     try:
         hicache.register_mem_pool_host(pools[KV])
@@ -62,7 +63,7 @@ def opened(planes: Planes, pools: dict[str, HostPool], **given: Any) -> Iterator
 
 
 def test_pages_come_back_in_another_process_s_memory_up_to_the_first_that_is_missing(
-    planes: Planes,
+    planes: Pair,
 ) -> None:
     ours, theirs = HostPool(), HostPool()
     with opened(planes, {KV: ours}) as hicache:
@@ -81,7 +82,7 @@ def test_pages_come_back_in_another_process_s_memory_up_to_the_first_that_is_mis
         assert other_rank.batch_exists(KEYS) == 0
 
 
-def test_the_calls_of_a_layer_first_memory(planes: Planes) -> None:
+def test_the_calls_of_a_layer_first_memory(planes: Pair) -> None:
     pool, keys = HostPool(), [f"old-{i}" for i in range(300)]
     with opened(planes, {KV: pool}) as hicache:
         page, other = pool.get_data_page(0), pool.get_data_page(4)
@@ -97,7 +98,7 @@ def test_the_calls_of_a_layer_first_memory(planes: Planes) -> None:
         assert found[1] is None and hicache.get(keys[201], rooms[1]) is None
 
 
-def test_prefixes_of_a_hybrid_model_end_where_each_pool_has_what_it_needs(planes: Planes) -> None:
+def test_prefixes_of_a_hybrid_model_end_where_each_pool_has_what_it_needs(planes: Pair) -> None:
     pools = {KV: HostPool(), MAMBA: HostPool(page_size=1, head_dim=9), SWA: HostPool(head_dim=3)}
     keys = [f"hybrid-{key}" for key in KEYS]
 
@@ -162,7 +163,7 @@ def test_ranks_share_latents_but_not_a_model_s_state() -> None:
     assert len({hicache._names(MAMBA, KEYS)[0] for hicache in ranks}) == 2
 
 
-def test_what_cannot_be_right_is_refused_at_the_start(planes: Planes) -> None:
+def test_what_cannot_be_right_is_refused_at_the_start(planes: Pair) -> None:
     with (
         pytest.raises(LayoutMismatchError, match="model_id"),
         opened(planes, {KV: HostPool()}, settings={"weights": "rev-2"}),
@@ -180,11 +181,11 @@ def test_what_cannot_be_right_is_refused_at_the_start(planes: Planes) -> None:
             hicache.clear()
 
 
-def test_a_data_plane_that_hangs_is_a_miss_in_time(planes: Planes) -> None:
+def test_a_data_plane_that_hangs_is_a_miss_in_time(planes: Pair) -> None:
     pool = HostPool()
     with opened(planes, {KV: pool}, settings={"lookup_s": 0.3, "transfer_s": 0.3}) as hicache:
         wait_until(lambda: all(hicache.batch_set_v1(["hung"], pool.rows(0))))
-        with stopped(planes.data.process.pid):
+        with stopped(planes.data.pid):
             began_s = time.monotonic()
             assert hicache.batch_get_v1(["hung"], pool.rows(1)) == [False]
             assert hicache.batch_exists(["hung"]) == 0, "the breaker is open"

@@ -17,7 +17,7 @@ from signatures import signatures
 from standins import LookupResult, OffloadPolicy, ReqContext, ScheduleEndContext, TransferJob
 
 from kvplane.errors import LayoutMismatchError
-from scripts.planes import run_planes
+from tests.e2e.engine_planes import opaque_pair
 
 standins.install()
 
@@ -123,9 +123,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Eng
 
 
 def engines_of(folder: Path, model_id: str) -> Iterator[Callable[..., Engine]]:
-    flags = ("--opaque-page-bytes", str(PAGE_BYTES), "--model-id", model_id)
     engines: list[Engine] = []
-    with run_planes(folder, (*flags, "--num-device-blocks", "64")) as planes:
+    with opaque_pair(folder, PAGE_BYTES, model_id, num_device_blocks=64) as planes:
 
         def engine(**given: Any) -> Engine:
             options = {"control_plane": planes.control.address, **PATIENT, **given}
