@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path in at_night and item.get_closest_marker("fleet") is None:
             item.add_marker(pytest.mark.nightly)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+def pytest_sessionstart() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells have it in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection() -> None:

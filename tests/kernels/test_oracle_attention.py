@@ -127,15 +127,15 @@ KINDS: Final = dict(_kinds())
 
 
 def on_each(kinds: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrize by backend and kind, of which every second one is emulated at night only. A GPU
-    has no kernels of latents.
+    """Parametrize by backend and kind, of which two of three are emulated at night only. A GPU has
+    no kernels of latents.
     """
     pairs = [
         pytest.param(
             name,
             kind,
             id=f"{name}-{kind}",
-            marks=[pytest.mark.nightly] if name == "emulated" and i % 2 else [],
+            marks=[pytest.mark.nightly] if name == "emulated" and i % 3 else [],
         )
         for i, kind in enumerate(kinds)
         for name in (CPUS if KINDS[kind].latent else ALL)
