@@ -6,6 +6,7 @@ from one that has imported the project's dependencies, and nothing of the projec
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -57,13 +58,15 @@ def run_pytest(
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """Return the process that forks. It ends when this one does, as its standard input ends."""
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-P", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    atexit.register(server.communicate)
+    return server
 
 
 def serve() -> None:
