@@ -25,7 +25,8 @@ _LONG: Final = timedelta(days=365)
 
 class RankGroup:
     """The processes of one engine: this one is ``rank`` of ``num_ranks``. ``timeout_s``: of the
-    meeting and of each sum; for messages they wait until a process has ended.
+    meeting, of each sum, and of each send by rank 0. A message is waited for until a process has
+    ended.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class RankGroup:
         """
         self.rank = rank
         self.num_ranks = num_ranks
+        self._timeout = timedelta(seconds=timeout_s)
         gloo = _C10D.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = self._timeout
         with _typed():
             store = _C10D.FileStore(str(meeting), num_ranks)
-            store.set_timeout(timedelta(seconds=timeout_s))
+            store.set_timeout(self._timeout)
             self._gloo = gloo(store, rank, num_ranks, options)
             self._nccl = None if gpu is None else _nccl(store, rank, num_ranks, timeout_s)
 
@@ -87,7 +89,8 @@ class RankGroup:
     def _broadcast(self, tensor: torch.Tensor) -> None:
         options = _C10D.BroadcastOptions()
         options.rootRank = 0
-        options.timeout = _LONG
+        # Gloo does not always notice that a receiver has ended.
+        options.timeout = self._timeout if self.rank == 0 else _LONG
         with _typed():
             self._gloo.broadcast([tensor], options).wait()
 

@@ -138,7 +138,7 @@ def test_ranks_use_a_shard_each_and_end_with_a_typed_error_when_one_is_killed(
     model, tmp_path, expected
 ) -> None:
     with pool_of(model, tmp_path, by_heads(2)) as pool:
-        engine = engine_on(model, pool.address, tensor_parallel=2, recovery_timeout_s=60.0)
+        engine = engine_on(model, pool.address, tensor_parallel=2, recovery_timeout_s=25.0)
         with engine:
             check_parallel(engine, expected)
             (rank,) = ranks_of_this_process()

@@ -1,7 +1,10 @@
-"""Which device a rank's model is on, and how ranks then add up. Machines and NCCL are stand-ins."""
+"""Which device a rank's model is on, how ranks then add up, and how long rank 0 waits for another.
+Machines and NCCL are stand-ins.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ from data_plane.kernels.device.devices import Machine
 from engine.config import EngineSettings
 from engine.parallel import backends, group
 from engine.parallel.group import RankGroup
+from kvplane.errors import InternalError
 
 
 def settings_of(
@@ -81,3 +85,14 @@ def test_a_rank_with_a_gpu_of_its_own_adds_up_by_nccl_and_talks_by_gloo(
         assert ranks.add_up(tensor) is tensor
         assert tensor.tolist() == [wanted] * 3
         assert ranks.gather(b"a message") == [b"a message"]
+
+
+def test_a_rank_that_receives_nothing_keeps_rank_0_no_longer_than_its_timeout(
+    tmp_path: Path,
+) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(RankGroup, tmp_path / "meeting", 1, 2, 60.0)
+        first = RankGroup(tmp_path / "meeting", 0, 2, 1.0)
+        assert other.result(60.0).rank == 1
+    with pytest.raises(InternalError, match="does not answer"):
+        first.tell(b"step")
