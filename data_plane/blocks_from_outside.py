@@ -85,8 +85,11 @@ class BlocksFromOutside:
         """Return the table entries that the session's latest plan, which must have this number,
         computes for a sequence, the same in each layer group. Raises as ``TableBlocks.of_span``.
         """
-        blocks = self._executor.blocks
-        command = partial(blocks.of_span, lane.session_id, sequence_id, plan_number)
+
+        def command() -> range:
+            span, _, _ = self._executor.blocks.of_span(lane.session_id, sequence_id, plan_number)
+            return span
+
         return self._submit(command, lane)
 
     def read(self, lane: Lane, blocks: BlockRange) -> Future[memoryview]:

@@ -343,36 +343,24 @@ class TableBlocks:
                 checkpoints.progress.extend(layers, i, 1)
         return self._plans.receipt(session, run)
 
-    def of_span(self, session_id: int, sequence_id: int, plan_number: int) -> range:
-        """Return the table entries that ``write`` writes for a sequence of the latest plan, the
-        same in each layer group. Raises as ``PlanRunner.latest``, and InvalidRequestError when the
-        plan computes nothing for it.
+    def of_span(
+        self, session_id: int, sequence_id: int, plan_number: int
+    ) -> tuple[range, list[int], bool]:
+        """Return what the latest plan lets a caller write for a sequence: the table entries that it
+        computes, the same in each layer group; the entries at whose ends it keeps checkpoints; and
+        whether they may be loaded from files. Raises as ``PlanRunner.latest``, and
+        InvalidRequestError when the plan computes nothing for the sequence.
         """
         with self._command.lock, self._command("span_blocks"):
             _, run = self._plans.latest(session_id, plan_number)
-            batch = run.whole[0]
+            batch, checkpoints = run.whole[0], run.checkpoints
             span = batch.span_of(sequence_id)
         first, size = int(batch.first_positions[span]), self._layout.block_size_tokens
         last = first + int(batch.starts[span + 1] - batch.starts[span]) - 1
-        return range(first // size, last // size + 1)
-
-    def may_load(self, session_id: int, plan_number: int) -> bool:
-        """Return whether the latest plan may be loaded from files. Raises as
-        ``PlanRunner.latest``.
-        """
-        with self._command.lock, self._command("span_blocks"):
-            return not self._plans.latest(session_id, plan_number)[1].skips_files
-
-    def checkpoints_of(self, session_id: int, sequence_id: int, plan_number: int) -> list[int]:
-        """Return the table entries at whose ends the latest plan keeps a checkpoint of a sequence.
-        Raises as ``PlanRunner.latest``.
-        """
-        with self._command.lock, self._command("span_blocks"):
-            checkpoints = self._plans.latest(session_id, plan_number)[1].checkpoints
-            if checkpoints is None:
-                return []
-            of_sequence = checkpoints.sequence_ids == sequence_id
-            return [*map(int, checkpoints.entries[of_sequence])]
+        kept = []
+        if checkpoints is not None:
+            kept = checkpoints.entries[checkpoints.sequence_ids == sequence_id].tolist()
+        return range(first // size, last // size + 1), kept, not run.skips_files
 
     @property
     def num_published(self) -> int:

@@ -291,13 +291,14 @@ class FileTier:
         checkpoints that it keeps. ``lane`` is charged for the writes. Raises InvalidRequestError,
         and as ``Executor.write_blocks``.
         """
-        blocks, of_sequence = self._executor.blocks, (session_id, request.sequence_id, plan_number)
-        span = await self._worker.run(partial(blocks.of_span, *of_sequence), lane)
-        kept = await self._worker.run(partial(blocks.checkpoints_of, *of_sequence), lane)
+        of_span = partial(
+            self._executor.blocks.of_span, session_id, request.sequence_id, plan_number
+        )
+        span, kept, may_load = await self._worker.run(of_span, lane)
         size = self._executor.layout.block_size_tokens
         columns.read(columns.INT32, request.token_ids, "token_ids", length=span.stop * size)
         scope = await self._scope(session_id)
-        if not await self._worker.run(partial(blocks.may_load, session_id, plan_number), lane):
+        if not may_load:
             return pb.LoadFileBlocksResponse()
         num_loaded, receipt = 0, None
         async with self._loads.taken(lane.caller):
