@@ -62,7 +62,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of garbage collections, which visit all of it."""
+    """Exclude modules and test items, which last, from the garbage collector's passes."""
     gc.freeze()
     gc.enable()
 

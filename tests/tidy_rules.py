@@ -80,7 +80,7 @@ def _parsed(path: Path, folders: tuple[str, ...]) -> ast.Module:
 
 
 def statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """Every statement inside, at any depth. Most nodes of a tree are in expressions."""
+    """Yield every statement inside, at any depth. Most nodes of a tree are in expressions."""
     for field in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, field, ()):
             if isinstance(child, ast.stmt):

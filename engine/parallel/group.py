@@ -24,9 +24,9 @@ _LONG: Final = timedelta(days=365)
 
 
 class RankGroup:
-    """The processes of one engine: this one is ``rank`` of ``num_ranks``. ``timeout_s``: of the
-    meeting, of each sum, and of each send by rank 0. A message is waited for until a process has
-    ended.
+    """Connects the processes of one engine: this one is ``rank`` of ``num_ranks``. ``timeout_s``
+    bounds the meeting, each sum, and each send by rank 0. Waiting for a message has no bound, and
+    ends when a process is seen to have ended.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ def run_server(program: str, extra: str, module: str) -> int:
 
 @contextmanager
 def imported_for_good() -> Iterator[None]:
-    """Keep modules that are imported inside out of garbage collections, which would visit torch's
-    objects many times during its import, and once more when the process exits.
+    """Exclude objects that imports inside create from garbage collection. It would visit those of
+    torch many times during the import, and once more when the process exits.
     """
     gc.disable()
     try:

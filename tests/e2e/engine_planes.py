@@ -159,7 +159,7 @@ class Pair:
 def opaque_pair(
     logs: Path, page_bytes: int, model_id: str, *flags: str, num_device_blocks: int
 ) -> Pair:
-    """Planes of an engine's chunks, in a pool of its plug-in's default name."""
+    """Return planes that keep opaque pages, in the pool that plug-ins of engines use by default."""
     return Pair(
         None, logs, num_device_blocks=num_device_blocks, num_host_blocks=0, pool_id="default",
         arguments=("--opaque-page-bytes", str(page_bytes), "--model-id", model_id, *flags),

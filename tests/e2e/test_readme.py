@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type does what it says."""
+"""Runs what README tells a newcomer to type."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def on_each(cases: Sequence[str]) -> pytest.MarkDecorator:
 
 
 def assert_same(actual: Answer, expected: Answer) -> None:
-    """The same bits in the output and in the lse."""
+    """Assert that the outputs have the same bits, and the lse too."""
     for ours, theirs in zip(actual, expected, strict=True):
         assert_same_bits(ours, theirs)
 

@@ -1,4 +1,4 @@
-"""Who may do what, over TLS: roles from an access list, a data plane's pools, and grants of others.
+"""Tests who may do what over TLS: roles of an access list, a data plane's pools, grants of others.
 
 Callers name themselves by bearer tokens, one for each, so one server certificate serves them all.
 """

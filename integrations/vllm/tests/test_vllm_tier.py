@@ -78,7 +78,7 @@ class Engine:
         return context
 
     def look_up(self, context: ReqContext, keys: Sequence[bytes] | None = None) -> list[bool]:
-        """What each chunk is once none is RETRY."""
+        """Return what each chunk is once none is RETRY."""
         wanted = [*context.positions] if keys is None else keys
         deadline_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline_s:
