@@ -346,10 +346,11 @@ class TableBlocks:
     def of_span(
         self, session_id: int, sequence_id: int, plan_number: int
     ) -> tuple[range, list[int], bool]:
-        """Return what the latest plan lets a caller write for a sequence: the table entries that it
-        computes, the same in each layer group; the entries at whose ends it keeps checkpoints; and
-        whether they may be loaded from files. Raises as ``PlanRunner.latest``, and
-        InvalidRequestError when the plan computes nothing for the sequence.
+        """Return three things about a sequence in the session's latest plan, which must have
+        ``plan_number``: the table entries that the plan computes, the same in each layer group; the
+        entries that get a checkpoint at their end; and whether blocks and checkpoints may be loaded
+        from files. Raises the errors of ``PlanRunner.latest``, and InvalidRequestError when the
+        plan computes nothing for the sequence.
         """
         with self._command.lock, self._command("span_blocks"):
             _, run = self._plans.latest(session_id, plan_number)

@@ -25,8 +25,8 @@ _LONG: Final = timedelta(days=365)
 
 class RankGroup:
     """Connects the processes of one engine: this one is ``rank`` of ``num_ranks``. ``timeout_s``
-    bounds the meeting, each sum, and each send by rank 0. Waiting for a message has no bound, and
-    ends when a process is seen to have ended.
+    bounds the rendezvous, each all-reduce, and each send by rank 0. Receives have no timeout: they
+    fail when gloo notices that a peer has died.
     """
 
     def __init__(
