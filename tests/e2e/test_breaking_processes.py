@@ -41,7 +41,7 @@ def test_a_data_plane_that_was_taken_over_while_it_slept_ends_and_says_why(
         os.kill(first.pid, signal.SIGCONT)
         assert first.wait(30) == 1
         told = (tmp_path / "first.log").read_text()
-        assert told.count("STALE_EPOCH") == 1
+        assert told.count("taken over reason=STALE_EPOCH") == 1
         last = told.splitlines()[-1]
         assert last.startswith(f"data_plane: error: shard 0 of pool '{POOL}' is registered by a")
         assert "This process ends" in last

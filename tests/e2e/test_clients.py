@@ -20,7 +20,7 @@ from tests.helpers import json_caller
 from tests.helpers.documents import blocks
 from tests.helpers.go_stubs import go, write_stubs
 from tests.helpers.programs import printed
-from tests.helpers.tools import needs
+from tests.helpers.tools import lacks, needs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SERVICE = "kvplane.v1.SessionService"
@@ -88,9 +88,8 @@ def test_rust_attends(planes: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "protos", folder.parents[1] / "protos", dirs_exist_ok=True)
     try:
         printed("cargo", "fetch", cwd=folder)
-    except AssertionError as refused:
-        lacks = "needs crates, from crates.io or from a source that cargo's configuration names"
-        raise AssertionError(lacks) from refused
+    except AssertionError:
+        lacks("needs crates, from crates.io or from a source that cargo's configuration names")
     monkeypatch.setenv("PROTOC", str(ROOT / "scripts" / "protos.sh"))
     build = ("cargo", "run", "--quiet", "--jobs", "2", "--", planes.control.address)
     assert printed(*build, cwd=folder, timeout_s=300) == ATTENDED.format(", ")

@@ -221,10 +221,13 @@ def _plain(reason: str) -> str:
 
 
 def examine_apart(model_type: str) -> Row:
-    """In a process of its own: some types fail hard, or take very long."""
-    fork = multiprocessing.get_context("fork")
-    ours, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(target=_send_row, args=(model_type, theirs))
+    """In a process of its own: some types fail hard, or take very long. It is not forked from this
+    one, whose threads of OpenMP a fork would wait for.
+    """
+    apart = multiprocessing.get_context("forkserver")
+    apart.set_forkserver_preload([_send_row.__module__])
+    ours, theirs = apart.Pipe(duplex=False)
+    child = apart.Process(target=_send_row, args=(model_type, theirs))
     child.start()
     theirs.close()
     row = Row(model_type, NOT_RUN, f"takes more than {_TIME_LIMIT_S} s or too much memory")
@@ -238,6 +241,8 @@ def examine_apart(model_type: str) -> Row:
 
 def _send_row(model_type: str, pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    torch.set_num_threads(1)
+    attention.register()
     try:
         row = examine(model_type)
     except Exception as error:
@@ -277,8 +282,6 @@ def documented() -> dict[str, Row]:
 
 def main(model_types: Sequence[str]) -> None:
     """Print the rows of some types, or of all and write the document."""
-    torch.set_num_threads(1)
-    attention.register()
     rows = []
     for model_type in model_types or TYPES:
         rows.append(examine_apart(model_type))
