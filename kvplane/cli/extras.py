@@ -24,7 +24,7 @@ def what_is_missing(error: ImportError) -> str:
     other = sys.modules.get(top) if top in _OURS else None
     places = [getattr(other, "__file__", None), *getattr(other, "__path__", ())]
     taken = next((f": {place} has taken its name" for place in places if place), "")
-    return f"{error.name} is missing{taken}"
+    return f"{error.name} is missing{taken}" if error.name else str(error)
 
 
 def run_or_explain(program: str, extra: str, run: Callable[[], int]) -> int:

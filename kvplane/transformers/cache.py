@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from kvplane import ops
-from kvplane.errors import InvalidRequestError
+from kvplane.errors import InternalError, InvalidRequestError
 from kvplane.results import OperationResult, PoolInfo
 from kvplane.session import Session
 from kvplane.transformers import attention
@@ -260,10 +260,10 @@ class PlaneCache(Cache):
         self._running = self._forward.enter_context(running)
         self._extent.num_columns, self._num_columns_after = start, stop
 
-    def _after(self, *, failed: bool) -> None:
+    def _after(self, output: Any) -> None:
         if self._forward is None:  # it did not begin
             return
-        if failed:
+        if output is None:
             self.reset()
             return
         num_layers = 0 if self._running is None else self._running.num_layers
@@ -274,6 +274,9 @@ class PlaneCache(Cache):
                 "layers: the others keep their own code",
                 field="model",
             )
+        if not _is_finite(output):  # its keys and values would become a cached prefix
+            self.reset()
+            raise InternalError("the model's logits are not finite: they have NaN or infinity")
         self._end_forward(failed=False)
         self._extent.num_columns = self._num_columns_after
 
@@ -382,9 +385,10 @@ class PlaneCache(Cache):
             self._enter(module, computed, start, checkpoint)
             give_positions(module, before["position_ids"])
             with torch.no_grad():
-                module.forward(**before)  # without hooks: they are for the pass that was asked for
+                # Without hooks: they are for the pass that was asked for.
+                output = module.forward(**before)
             self._store(kept)
-            self._after(failed=False)
+            self._after(output)
             tokens, computed, cached = [[] for _ in ends], [checkpoint] * len(ends), [0]
         self._append(tokens, [columns.stop - skip for skip in columns.padding])
         self._restore(cached)
@@ -558,7 +562,17 @@ def _after_forward(
     """End the forward pass of the cache. Called after an error too, with no output."""
     cache = _cache_in(kwargs)
     if cache is not None:
-        cache._after(failed=output is None)
+        cache._after(output)
+
+
+def _is_finite(output: Any) -> bool:
+    """Whether the last column of a pass, its logits or else its hidden states, has no NaN and no
+    infinity but -infinity beside other numbers, which is how a token is forbidden.
+    """
+    tensors = output.values() if isinstance(output, dict) else output
+    of_columns = (t for t in tensors if isinstance(t, torch.Tensor) and t.dim() == 3)
+    found = next(of_columns, None)
+    return found is None or bool(found[:, -1].amax(dim=-1).isfinite().all())
 
 
 def _cache_in(kwargs: dict[str, Any]) -> PlaneCache | None:

@@ -22,6 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvplane import ControlClient, LayerGroup, Layout, sync
 from kvplane.errors import (
+    InternalError,
     InvalidRequestError,
     LayoutMismatchError,
     NeverFitsError,
@@ -215,6 +216,24 @@ def test_a_cache_of_another_model_is_refused(model: PreTrainedModel) -> None:
                 other.generate(**prompts(), **{ARGUMENT: cache}, max_new_tokens=4)
             PlaneCache(other, **POOL)  # now that model has hooks too
     close_planes(other)
+
+
+def test_logits_that_are_not_finite_are_refused_and_never_cached() -> None:
+    model = tiny_llama()
+    with PlaneCache(model, **POOL):  # which is probed while all weights are numbers
+        weight = model.get_input_embeddings().weight
+        with torch.no_grad():
+            weight[1] = torch.nan  # in no prompt
+    ids = prompts()["input_ids"]
+    for bad in (ids.index_fill(1, torch.tensor(36), 1), ids.index_fill(1, torch.tensor(20), 1)):
+        for _ in range(2):
+            with PlaneCache(model, **POOL) as cache:
+                with pytest.raises(InternalError, match="NaN or infinity"):
+                    answer(model, cache, input_ids=bad[:1], attention_mask=torch.ones_like(bad[:1]))
+                assert cache.num_cached_tokens == [0] and num_held(cache) == 0
+    with PlaneCache(model, **POOL) as cache:
+        answer(model, cache, suppress_tokens=[1], **one_prompt())
+    close_planes(model)
 
 
 def test_attention_without_a_cache_of_ours_is_refused(model: PreTrainedModel) -> None:

@@ -198,7 +198,7 @@ def _difference(
     except ImportError as error:
         raise InvalidRequestError(
             f"the probe computes attention in this process, but {what_is_missing(error)}: "
-            "install kvplane[data-plane], or leave it out with --no-probe",
+            "install kvplane[data-plane], or leave it out with probe=False, or --no-probe",
             field="model",
         ) from error
     short, model = _with_windows(shapes, WINDOW_TOKENS), runs.model
