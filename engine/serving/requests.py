@@ -103,6 +103,8 @@ def read_chat(body: Any) -> CompletionRequest:
     logprobs = None
     if _boolean(fields.get("logprobs", False), "logprobs"):
         logprobs = _integer(fields.get("top_logprobs", 0), "top_logprobs")
+    elif "top_logprobs" in fields:
+        raise InvalidRequestError("needs logprobs", field="top_logprobs")
     return _request(
         fields,
         (Chat(_messages(fields.get("messages"))),),
@@ -141,6 +143,8 @@ def _request(
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict):
         raise InvalidRequestError("must be an object", field="stream_options")
+    for name in options.keys() - {"include_usage"}:
+        raise InvalidRequestError("is not known", field=f"stream_options.{name[:64]}")
     return CompletionRequest(
         model=_string(fields.get("model"), "model"),
         prompts=prompts,

@@ -217,6 +217,7 @@ def test_a_request_whose_client_goes_away_is_aborted(server: Server, is_streamed
         ({"extra_body": {"min_p": 2}}, "min_p"),
         ({"extra_body": {"stream": "yes"}}, "stream"),
         ({"extra_body": {"seed": 1.5}}, "seed"),
+        ({"stream": True, "stream_options": {"every": True}}, "stream_options.every"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(
@@ -237,6 +238,9 @@ def test_other_refusals_have_their_status(server: Server) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         server.chat([{"type": "image_url", "image_url": {"url": "x"}}])
     assert refused.value.param == "messages[0].content"
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.chat("hello", top_logprobs=2)
+    assert refused.value.param == "top_logprobs"
     assert server.request("POST", "/v1/completions", b"{")[0] == 400
     half = b'{"model": "byte-model", "prompt": "\\ud800"}'  # of a surrogate pair
     assert server.request("POST", "/v1/completions", half)[0] == 400
