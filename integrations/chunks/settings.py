@@ -23,7 +23,7 @@ class ChunkSettings:
     longer has failed; a look-up reads files for as long. ``breaker_s``: how long everything is a
     miss after a failure. ``max_queued_bytes``: of stores that wait; more are dropped.
     ``connect_s``: how long the engine's start waits for the pool. ``break_even_bytes_per_s``: while
-    loads are slower, computing is faster, and look-ups are misses; 0 to load at any speed.
+    loads are slower, computing is faster, and look-ups are misses; left out, any speed will do.
     """
 
     control_plane: str = "127.0.0.1:50051"

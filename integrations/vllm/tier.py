@@ -122,7 +122,7 @@ class KvplaneTier(SecondaryTierManager):
             block_tokens=self._chunk_tokens,
         )
         layout = shlex.quote(json.dumps(asdict(self._cache.layout)))
-        # Not of level info, which vLLM shows of its own loggers alone.
+        # Of no level below warning: vLLM shows those of its own loggers alone.
         _LOGGER.warning("this engine's pool: kvplane data --layout <(echo %s)", layout)
         try:
             self._cache.open()
@@ -379,5 +379,5 @@ class KvplaneTier(SecondaryTierManager):
             job.wait()
         self._jobs.clear()
         self._cache.close()
-        _LOGGER.info("kvplane: %s", dict(self._cache.counters))
+        _LOGGER.warning("kvplane: %s", dict(self._cache.counters))
         self._bytes.release()
