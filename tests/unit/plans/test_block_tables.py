@@ -67,6 +67,17 @@ def test_sound_tables_pass() -> None:
     assert len(made.publications[0]) == 1
 
 
+def test_an_entry_without_a_block_refers_to_none() -> None:
+    made = BlockTables({DEVICE: 4, HOST: 2}, BLOCK_SIZE)
+    made.allocate(DEVICE, np.arange(4), np.arange(1, 5))
+    with_holes = replace(table(DEVICE, (0, 0), (2, 3), (0, 0)), has_holes=True)
+    put(made, 1, 1, with_holes)
+    assert made.ref_counts[DEVICE].tolist() == [0, 0, 1, 0]
+    assert not made.stale_counts[DEVICE].any()
+    assert made.first_stale([with_holes]) is None
+    made.check_integrity()
+
+
 SPOILERS: dict[str, Callable[[BlockTables], object]] = {
     "a block more": lambda t: t.put(1, 1, table(DEVICE, (0, 1), (1, 2), (2, 3))),
     "another block": lambda t: t.put(1, 1, table(DEVICE, (3, 4), (1, 2))),
