@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ def read(table: Path) -> list[Fault]:
     ``file PATH``: what the faults change. ``by TESTS [-k EXPRESSION] [--timeout=SECONDS]``, or a
     machine's name in place of tests, perhaps with tests after it: what must fail. ``@@ NAME``: a
     fault begins; lines as in a diff follow, but each may be a part of a line of the file. One
-    without such lines has those of the fault before it. ``also PATH``: a further place of the
+    without such lines has those of the fault before it, whose name is the same up to a comma or
+    hyphen. ``also PATH``: a further place of the
     fault, with lines of its own. ``# TEXT``: a comment.
     """
     faults: list[Fault] = []
@@ -51,8 +53,12 @@ def read(table: Path) -> list[Fault]:
             hunks.append((rest, []))
         elif word in ("file", "by", "@@"):
             if hunks:
-                last = faults[-1]
-                faults[-1] = replace(last, places=_places(hunks) or faults[-2].places)
+                last, places = faults[-1], _places(hunks)
+                if not places:
+                    alike = {re.split("[,-]", fault.name)[0] for fault in faults[-2:]}
+                    assert len(alike) == 1, f"{table.name}: {last.name} has no lines"
+                    places = faults[-2].places
+                faults[-1] = replace(last, places=places)
                 hunks = []
             if word == "file":
                 file = rest
