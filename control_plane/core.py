@@ -361,7 +361,9 @@ class ControlPlane:
 
     def get_pool(self, pool_id: str) -> ppb.GetPoolResponse:
         """Describe a pool, ready or not. Raises PoolNotFoundError."""
-        return self._pool(pool_id).info()
+        pool = self._pool(pool_id)
+        pool.set_time(self._clock())  # pins whose time is over hold nothing
+        return pool.info()
 
     def list_sessions(
         self, request: ppb.ListSessionsRequest, tenant: str

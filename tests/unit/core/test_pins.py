@@ -14,7 +14,7 @@ from kvplane.wire import signing
 from kvplane.wire.plane.v1 import plan_pb2
 from kvplane.wire.v1 import session_pb2
 from kvplane.wire.v1 import types_pb2 as tpb
-from tests.helpers.core.core_messages import BLOCK, DEVICE, HOST
+from tests.helpers.core.core_messages import BLOCK, DEVICE, HOST, POOL
 from tests.helpers.core.core_model import Engine, World
 from tests.helpers.refusals import refused
 
@@ -118,6 +118,17 @@ def test_a_pin_ends_in_each_of_three_ways(how: str) -> None:
     assert world.usage()["held"] == 0
     world.core.check_integrity()
     assert fill(other, 4)
+
+
+def test_a_pin_whose_time_is_over_is_not_described_as_held() -> None:
+    world = World(lease_s=10.0)
+    engine = world.engine()
+    engine.cache(PROMPT)
+    pin(engine, PROMPT)
+    assert sum(usage.num_held_blocks for usage in world.core.get_pool(POOL).usage) == 3
+    world.clock.now += 10.0  # and no other call comes
+    assert not any(usage.num_held_blocks for usage in world.core.get_pool(POOL).usage)
+    world.core.check_integrity()
 
 
 def test_the_id_of_a_pin_that_has_ended_can_be_used_again() -> None:
