@@ -260,14 +260,9 @@ class ControlPlane:
         """Return how much of a prompt each pool has cached. Any call may come between the slices.
         Raises PoolNotFoundError, and as ``prefixes.find``.
         """
-        if not request.pool_ids:
-            pools = [self._pools[pool_id] for pool_id in sorted(self._pools)]
-        else:
-            named = [self._pool(i, f"pool_ids[{n}]") for n, i in enumerate(request.pool_ids)]
-            pools = sorted(set(named), key=lambda pool: pool.id)
-        now_s = self._clock()
-        for pool in pools:
-            pool.set_time(now_s)
+        ids = [*request.pool_ids] or sorted(self._pools)
+        named = [self._pool(pool_id, f"pool_ids[{n}]") for n, pool_id in enumerate(ids)]
+        pools = sorted(set(named), key=lambda pool: pool.id)
         return (yield from prefixes.find(pools, request, tenant))
 
     def retain_prefix(
@@ -361,9 +356,7 @@ class ControlPlane:
 
     def get_pool(self, pool_id: str) -> ppb.GetPoolResponse:
         """Describe a pool, ready or not. Raises PoolNotFoundError."""
-        pool = self._pool(pool_id)
-        pool.set_time(self._clock())  # pins whose time is over hold nothing
-        return pool.info()
+        return self._pool(pool_id).info()
 
     def list_sessions(
         self, request: ppb.ListSessionsRequest, tenant: str
@@ -375,7 +368,8 @@ class ControlPlane:
 
     def view_pools(self, tenant: str) -> list[dict[str, Any]]:
         """Return the pools as JSON values for the status page, with this tenant's sessions only."""
-        return [queries.view(p, self.sessions.of(p), tenant) for p in self._pools.values()]
+        pools = map(self._pool, self._pools)
+        return [queries.view(pool, self.sessions.of(pool), tenant) for pool in pools]
 
     def observe_pool(self, pool_id: str) -> PoolObservation:
         """Return a snapshot of a pool, for metrics. Raises PoolNotFoundError."""
@@ -393,18 +387,21 @@ class ControlPlane:
     # Helpers
 
     def _pool(self, pool_id: str, field: str = "pool_id") -> Pool:
+        """Return a pool, after setting its clock to the present time: pins may have ended. Raises
+        InvalidRequestError or PoolNotFoundError naming ``field``.
+        """
         if not pool_id:
             raise InvalidRequestError("is missing: it names a pool", field=field)
         pool = self._pools.get(pool_id)
         if pool is None:
             raise PoolNotFoundError(f"{pool_id!r} is not registered: see ListPools", field=field)
+        pool.set_time(self._clock())
         return pool
 
     def _changing(self, pool_id: str) -> Pool:
-        """Return a pool that is about to change, after setting its clock to the present time."""
+        """Return a pool that is about to change."""
         pool = self._pool(pool_id)
         self._touch(pool)
-        pool.set_time(self._clock())
         return pool
 
     def _session(self, ref: tpb.SessionRef, tenant: str) -> Session:
